@@ -1,0 +1,76 @@
+# `make help` lists the targets and the variables that change them.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV ?= .venv
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+NPROC ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
+WORKERS ?= 2
+ARGS ?=
+VENV_ARGS ?=
+PIP_ARGS ?=
+# With a GPU, torch is resolved within pyproject's range and not pinned: which build fits is the driver's business.
+CONSTRAINTS ?= constraints/$(if $(filter 0,$(GPUS)),cpu,common).txt
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.aotdist-setup
+# One process and its OpenMP team a core; more teams than cores cost a two-rank step half its speed.
+RANK_THREADS := $(shell echo $$(( $(CORES) / $(NPROC) > 0 ? $(CORES) / $(NPROC) : 1 )))
+DOCUMENTED := program capture convention joint partition passes codegen runtime report subclasses launch
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+.PHONY: help setup train test test-all test-torch211 bench check format docs clean
+
+help: ## Show this list
+	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18; echo
+	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)"
+	@echo "  ARGS='...' goes to train, test and bench; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
+
+setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train and dev extras
+
+$(STAMP): pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[train,dev]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -V >/dev/null 2>&1 || { echo "error: \`$(PYTHON)\` does not run; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: aotdist needs Python 3.11 or newer, \`$(PYTHON)\` is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+
+train: $(STAMP) ## Train the example model on NPROC ranks; ARGS="--help" lists its options
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(RANK_THREADS)} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m aotdist.launch.train $(ARGS)
+
+test: $(STAMP) ## Run the tests, all but the sweeps; ARGS="-k bucket" chooses some
+	$(PYTEST) $(ARGS)
+
+test-all: $(STAMP) ## Run the tests and the long sweeps
+	$(PYTEST) -m "sweep or not sweep" --hypothesis-profile sweep $(ARGS)
+
+test-torch211: ## Run the single-process tests on torch 2.11, or say why it can't be installed
+	.ci/torch211 $(ARGS)
+
+bench: $(STAMP) ## Measure against the peers; writes JSON and a markdown table
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+check: $(STAMP) ## Lint, formatting, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMP) ## Fix what ruff can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(STAMP) ## Build the API reference from the docstrings into build/docs
+	$(BIN)/pdoc --docformat google -o build/docs aotdist $(DOCUMENTED:%=aotdist.%)
+
+clean: ## Remove everything that was built or cached, but not the virtual environments or runs/
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name .venv\* -prune -o -name __pycache__ -type d -exec rm -rf {} +

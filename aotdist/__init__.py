@@ -1,0 +1,38 @@
+"""Compiles the training step that you already wrote, ahead of time, into one explicit program.
+
+`aotdist.compile` takes a module or a function, FSDP2, DTensor and in-place updates included, and captures
+forward and backward as flat functional graphs, collectives among them; every mutation and alias is handed
+back exactly as eager would.
+"""
+
+from aotdist.api import compile, disable, explain, reset
+from aotdist.errors import (
+    AotdistError,
+    BadSettings,
+    CacheCorrupt,
+    InternalError,
+    RankDivergence,
+    RankLost,
+    SignatureMismatch,
+    UnsupportedProgram,
+)
+from aotdist.settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AotdistError",
+    "BadSettings",
+    "CacheCorrupt",
+    "InternalError",
+    "RankDivergence",
+    "RankLost",
+    "Settings",
+    "SignatureMismatch",
+    "UnsupportedProgram",
+    "__version__",
+    "compile",
+    "disable",
+    "explain",
+    "reset",
+]

@@ -1,0 +1,282 @@
+"""What users call: `compile`, `disable`, `reset`, `explain`."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
+from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.contract import Backend
+from aotdist.errors import BadSettings, InternalError
+from aotdist.pipeline import compile_call
+from aotdist.report.summary import Report, report_of
+from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.print_call import MISS
+from aotdist.runtime.signature import what_changed
+from aotdist.settings import Settings
+from aotdist.subclasses.protocol import module_rules
+from aotdist.torch_seam import compiled_call_of, set_compiled_call, uncompiled_call
+
+M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Thread(threading.local):
+    """What this thread is doing: compiled functions called meanwhile run as they were written."""
+
+    eager = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def _running_eagerly() -> Generator[None]:
+    before, _thread.eager = _thread.eager, True
+    try:
+        yield
+    finally:
+        _thread.eager = before
+
+
+class Compiled:
+    """A callable that compiles itself for each new kind of call.
+
+    A call looks for an artifact that fits; when there is none, the call is captured and compiled.
+
+    Attributes:
+        artifacts: what was compiled so far, the one used last first.
+    """
+
+    def __init__(self, target: Any, run: Callable[..., Any], backend: Backend, settings: Settings) -> None:
+        self._target = target
+        self._run = run
+        self._backend = backend
+        self._settings = settings
+        self._warned = False
+        self.artifacts: list[Artifact] = []
+        _every_compiled.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the artifact that fits, compiling one if there is none."""
+        if _thread.eager:
+            return self._run(*args, **kwargs)
+        for position, artifact in enumerate(self.artifacts):
+            result = artifact.call(args, kwargs)
+            if result is not MISS:
+                if position:
+                    self.artifacts.insert(0, self.artifacts.pop(position))
+                return result
+        artifact = self._compile(args, kwargs)
+        result = artifact.call(args, kwargs)
+        if result is MISS:
+            raise InternalError(
+                f"`{artifact.compilation.captured.name}` does not fit the call that it was compiled for",
+                stage="runtime",
+                fix="please report this with the program; `aotdist.disable` runs it eagerly",
+            )
+        return result
+
+    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
+        with _running_eagerly():
+            artifact = compile_call(self._target(), self._run, args, kwargs, self._backend, self._settings)
+        if len(self.artifacts) >= self._settings.max_artifacts and not self._warned:
+            self._warned = True
+            name, count = artifact.compilation.captured.name, len(self.artifacts) + 1
+            changes = what_changed(artifact, self.artifacts)
+            warnings.warn(
+                f"aotdist: `{name}` was compiled {count} times; what keeps changing: {changes}", stacklevel=3
+            )
+        self.artifacts.insert(0, artifact)
+        return artifact
+
+    @property
+    def source(self) -> str:
+        """The printed Python that runs, one section an artifact."""
+        return "\n".join(artifact.source for artifact in self.artifacts)
+
+    @property
+    def graphs(self) -> list[dict[str, torch.fx.GraphModule]]:
+        """The FX graphs of every artifact, by name."""
+        return [
+            {name: graph.gm for name, graph in artifact.compilation.graphs().items()}
+            for artifact in self.artifacts
+        ]
+
+    def explain(self) -> Report:
+        """What was compiled: graphs, collectives, saved bytes, writes, seconds. `print` it."""
+        return report_of(self.artifacts)
+
+    def reset(self) -> None:
+        """Forget every artifact."""
+        self.artifacts.clear()
+        self._warned = False
+
+
+_every_compiled: weakref.WeakSet[Compiled] = weakref.WeakSet()
+
+
+class CompiledFunction(Compiled):
+    """A compiled function: it keeps the name, the docstring and the signature of the original."""
+
+    def __init__(self, fn: Callable[..., Any], backend: Backend, settings: Settings) -> None:
+        super().__init__(lambda: fn, fn, backend, settings)
+        functools.update_wrapper(self, fn, updated=())
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # A compiled function in a class body is a method like any other.
+        return self if instance is None else functools.partial(self, instance)
+
+
+class CompiledModule(Compiled):
+    """The compiled call of a module, which hangs on the module and does not keep it alive."""
+
+    def __init__(self, module: nn.Module, backend: Backend, settings: Settings) -> None:
+        reference = weakref.ref(module)
+
+        def target() -> nn.Module:
+            alive = reference()
+            assert alive is not None, "a module outlives its own call"
+            return alive
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return uncompiled_call(target())(*args, **kwargs)
+
+        super().__init__(target, run, backend, settings)
+        self._attach()
+
+    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
+        artifact = super()._compile(args, kwargs)
+        self._attach()
+        return artifact
+
+    def reset(self) -> None:
+        """Forget every artifact."""
+        super().reset()
+        self._attach()
+
+    def _attach(self) -> None:
+        """Hang `source`, `graphs` and `explain` on the module, unless it has attributes of these names."""
+        module = self._target()
+        for name, value in (
+            ("source", PrintedSource(self.source)),
+            ("graphs", GraphList(self.graphs)),
+            ("explain", Explain(self.explain)),
+        ):
+            if isinstance(vars(module).get(name), ATTACHED) or not hasattr(module, name):
+                vars(module)[name] = value
+
+
+@overload
+def compile(  # pyright: ignore[reportOverlappingOverload]  # a module is callable too, and comes back as itself
+    target: M, *, backend: str | Compiler | Backend = ..., settings: Settings | Mapping[str, Any] | None = ...
+) -> M: ...
+@overload
+def compile(
+    target: Callable[..., Any],
+    *,
+    backend: str | Compiler | Backend = ...,
+    settings: Settings | Mapping[str, Any] | None = ...,
+) -> CompiledFunction: ...
+def compile(
+    target: Any,
+    *,
+    backend: str | Compiler | Backend = "auto",
+    settings: Settings | Mapping[str, Any] | None = None,
+) -> Any:
+    """Compile a module in place, or a function into a callable; the work is done at the first call.
+
+    A module is returned as it came in: its type, parameters, `state_dict` keys and hooks are untouched,
+    only its call is compiled. `.source`, `.graphs` and `.explain()` are on the result.
+
+    Args:
+        target: an `nn.Module` (plain, FSDP2, tensor parallel) or any callable.
+        backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where it works, else `fx`),
+            or a function `(graph_module, fake_arguments) -> callable`.
+        settings: a `Settings`, a mapping of its fields, or None for `Settings.from_environment()`.
+
+    Raises:
+        BadSettings: `target` is not callable, or the backend or a setting is unknown.
+        UnsupportedProgram: at the first call: the program cannot be compiled ahead of time. Nothing
+            has been changed then.
+    """
+    if not callable(target):
+        raise BadSettings(f"cannot compile a {type(target).__name__}", fix="pass a module or a function")
+    resolved, chosen = resolve(backend), _settings(settings)
+    if isinstance(target, DistributedDataParallel):
+        # Its reducer is driven by hooks around the call of what it wraps, and stays there.
+        compile(target.module, backend=resolved, settings=chosen)
+        return target
+    if isinstance(target, nn.Module):
+        module_rules(target)
+        set_compiled_call(target, CompiledModule(target, resolved, chosen))
+        return target
+    return CompiledFunction(target, resolved, chosen)
+
+
+def _settings(settings: Settings | Mapping[str, Any] | None) -> Settings:
+    if settings is None:
+        return Settings.from_environment()
+    return settings if isinstance(settings, Settings) else Settings.make(**settings)
+
+
+def compiled_call(target: Any) -> Compiled:
+    """The compiled call of a module or function that went through `compile`.
+
+    Raises:
+        BadSettings: it did not.
+    """
+    if isinstance(target, DistributedDataParallel):
+        target = target.module
+    call = compiled_call_of(target) if isinstance(target, nn.Module) else target
+    if not isinstance(call, Compiled):
+        raise BadSettings(
+            f"this {type(target).__name__} was not compiled", fix="call `aotdist.compile` on it first"
+        )
+    return call
+
+
+def explain(target: Any) -> Report:
+    """What compiling `target` produced; the same as `target.explain()`.
+
+    Raises:
+        BadSettings: `target` did not go through `compile`.
+    """
+    return compiled_call(target).explain()
+
+
+@overload
+def disable(target: F) -> F: ...
+@overload
+def disable() -> AbstractContextManager[None]: ...
+def disable(target: Any = None) -> Any:
+    """Run eagerly: compiled functions called inside are not compiled and do not look for artifacts.
+
+    Args:
+        target: a function to wrap; without it, a context manager.
+    """
+    if target is None:
+        return _running_eagerly()
+
+    @functools.wraps(target)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        with _running_eagerly():
+            return target(*args, **kwargs)
+
+    return eager
+
+
+def reset(target: Any = None) -> None:
+    """Forget the artifacts of `target`, or of everything that was compiled; the next call compiles again."""
+    for compiled in [compiled_call(target)] if target is not None else list(_every_compiled):
+        compiled.reset()

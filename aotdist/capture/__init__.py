@@ -1,0 +1,1 @@
+"""From a callable or module to a `Program`: flat tensors in, names on everything."""

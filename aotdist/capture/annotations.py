@@ -1,0 +1,41 @@
+"""What is known, while a program runs under the recorder, about the operations it is about to do.
+
+Context variables rather than arguments, because those who know (module hooks, an autograd function's
+backward) are called by PyTorch, not by us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+
+_MODULE: ContextVar[str] = ContextVar("aotdist_module", default="")
+_NO_TAGS: Mapping[str, str] = MappingProxyType({})
+_TAGS: ContextVar[Mapping[str, str]] = ContextVar("aotdist_tags", default=_NO_TAGS)
+
+
+def current_module() -> str:
+    """Qualified name of the module whose forward is running, or an empty string."""
+    return _MODULE.get()
+
+
+def current_tags() -> Mapping[str, str]:
+    """`unit` and `policy` of the operations that run now, if any."""
+    return _TAGS.get()
+
+
+def set_current_module(path: str) -> None:
+    """Say whose forward runs from now on."""
+    _MODULE.set(path)
+
+
+@contextlib.contextmanager
+def annotate(unit: str, policy: str | None = None) -> Generator[None]:
+    """Set `unit`, and `policy` if given, on every node that is recorded inside."""
+    token = _TAGS.set({**_TAGS.get(), "unit": unit} | ({"policy": policy} if policy else {}))
+    try:
+        yield
+    finally:
+        _TAGS.reset(token)

@@ -1,0 +1,217 @@
+"""One call of the user's function or module, as a `Program` of flat tensors with names.
+
+The tensors of a program are those of the arguments, then the parameters and buffers of every module
+that the function is, or reaches. Tensors that it merely closes over are met while it is traced, and
+named here. What the function returns travels as its flat outputs, followed by the tensors that it
+assigned to attributes and one constant, a `Returned`, that says how to put both back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Generator, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.ambient import Ambient, ambient
+from aotdist.capture.annotations import annotate
+from aotdist.capture.arguments import Arguments, read_arguments
+from aotdist.capture.constants import is_leaf
+from aotdist.capture.modules import (
+    StateTensor,
+    attribute_tensors,
+    following_modules,
+    named_modules,
+    state_tensors,
+    swapped,
+)
+from aotdist.capture.reach import Reached, reach
+from aotdist.capture.reassign import Reassignments
+from aotdist.capture.source import Source
+from aotdist.program import ArgIdx, Program, Row, Slot
+from aotdist.settings import Settings
+from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
+from aotdist.torch_seam import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How to put back what the function returned and assigned.
+
+    Args:
+        spec: pytree structure of the returned value; its leaves are the first outputs.
+        assigned: places that are assigned the outputs after those, and the structure of each value.
+    """
+
+    spec: pytree.TreeSpec
+    assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A module rule, the module that it claims, and the flags that were up at capture."""
+
+    rule: ModuleRule
+    root: nn.Module
+    flags: Hashable
+
+    def holds(self) -> bool:
+        """Whether the same flags are up."""
+        return self.rule.flags(self.root) == self.flags
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a function reaches besides its arguments.
+
+    Args:
+        reached: closures, globals and attributes.
+        modules: every module that it is or reaches, by qualified name.
+        state: their parameters and buffers.
+        rules: module rules at work.
+    """
+
+    reached: Reached
+    modules: Mapping[str, nn.Module]
+    state: tuple[StateTensor, ...]
+    rules: tuple[Claim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One call, ready to be traced.
+
+    Args:
+        program: the function of flat tensors.
+        arguments: structure of the call; its tensors come first among the program's inputs.
+        environment: what else it reads; its state comes after them.
+        ambient: the modes that were on.
+        closed_over: tensors outside of arguments and modules, by identity, with where to read them.
+        name: a word for the function or module.
+    """
+
+    program: Program[ArgIdx]
+    arguments: Arguments
+    environment: Environment
+    ambient: Ambient
+    closed_over: Mapping[int, Source]
+    name: str
+
+    def static_slots(self) -> frozenset[Slot]:
+        """Plain tensors that keep their address from call to call: parameters and buffers."""
+        return frozenset(
+            Slot("primal", tensor.path, inner)
+            for tensor in self.environment.state
+            for inner, _ in leaves(recipe_of(tensor.value))
+        )
+
+    def name_closed_over(self, real: torch.Tensor) -> Slot:
+        """The slot of a tensor that the trace met."""
+        return Slot("primal", self.source_of(real).path)
+
+    def source_of(self, real: torch.Tensor) -> Source:
+        """Where to read a tensor that the trace met; one without a known place is kept as it is."""
+        known = self.closed_over.get(id(real))
+        return known or Source(f"constant_{id(real):x}", (real,)).item(0, f"constant_{id(real):x}")
+
+
+def environment_of(target: Any) -> Environment:
+    """What `target`, a module or any callable, reaches.
+
+    Raises:
+        UnsupportedProgram: a module in it uses a feature that cannot be captured.
+    """
+    reached = reach(target)
+    roots = [(source.path, module) for source, module in reached.modules]
+    modules = named_modules(roots)
+    claims: list[Claim] = []
+    for _, root in roots:
+        for rule in module_rules(root):
+            rule.prepare(root)
+            claims.append(Claim(rule, root, rule.flags(root)))
+    return Environment(reached, modules, tuple(state_tensors(modules)), tuple(claims))
+
+
+def capture(
+    target: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    settings: Settings,
+    scope: contextlib.ExitStack,
+) -> Captured:
+    """Describe one call as a program.
+
+    Args:
+        target: the module or callable, to look for state in.
+        run: what to call for it (a module's call without our own hook on it).
+        args: positional arguments, pytrees of tensors and constants.
+        kwargs: keyword arguments, likewise.
+        settings: how to compile.
+        scope: from when the program runs until this closes, stand-ins hang in the modules and their
+            hooks are replaced. It must outlast the backward, whose hooks may run a forward again.
+
+    Raises:
+        UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
+    """
+    environment = environment_of(target)
+    arguments, tensors = read_arguments(args, kwargs)
+    num_args = len(tensors)
+
+    def fn(*flat: torch.Tensor) -> list[Any]:
+        inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
+        scope.enter_context(_tracing_modules(environment, flat[num_args:]))
+        return _call(environment, lambda: run(*inner_args, **inner_kwargs), settings)
+
+    slots = [Slot("primal", path) for path in arguments.tensor_paths()]
+    slots += [Slot("primal", tensor.path) for tensor in environment.state]
+    examples = [*tensors, *(tensor.value for tensor in environment.state)]
+    program = Program(fn, Row(slots), Row(examples))
+    name = getattr(target, "__name__", type(target).__name__)
+    return Captured(program, arguments, environment, ambient(), _closed_over(environment), name)
+
+
+@contextlib.contextmanager
+def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ...]) -> Generator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(swapped(environment.state, stand_ins))
+        for claim in environment.rules:
+            stack.enter_context(claim.rule.capturing(claim.root, annotate))
+        stack.enter_context(following_modules(environment.modules))
+        yield
+
+
+def _call(environment: Environment, run: Callable[[], Any], settings: Settings) -> list[Any]:
+    """Run the user's code; its flat results, what it assigned, and how to put them back."""
+    reassignments = Reassignments(environment.modules, environment.reached)
+    try:
+        leaves, spec = pytree.tree_flatten(run(), is_leaf=is_leaf)
+        assigned = reassignments.collect()
+    except BaseException:
+        reassignments.undo()
+        raise
+    if settings.report_side_effects:
+        for path in reassignments.side_effects():
+            warnings.warn(
+                f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it again",
+                stacklevel=2,
+            )
+    flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in assigned]
+    returned = Returned(spec, tuple((source, structure) for source, _, structure in flat))
+    return [*leaves, *(leaf for _, values, _ in flat for leaf in values), returned]
+
+
+def _closed_over(environment: Environment) -> dict[int, Source]:
+    found = {id(value): source for source, value in environment.reached.tensors}
+    for source, value in attribute_tensors(environment.modules):
+        found.setdefault(id(value), source)
+    for claim in environment.rules:
+        for path, owner, name in claim.rule.lifted(claim.root):
+            value = getattr(owner, name)
+            if value is not None:
+                found.setdefault(id(value), Source(path, owner).attribute(name, path))
+    return found

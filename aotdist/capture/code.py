@@ -1,0 +1,83 @@
+"""What a piece of the user's code reads, by name: globals, and attributes of whatever it handles."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import sysconfig
+import types
+from dataclasses import dataclass
+
+from aotdist.capture.origins import is_user_file
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PROMPTS = ("<stdin>", "<string>", "<ipython")
+"""Code typed at a prompt or passed to `exec` has no file, and is the user's all the same."""
+_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_GLOBAL_WRITES = frozenset({"STORE_GLOBAL"})
+_ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"})
+_COMPUTED_READS = frozenset({"getattr", "vars"})
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names that a function mentions, the functions defined in it included.
+
+    Args:
+        globals: global variables that it reads.
+        assigned: global variables that it assigns.
+        attributes: attributes that it reads or assigns, of any object.
+    """
+
+    globals: frozenset[str]
+    assigned: frozenset[str]
+    attributes: frozenset[str]
+
+    def reads_by_computed_name(self) -> bool:
+        """Whether it may read attributes whose names do not stand in the code."""
+        return not self.globals.isdisjoint(_COMPUTED_READS) or "__dict__" in self.attributes
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> Names:
+    """The names that `code` mentions."""
+    read: set[str] = set()
+    assigned: set[str] = set()
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _GLOBAL_READS:
+            read.add(instruction.argval)
+        elif instruction.opname in _GLOBAL_WRITES:
+            assigned.add(instruction.argval)
+        elif instruction.opname in _ATTRIBUTE_READS:
+            attributes.add(instruction.argval)
+    inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
+    return Names(
+        frozenset(read.union(*(names.globals for names in inner))),
+        frozenset(assigned.union(*(names.assigned for names in inner))),
+        frozenset(attributes.union(*(names.attributes for names in inner))),
+    )
+
+
+def is_users_code(code: types.CodeType) -> bool:
+    """Whether a function was written by the user, rather than installed."""
+    return _is_users_file(code.co_filename)
+
+
+def is_users_module(module: types.ModuleType) -> bool:
+    """Whether an imported module is a file of the user's."""
+    return _is_users_file(getattr(module, "__file__", None) or "<builtin>")
+
+
+def is_users_class(cls: type) -> bool:
+    """Whether a class was written by the user, rather than installed."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ == "__main__" or (module is not None and is_users_module(module))
+
+
+def _is_users_file(filename: str) -> bool:
+    if filename.startswith(_INSTALLED):
+        return False
+    return is_user_file(filename) or filename.startswith(_PROMPTS)

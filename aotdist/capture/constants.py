@@ -1,0 +1,49 @@
+"""What counts as a constant: a Python value that an artifact is specialised on."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+_SCALARS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    slice,
+    range,
+)
+
+
+def is_leaf(value: Any) -> bool:
+    """What pytrees must not take apart: a `torch.Size` would come back as a plain tuple."""
+    return type(value) is torch.Size
+
+
+def is_constant(value: Any) -> bool:
+    """Whether `value` is immutable data that can be compared: scalars, enums, tuples of such."""
+    if isinstance(value, tuple) and type(value) is not torch.Size:
+        return all(is_constant(item) for item in value)
+    return isinstance(value, (*_SCALARS, enum.Enum))
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two constants are interchangeable: `1`, `1.0` and `True` are not; a NaN equals itself."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(same_constant(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)

@@ -1,0 +1,191 @@
+"""The state of a module tree: tensors to lift, constants to watch, and how to trace with stand-ins.
+
+A parameter or buffer that hangs in several places (tied weights) is lifted once. Which objects hang
+where, constant attributes, `training` flags and hooks are watched by a `ModuleGuard`: if one of
+them changes, the artifact no longer fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.annotations import set_current_module
+from aotdist.capture.attached import PrintedSource
+from aotdist.capture.constants import is_constant, same_constant
+from aotdist.capture.source import Source
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One dictionary entry that holds a tensor: `module._parameters["weight"]`."""
+
+    owner: dict[str, Any]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A parameter or buffer, once, with every place that it hangs in.
+
+    Args:
+        path: its qualified name; of tied ones, the first.
+        value: the tensor now.
+        places: where to read it (the first) and where its stand-in goes while tracing (all).
+    """
+
+    path: str
+    value: torch.Tensor
+    places: tuple[Place, ...]
+
+    def source(self) -> Source:
+        """Where to read it at each call."""
+        first = self.places[0]
+        return Source(self.path, first.owner).item(first.key, self.path)
+
+
+def named_modules(roots: Sequence[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Every module below `roots` by qualified name, shared ones once."""
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+    for prefix, root in roots:
+        for name, module in root.named_modules(memo=seen, prefix=prefix):
+            found[name] = module
+    return found
+
+
+def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
+    """Parameters, then buffers, of all `modules`; a tensor that hangs in several places once."""
+    places: dict[int, list[Place]] = {}
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for prefix, module in modules.items():
+            owner: dict[str, Any] = getattr(module, kind)
+            for key, value in owner.items():
+                if value is not None:
+                    first.setdefault(id(value), (f"{prefix}.{key}" if prefix else key, value))
+                    places.setdefault(id(value), []).append(Place(owner, key))
+    return [StateTensor(path, value, tuple(places[key])) for key, (path, value) in first.items()]
+
+
+@contextlib.contextmanager
+def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> Generator[None]:
+    """Hang `stand_ins` in the places of `state`; put the originals back afterwards."""
+    try:
+        for tensor, stand_in in zip(state, stand_ins, strict=True):
+            for place in tensor.places:
+                place.owner[place.key] = stand_in
+        yield
+    finally:
+        for tensor in state:
+            for place in tensor.places:
+                place.owner[place.key] = tensor.value
+
+
+def attribute_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Source, torch.Tensor]]:
+    """Tensors that hang in plain attributes, neither parameter nor buffer."""
+    for prefix, module in modules.items():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                path = f"{prefix}.{name}" if prefix else name
+                yield Source(path, vars(module)).item(name, path), value
+
+
+@contextlib.contextmanager
+def following_modules(modules: Mapping[str, nn.Module]) -> Generator[None]:
+    """Keep `aotdist.capture.annotations` told of which module's forward is running."""
+    names = {module: name for name, module in modules.items()}
+    stack = [""]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            stack.append(names[module])
+            set_current_module(stack[-1])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names:
+            stack.pop()
+            set_current_module(stack[-1])
+
+    handles = (
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        set_current_module("")
+        for handle in handles:
+            handle.remove()
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module | None]:
+    return vars(module)["_modules"]
+
+
+class ModuleGuard:
+    """Whether a module tree is still what it was at capture. Called at every step, so flat and quick.
+
+    80 modules with 320 constants take about 20 us.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], state: Sequence[StateTensor]) -> None:
+        hooks = [getattr(module, name) for module in modules.values() for name in _HOOKS]
+        children = [_children(module) for module in modules.values()]
+        # What was empty is asked in one go: a hook, a layer of an empty list.
+        self._empty = tuple(holder for holder in (*hooks, *children) if not holder)
+        self._held = tuple((holder, tuple(holder.values())) for holder in (*hooks, *children) if holder)
+        self._constants = tuple(
+            (vars(module), name, value, f"{prefix}.{name}" if prefix else name)
+            for prefix, module in modules.items()
+            for name, value in vars(module).items()
+            if is_constant(value) and not isinstance(value, PrintedSource)
+        )
+        self._absent = tuple(_absent_places(modules.values()))
+        self._ties = tuple((tensor.places[0], other) for tensor in state for other in tensor.places[1:])
+
+    def __call__(self) -> bool:
+        """Whether everything is as it was."""
+        if any(self._empty):
+            return False
+        for holder, values in self._held:
+            if tuple(holder.values()) != values:
+                return False
+        for attributes, name, value, _ in self._constants:
+            if attributes.get(name) is not value and not same_constant(attributes.get(name), value):
+                return False
+        for owner, key in self._absent:
+            if owner.get(key) is not None:
+                return False
+        return all(a.owner[a.key] is b.owner[b.key] for a, b in self._ties)
+
+    def described(self) -> dict[str, str]:
+        """What is watched, by name, in words: for saying why a call needed another artifact."""
+        values = {f"`{path}`": repr(value) for _, _, value, path in self._constants}
+        held = [", ".join(_describe(value) for value in values) for _, values in self._held]
+        return values | {"hooks and submodules": "; ".join(held), "tied weights": str(len(self._ties))}
+
+
+def _absent_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Places where a tensor, or a forward of a module's own, may appear later."""
+    for module in modules:
+        for owner in (module._parameters, module._buffers):
+            yield from ((owner, key) for key, value in owner.items() if value is None)
+        if "forward" not in vars(module):
+            yield vars(module), "forward"
+
+
+def _describe(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__name__)

@@ -1,0 +1,73 @@
+"""Which line of the user's program an operation, or an error, comes from."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+from types import FrameType, TracebackType
+
+import torch
+
+from aotdist import program
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH_MODULES = os.path.join(_TORCH, "nn") + os.sep
+_OURS = os.path.dirname(program.__file__) + os.sep
+# The trainer that ships with aotdist is a user like any other: its lines are worth showing.
+_EXAMPLES = os.path.join(_OURS, "launch") + os.sep
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether code in `filename` belongs to the user: neither torch's, nor ours, nor generated."""
+    if filename.startswith((_TORCH, "<")):
+        return False
+    return not filename.startswith(_OURS) or filename.startswith(_EXAMPLES)
+
+
+class Origins:
+    """Answers "which line of the user's program is running?" in about a microsecond a frame."""
+
+    def __init__(self) -> None:
+        self._user_file: dict[str, bool] = {}
+        self._lines: dict[tuple[str, int], str] = {}
+
+    def current(self) -> str:
+        """The innermost line of the user's on the stack, as `file:line   code`, or an empty string."""
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None:
+            filename = frame.f_code.co_filename
+            known = self._user_file.get(filename)
+            if known is None:
+                known = self._user_file[filename] = is_user_file(filename)
+            if known:
+                return self._line(filename, frame.f_lineno)
+            frame = frame.f_back
+        return ""
+
+    def _line(self, filename: str, number: int) -> str:
+        line = self._lines.get((filename, number))
+        if line is None:
+            line = self._lines[filename, number] = describe_line(filename, number)
+        return line
+
+
+def describe_line(filename: str, number: int) -> str:
+    """`file:line   code`."""
+    return f"{filename}:{number}   {linecache.getline(filename, number).strip()}"
+
+
+def raised_at(traceback: TracebackType | None) -> str | None:
+    """The innermost line of the user's that an exception passed through.
+
+    Where there is none, because a module of PyTorch's own was compiled, the innermost line of `torch.nn`.
+    """
+    users, modules = None, None
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if is_user_file(filename):
+            users = describe_line(filename, traceback.tb_lineno)
+        elif filename.startswith(_TORCH_MODULES):
+            modules = describe_line(filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return users or modules

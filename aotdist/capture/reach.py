@@ -1,0 +1,316 @@
+"""Everything that a callable can reach without being given it: closures, globals, attributes.
+
+The walk finds modules (their parameters and buffers are inputs of the program), constants (part of
+the signature) and tensors (inputs, if the trace touches them). It enters functions of the user's,
+`functools.partial`, bound methods, built-in containers, and the attributes of objects, classes and
+imported modules as far as the code that it entered names them; never the functions of torch, the
+standard library or installed packages.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.attached import ATTACHED
+from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in
+from aotdist.capture.constants import is_constant
+from aotdist.capture.source import Source
+
+_MAX_DEPTH = 12  # objects within objects; what lies deeper is kept by identity, not walked
+_ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+_NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
+_FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What the walk found.
+
+    Args:
+        modules: outermost modules, each with its place.
+        tensors: tensors outside of modules.
+        constants: constants, with the value that they have now; those of modules are not among them.
+        identities: functions and modules that the program depends on as they are.
+        owners: objects whose attributes the program may reassign.
+        containers: lists and dictionaries whose items the program may reassign.
+        assigned: variables that the program assigns without reading them, existing or not.
+        generators: random generators.
+    """
+
+    modules: tuple[tuple[Source, nn.Module], ...]
+    tensors: tuple[tuple[Source, torch.Tensor], ...]
+    constants: tuple[tuple[Source, Any], ...]
+    identities: tuple[tuple[Source, Any], ...]
+    owners: tuple[tuple[Source, Any], ...]
+    containers: tuple[tuple[Source, list[Any] | dict[Any, Any]], ...]
+    assigned: tuple[Source, ...]
+    generators: tuple[torch.Generator, ...]
+
+
+def reach(target: Any) -> Reached:
+    """Walk a function, a module or another callable; see the docstring of this file."""
+    walk = _Walk()
+    path = "" if isinstance(target, nn.Module) else _display_name(target)
+    walk.visit(Source(path, target), target, 0)
+    walk.follow_names()
+    return Reached(
+        tuple(walk.modules),
+        tuple(walk.tensors),
+        tuple(walk.constants),
+        tuple(walk.identities),
+        tuple(walk.owners),
+        tuple(walk.containers),
+        tuple(walk.assigned),
+        tuple(walk.generators),
+    )
+
+
+def _display_name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+@dataclass(slots=True)
+class _Named:
+    """Something whose attributes are read by name."""
+
+    source: Source
+    value: Any
+    depth: int
+    looked_up: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Walk:
+    modules: list[tuple[Source, nn.Module]] = field(default_factory=list)
+    tensors: list[tuple[Source, torch.Tensor]] = field(default_factory=list)
+    constants: list[tuple[Source, Any]] = field(default_factory=list)
+    identities: list[tuple[Source, Any]] = field(default_factory=list)
+    owners: list[tuple[Source, Any]] = field(default_factory=list)
+    containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
+    assigned: list[Source] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    named: list[_Named] = field(default_factory=list)
+    names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
+    any_name: bool = False
+    of_class: dict[type, set[str]] = field(default_factory=dict)
+
+    def visit(self, source: Source, value: Any, depth: int) -> None:
+        if is_constant(value):
+            if source.steps:
+                self.constants.append((source, value))
+            return
+        if id(value) in self.seen or depth > _MAX_DEPTH:
+            return
+        self.seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            self.tensors.append((source, value))
+            return
+        if isinstance(value, torch.Generator):
+            self._identity(source, value)
+            self.generators.append(value)
+            return
+        for place, inner in self._inside(source, value, depth):
+            self.visit(place, inner, depth + 1)
+
+    def follow_names(self) -> None:
+        """Look up, in everything that is read by name, every name that was met, until nothing new appears."""
+        before: tuple[int, int, bool] | None = None
+        while (now := (len(self.names), len(self.named), self.any_name)) != before:
+            before = now
+            for named in list(self.named):
+                for place, inner in list(self._attributes(named)):
+                    self.visit(place, inner, named.depth + 1)
+
+    def _inside(self, source: Source, value: Any, depth: int) -> Iterator[tuple[Source, Any]]:
+        match value:
+            case types.FunctionType():
+                self._identity(source, value)
+                yield from self._function_state(value)
+            case types.MethodType():
+                yield source.attribute("__self__", source.path), value.__self__
+                yield source.attribute("__func__", source.path), value.__func__
+            case functools.partial():
+                yield source.attribute("func"), value.func
+                yield source.attribute("args"), value.args
+                yield source.attribute("keywords"), value.keywords
+            case list() | tuple() | dict():
+                yield from self._items(source, value)
+            case nn.Module():
+                self._identity(source, value)
+                self.modules.append((source, value))
+                for path, module in value.named_modules(prefix=source.path):
+                    self.seen.add(id(module))
+                    self.named.append(_Named(Source(path, module), module, depth))
+                    yield from _hooks(path, module)
+                    yield from _library_settings(path, module)
+            case types.ModuleType() if not is_users_module(value):
+                pass
+            case _ if hasattr(value, "__dict__"):
+                if not isinstance(value, (type, types.ModuleType)):
+                    self.owners.append((source, value))
+                self.named.append(_Named(source, value, depth))
+            case _:
+                pass
+
+    def _identity(self, source: Source, value: Any) -> None:
+        if source.steps:
+            self.identities.append((source, value))
+
+    def _items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
+        """What a container holds; one that holds nothing but constants is one constant itself."""
+        if not isinstance(value, tuple):
+            self.containers.append((source, value))
+        keys = _keys_of(value)
+        items = _items_of(value)
+        if is_constant(items):
+            self.constants.append((source.applied(_items_of, source.path), items))
+        elif is_constant(keys):
+            self.constants.append((source.applied(_keys_of, f"the keys of {source.path}"), keys))
+            yield from ((source.item(key), value[key]) for key in keys)
+
+    def _attributes(self, named: _Named) -> Iterator[tuple[Source, Any]]:
+        """The attributes of `named.value` whose names were met since it was last asked."""
+        value = named.value
+        if isinstance(value, type):
+            yield from self._from_classes(value)
+            return
+        own = vars(value)
+        wanted = (own.keys() if self.any_name else self.names & own.keys()) - named.looked_up
+        named.looked_up |= wanted
+        for name in sorted(wanted):
+            if not isinstance(value, nn.Module) or not _is_watched(name, own[name]):
+                yield named.source.attribute(name), own[name]
+        if not isinstance(value, types.ModuleType):
+            yield from self._from_classes(type(value))
+
+    def _from_classes(self, cls: type) -> Iterator[tuple[Source, Any]]:
+        """What the user's classes among the bases of `cls` hold under the names that were met since."""
+        looked_up = self.of_class.setdefault(cls, set())
+        extra = _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset[str]()
+        wanted = (self.names | extra) - looked_up
+        looked_up |= wanted
+        for name in sorted(wanted):
+            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+            if owner is not None and is_users_class(owner):
+                yield from self._class_attribute(owner, name)
+
+    def _class_attribute(self, cls: type, name: str) -> Iterator[tuple[Source, Any]]:
+        value = vars(cls)[name]
+        match value:
+            case property():
+                function = value.fget
+            case functools.cached_property():
+                function = value.func
+            case staticmethod() | classmethod():
+                function = value.__func__
+            case types.FunctionType():
+                function = value
+            case _:
+                yield Source(cls.__name__, cls).attribute(name), value
+                return
+        if isinstance(function, types.FunctionType) and id(function) not in self.seen:
+            self.seen.add(id(function))
+            yield from self._function_state(function)
+
+    def _function_state(self, fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
+        """What a function can read besides its arguments."""
+        if not is_users_code(fn.__code__):
+            yield from _wrapped(fn)
+            return
+        names = names_in(fn.__code__)
+        self.names |= names.attributes
+        self.any_name |= names.reads_by_computed_name()
+        yield from _cells(fn)
+        self.assigned += _empty_cells(fn)
+        yield from _defaults(fn)
+        for name in sorted(names.globals & fn.__globals__.keys()):
+            yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
+        for name in sorted(names.assigned - names.globals):
+            self.assigned.append(Source(name, fn.__globals__).item(name, name))
+
+
+def _is_watched(name: str, value: Any) -> bool:
+    """Whether the guard of the module's tree, or nobody, has to watch an attribute of a module."""
+    return name in _OF_EVERY_MODULE or isinstance(value, ATTACHED) or is_constant(value)
+
+
+def _items_of(container: Any) -> tuple[Any, ...]:
+    """What a list, tuple or dictionary holds, as a tuple."""
+    return tuple(container.items()) if isinstance(container, dict) else tuple(container)
+
+
+def _keys_of(container: Any) -> tuple[Any, ...]:
+    """By what a list, tuple or dictionary is indexed, as a tuple."""
+    return tuple(container) if isinstance(container, dict) else tuple(range(len(container)))
+
+
+def _hooks(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks: dict[int, Any] = getattr(module, name)
+        for key, hook in hooks.items():
+            yield Source(f"{path}.{name}" if path else name, hooks).item(key), hook
+
+
+def _library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
+    """The constants of what an installed library's module hangs on itself (Hugging Face's `config`).
+
+    Which of them its `forward` reads is not looked up, so all count.
+    """
+    cls = type(module)
+    if is_users_class(cls) or cls.__module__.partition(".")[0] == "torch":
+        return
+    for name, value in vars(module).items():
+        if (
+            name not in _OF_EVERY_MODULE
+            and hasattr(value, "__dict__")
+            and not isinstance(value, _NO_SETTINGS)
+        ):
+            place = Source(path, module).attribute(name)
+            yield from (
+                (place.attribute(key), item) for key, item in vars(value).items() if is_constant(item)
+            )
+
+
+def _cells(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        if not _is_empty(cell):
+            yield Source(name, cell).attribute("cell_contents", name), cell.cell_contents
+
+
+def _empty_cells(fn: types.FunctionType) -> list[Source]:
+    pairs = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    return [Source(name, cell).attribute("cell_contents", name) for name, cell in pairs if _is_empty(cell)]
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    """Whether a closure variable has not been assigned yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _wrapped(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
+    """The functions that an installed decorator (`torch.no_grad()`) is closed over."""
+    callables = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
+    yield from ((place, value) for place, value in _cells(fn) if isinstance(value, callables))
+
+
+def _defaults(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
+    defaults = fn.__defaults__ or ()
+    first = fn.__code__.co_argcount - len(defaults)
+    for index, value in enumerate(defaults):
+        path = f"{fn.__name__}({fn.__code__.co_varnames[first + index]})"
+        yield Source(fn.__name__, fn).attribute("__defaults__").item(index, path), value
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        yield Source(fn.__name__, fn).attribute("__kwdefaults__").item(name, f"{fn.__name__}({name})"), value

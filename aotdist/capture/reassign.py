@@ -1,0 +1,212 @@
+"""Tensors that the program assigns to attributes, variables and items: `self.n = self.n + 1`.
+
+The assignment runs at capture, on stand-ins. It is undone, what was assigned becomes outputs of the
+program, and the runtime repeats the assignment at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.constants import is_constant, same_constant
+from aotdist.capture.reach import Reached
+from aotdist.capture.source import Applied, Source
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import is_real
+from aotdist.torch_seam import pytree
+
+_ABSENT = object()
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Dictionary:
+    """A dictionary (attributes, buffers, a user's own) and what it held before the trace."""
+
+    path: str
+    held: dict[Any, Any]
+    before: dict[Any, Any]
+
+    def changed(self) -> Iterator[tuple[Source, Any, Any]]:
+        """Place, value before and value now of every entry that is another object now."""
+        for key, value in list(self.held.items()):
+            before = self.before.get(key, _ABSENT)
+            if value is not before:
+                yield self._place(key), before, value
+
+    def _place(self, key: Any) -> Source:
+        if not isinstance(key, str):
+            return Source(self.path, self.held).item(key)
+        return Source(self.path, self.held).item(key, f"{self.path}.{key}" if self.path else key)
+
+    def put_back(self, place: Source, before: Any) -> None:
+        """Let `place` be as it was."""
+        if before is _ABSENT:
+            place.delete()
+        else:
+            place.write(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """A list and what it held before the trace."""
+
+    source: Source
+    held: list[Any]
+    before: list[Any]
+
+    def changed(self) -> Iterator[tuple[Source, Any, Any]]:
+        """As for `_Dictionary`.
+
+        Raises:
+            UnsupportedProgram: the list has another length, and tensors of the trace in it.
+        """
+        if len(self.held) != len(self.before):
+            self._refuse_growth()
+            return
+        for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
+            if value is not before:
+                path = f"{self.source.path}[{position}]"
+                yield Source(path, self.held).item(position, path), before, value
+
+    def _refuse_growth(self) -> None:
+        if any(_is_traced(value) for value in self.held):
+            raise UnsupportedProgram(
+                f"the list `{self.source.path}` grows or shrinks by tensors that the program computes",
+                stage="capture",
+                fix="return them and append outside, or assign to items that are there already",
+            )
+
+    def put_back(self, place: Source, before: Any) -> None:
+        """Let `place` be as it was."""
+        place.write(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variable:
+    """A closure variable, a global or an attribute, and what it held before the trace."""
+
+    source: Source
+    before: Any
+
+    def changed(self) -> Iterator[tuple[Source, Any, Any]]:
+        """As for `_Dictionary`."""
+        value = _read(self.source)
+        if value is not self.before:
+            yield self.source, self.before, value
+
+    def put_back(self, place: Source, before: Any) -> None:
+        """Let `place` be as it was."""
+        if before is _ABSENT:
+            place.delete()
+        else:
+            place.write(before)
+
+
+class Reassignments:
+    """Snapshots all that the program may assign to, and finds what a traced call assigned.
+
+    Args:
+        modules: modules by qualified name; their buffers and attributes are watched.
+        reached: closures, globals, objects and containers.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], reached: Reached) -> None:
+        self._watched: list[_Dictionary | _List | _Variable] = [*_of_modules(modules), *_of_reached(reached)]
+
+    def collect(self) -> list[tuple[Source, Any]]:
+        """Places that were assigned traced tensors, or containers of some; each is put back as it was.
+
+        Raises:
+            UnsupportedProgram: a list grew by tensors, or an object that hides some was assigned.
+        """
+        found: list[tuple[Source, Any]] = []
+        for watched in self._watched:
+            for place, before, value in watched.changed():
+                if _holds_traced(value):
+                    found.append((place, value))
+                    watched.put_back(place, before)
+                else:
+                    _refuse_hidden(place.path, value)
+        return found
+
+    def side_effects(self) -> list[str]:
+        """Places that got another Python value; that happens at capture only."""
+        return [
+            place.path
+            for watched in self._watched
+            for place, before, value in watched.changed()
+            if is_constant(value) and not same_constant(value, before)
+        ]
+
+    def undo(self) -> None:
+        """Put back everything that holds traced tensors, after a trace that failed."""
+        for watched in self._watched:
+            if isinstance(watched, _List) and len(watched.held) != len(watched.before):
+                watched.held[:] = watched.before
+            for place, before, value in watched.changed():
+                if _holds_traced(value) or _hides_traced(value):
+                    watched.put_back(place, before)
+
+
+def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:
+    for path, module in modules.items():
+        for held in (vars(module)["_buffers"], vars(module)):
+            yield _Dictionary(path, held, dict(held))
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE and type(value) in (list, dict):
+                yield _container(Source(path, module).attribute(name), value)
+
+
+def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
+    for source, owner in reached.owners:
+        yield _Dictionary(source.path, vars(owner), dict(vars(owner)))
+    for source, container in reached.containers:
+        yield _container(source, container)
+    for source, _ in (*reached.tensors, *reached.constants):
+        if source.steps and not isinstance(source.steps[-1], Applied):
+            yield _Variable(source, source.read())
+    yield from (_Variable(source, _read(source)) for source in reached.assigned)
+
+
+def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
+    if isinstance(container, dict):
+        return _Dictionary(source.path, container, dict(container))
+    return _List(source, container, list(container))
+
+
+def _read(source: Source) -> Any:
+    try:
+        return source.read()
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+        return _ABSENT
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_real(value)
+
+
+def _holds_traced(value: Any) -> bool:
+    return _is_traced(value) or any(_is_traced(leaf) for leaf in pytree.tree_leaves(value))
+
+
+def _hides_traced(value: Any) -> bool:
+    """Whether an object of a class that is no pytree keeps traced tensors in its attributes."""
+    if isinstance(value, (type, nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
+        return False
+    return any(_holds_traced(item) for item in vars(value).values())
+
+
+def _refuse_hidden(path: str, value: Any) -> None:
+    if _hides_traced(value):
+        raise UnsupportedProgram(
+            f"`{path}` is assigned a {type(value).__name__} that holds tensors which the program computes",
+            stage="capture",
+            fix="assign the tensors themselves, or register the class with "
+            "`torch.utils._pytree.register_pytree_node`",
+        )

@@ -1,0 +1,126 @@
+"""Where a tensor or a constant that the program reads lives, so that it is read afresh at each call."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """The step `.name`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The step `[key]`."""
+
+    key: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The step `function(_)`: what a container holds, as one constant."""
+
+    function: Callable[[Any], Any]
+
+
+Step: TypeAlias = Attribute | Item | Applied
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A place reached from an object by attributes and items.
+
+    Args:
+        path: how the user would write it (`model.blocks.0.scale`); for messages only.
+        root: where to start; held strongly.
+        steps: how to go on.
+    """
+
+    path: str
+    root: Any
+    steps: tuple[Step, ...] = ()
+
+    def attribute(self, name: str, path: str | None = None) -> Source:
+        """The place `self.name`."""
+        return Source(
+            path or (f"{self.path}.{name}" if self.path else name), self.root, (*self.steps, Attribute(name))
+        )
+
+    def item(self, key: Any, path: str | None = None) -> Source:
+        """The place `self[key]`."""
+        return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key)))
+
+    def applied(self, function: Callable[[Any], Any], path: str) -> Source:
+        """What `function` makes of the place; it cannot be written."""
+        return Source(path, self.root, (*self.steps, Applied(function)))
+
+    def read(self) -> Any:
+        """What is there now."""
+        value = self.root
+        for step in self.steps:
+            match step:
+                case Attribute(name=name):
+                    value = getattr(value, name)
+                case Item(key=key):
+                    value = value[key]
+                case Applied(function=function):
+                    value = function(value)
+        return value
+
+    def write(self, value: Any) -> None:
+        """Put `value` there."""
+        owner, last = self._owner()
+        match last:
+            case Attribute(name=name):
+                setattr(owner, name, value)
+            case Item(key=key):
+                owner[key] = value
+            case Applied():
+                raise TypeError(f"{self.path} is computed, not a place")
+
+    def delete(self) -> None:
+        """Let nothing be there."""
+        owner, last = self._owner()
+        match last:
+            case Attribute(name=name):
+                delattr(owner, name)
+            case Item(key=key):
+                del owner[key]
+            case Applied():
+                raise TypeError(f"{self.path} is computed, not a place")
+
+    def _owner(self) -> tuple[Any, Step]:
+        *steps, last = self.steps
+        return Source(self.path, self.root, tuple(steps)).read(), last
+
+    def expression(self, bind: Callable[[str, Any], str]) -> str:
+        """Python source that reads the place; `bind(hint, value)` names an object in its globals."""
+        text = bind(_owner_hint(self.path, self.root), self.root)
+        for step in self.steps:
+            match step:
+                case Attribute(name=name):
+                    text += f".{name}"
+                case Item(key=key):
+                    text += f"[{_literal(key, bind)}]"
+                case Applied(function=function):
+                    text = f"{bind(function.__name__, function)}({text})"
+        return text
+
+
+def _owner_hint(path: str, root: Any) -> str:
+    """A name for the object that a place hangs on: `blocks.3.scale` hangs on `blocks_3`."""
+    if isinstance(root, types.CellType):
+        return f"{path} cell"
+    if isinstance(root, types.FunctionType):
+        return root.__name__
+    return path.rpartition(".")[0] or ("root" if isinstance(root, dict) else type(root).__name__)
+
+
+def _literal(key: Any, bind: Callable[[str, Any], str]) -> str:
+    return repr(key) if isinstance(key, (str, int)) else bind("key", key)

@@ -1,0 +1,133 @@
+"""From what a user names (`"fx"`, `"inductor"`, a function) to the `Backend` that it means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from torch.fx import GraphModule
+
+from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted, Kind
+from aotdist.codegen.fx import FxBackend, print_graph
+from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.inductor import InductorBackend
+from aotdist.errors import BadSettings
+from aotdist.program import Graph
+from aotdist.torch_seam import OpOverload, tracing_context
+
+__all__ = ["Backend", "BoxedCall", "CallableBackend", "Compiler", "Emission", "Emitted", "Kind", "resolve"]
+
+Compiler: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+"""`functorch.compile`'s shape of a compiler: graph module and fake arguments to a callable.
+
+The result is boxed if it has a true attribute `_boxed_call`, else it takes one argument per placeholder.
+"""
+
+_NAMES = ("auto", "fx", "inductor")
+
+
+def resolve(backend: str | Compiler | Backend) -> Backend:
+    """The backend that a user means.
+
+    Raises:
+        BadSettings: the name is unknown, or the value is neither a backend nor callable.
+    """
+    if isinstance(backend, str):
+        return _named(backend)
+    if isinstance(backend, Backend):
+        return backend
+    if callable(backend):
+        return CallableBackend(backend)
+    raise BadSettings(
+        f"a backend cannot be a {type(backend).__name__}",
+        fix=f"name one of {', '.join(_NAMES)}, or pass a function `(graph_module, arguments) -> callable`",
+    )
+
+
+def _named(name: str) -> Backend:
+    match name:
+        case "fx":
+            return FxBackend()
+        case "inductor":
+            return InductorBackend()
+        case "auto":
+            return _best_available()
+        case "triton":
+            raise BadSettings("the triton backend is not there yet", fix='use backend="inductor"')
+        case _:
+            near = difflib.get_close_matches(name, _NAMES, n=1)
+            raise BadSettings(
+                f"there is no backend {name!r}",
+                fix=f"did you mean {near[0]!r}?" if near else f"backends are {', '.join(_NAMES)}",
+            )
+
+
+def _best_available() -> Backend:
+    inductor = InductorBackend()
+    try:
+        inductor.check()
+    except BadSettings:
+        return FxBackend()
+    return inductor
+
+
+@dataclass(frozen=True, slots=True)
+class CallableBackend:
+    """Compilers that a user brings, in `functorch.compile`'s shape.
+
+    Args:
+        compiler: compiles forwards, and whatever has no compiler of its own.
+        backward_compiler: compiles backwards.
+        inference_compiler: compiles programs that are never differentiated.
+        table: operators that the trace must break up.
+    """
+
+    compiler: Compiler
+    backward_compiler: Compiler | None = None
+    inference_compiler: Compiler | None = None
+    table: Decompositions = field(default_factory=dict[OpOverload, Callable[..., Any]])
+    name: str = "callable"
+    partition: Literal["default", "min_cut"] = "default"
+    any_strides: bool = False
+
+    def check(self) -> None:
+        """Nothing that could be known here."""
+
+    def decompositions(self) -> Decompositions:
+        """The user's table."""
+        return self.table
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        """The graph itself."""
+        return graph
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        """Hand the user's compiler a copy of the graph, which it may change as it likes."""
+        gm = copied(graph)
+        examples = [node.meta.get("val") for node in graph.placeholders()]
+        with tracing_context(emission.fake_mode):
+            compiled = self._compiler(emission.kind)(gm, examples)
+        source = print_graph(graph).source
+        return Emitted(compiled if getattr(compiled, "_boxed_call", False) else _boxed(compiled), source)
+
+    def _compiler(self, kind: Kind) -> Compiler:
+        match kind:
+            case "forward":
+                return self.compiler
+            case "backward":
+                return self.backward_compiler or self.compiler
+            case "inference":
+                return self.inference_compiler or self.compiler
+
+
+def _boxed(unboxed: Callable[..., Any]) -> BoxedCall:
+    """`unboxed(*args)` as a boxed call; its own frame keeps the arguments alive while it runs."""
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        taken = tuple(args)
+        args.clear()
+        return unboxed(*taken)
+
+    return call

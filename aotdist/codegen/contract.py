@@ -1,0 +1,101 @@
+"""What a backend is given, what it gives back, and what it must say about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from aotdist.program import Graph
+from aotdist.settings import Settings
+from aotdist.torch_seam import FakeTensorMode, OpOverload
+
+Kind = Literal["inference", "forward", "backward"]
+"""Which program a graph is: one that is never differentiated, or one half of one that is."""
+
+BoxedCall: TypeAlias = Callable[[list[Any]], Sequence[Any]]
+"""Takes its arguments as *one* list and empties it, so that each is freed after its last use."""
+
+Decompositions: TypeAlias = Mapping[OpOverload, Callable[..., Any]]
+"""Operators that a trace must break up, and what each is made of."""
+
+Strides: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What an emitter may know beside the graph.
+
+    Args:
+        kind: whether the graph is an inference program, a forward or a backward.
+        fake_mode: the mode that made the graph's `val`s.
+        settings: how the user asked to compile.
+        static_ins: positions of the placeholders that keep their address from call to call:
+            parameters, buffers, and saved values that are such primals.
+        name: a word for files, tracebacks and logs (`step`, `Llama`); any text.
+    """
+
+    kind: Kind
+    fake_mode: FakeTensorMode | None
+    settings: Settings
+    static_ins: frozenset[int] = frozenset()
+    name: str = "graph"
+
+
+def _nothing_pending() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A graph as something to call.
+
+    Args:
+        call: the compiled graph, boxed; one result per out of the graph, in order.
+        source: what runs, for a reader.
+        output_strides: per out, the strides that the compiler chose (None for an out that is no
+            tensor); None altogether where every out has the strides of the graph's own `val`.
+        finish: waits until `call` may be used, and raises if compiling failed. A compiler that
+            works in the background returns early, so that the next graph is emitted meanwhile.
+    """
+
+    call: BoxedCall
+    source: str
+    output_strides: tuple[Strides | None, ...] | None = None
+    finish: Callable[[], None] = _nothing_pending
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Turns functional graphs into callables."""
+
+    @property
+    def name(self) -> str:
+        """The word that users select it by."""
+        ...
+
+    @property
+    def partition(self) -> Literal["default", "min_cut"]:
+        """How to cut a joint graph when the settings leave it open."""
+        ...
+
+    @property
+    def any_strides(self) -> bool:
+        """Whether a compiled backward takes tangents of other strides than their `val`s."""
+        ...
+
+    def check(self) -> None:
+        """Raise `BadSettings`, with the way out, if something that compiling needs is missing."""
+        ...
+
+    def decompositions(self) -> Decompositions:
+        """Operators that the trace must break up for this backend."""
+        ...
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        """Rewrite a joint or an inference graph before it is cut."""
+        ...
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        """Compile one graph. The graph is not changed."""
+        ...

@@ -1,0 +1,128 @@
+"""Compiles the graphs of one program: an inference graph, or both halves of a training graph.
+
+What the compiler says of the forward's output strides is respected: the backward is compiled for
+saved values and tangents with those strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from aotdist.codegen.any_strides import takes_any_strides
+from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides
+from aotdist.codegen.graph_copy import copied
+from aotdist.program import Graph, Role, Slot, Split
+from aotdist.settings import Settings
+from aotdist.torch_seam import FakeTensorMode, no_modes
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedHalves:
+    """Forward and backward, compiled.
+
+    Args:
+        forward: primals -> results, saved values.
+        backward: saved values, tangents -> gradients, writes.
+        tangent_strides: the strides that the backward was compiled for; none for one that takes any.
+        saved_strides: those of saved values, where the forward's compiler chose them.
+    """
+
+    forward: Emitted
+    backward: Emitted
+    tangent_strides: Mapping[Slot, Strides]
+    saved_strides: Mapping[Slot, Strides]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """Compiles graphs with one backend.
+
+    Args:
+        backend: turns graphs into callables.
+        static: slots of the plain tensors that keep their address: parameters and buffers.
+        fake_mode: the mode of the graphs' `val`s.
+        settings: how to compile.
+        name: a word for files and tracebacks.
+    """
+
+    backend: Backend
+    static: Collection[Slot]
+    fake_mode: FakeTensorMode
+    settings: Settings
+    name: str
+
+    def inference(self, graph: Graph) -> Emitted:
+        """Compile a program that is never differentiated."""
+        emitted = self._emit(graph, "inference", graph.ins)
+        emitted.finish()
+        return emitted
+
+    def halves(self, split: Split) -> EmittedHalves:
+        """Compile both halves; the second is generated while the first is still being built."""
+        forward = self._emit(split.forward, "forward", split.forward.ins)
+        chosen = _chosen_strides(split.forward, forward)
+        tangents = {
+            slot: chosen.get(Slot(_forward_role(split, slot), slot.path, slot.inner), _strides_of(node))
+            for slot, node in split.backward.named_placeholders().items()
+            if slot.role == "tangent"
+        }
+        saved = {slot: chosen[slot] for slot in split.saved if slot in chosen}
+        backward = self._emit_backward(split, split.backward, {**saved, **tangents})
+        forward.finish()
+        backward.finish()
+        loose = self.backend.any_strides and takes_any_strides(split.backward)
+        return EmittedHalves(forward, backward, {} if loose else tangents, saved)
+
+    def another_backward(self, split: Split, halves: EmittedHalves, graph: Graph) -> Emitted:
+        """Compile a backward that takes what `halves.forward` saved, beside the one in `halves`."""
+        backward = self._emit_backward(split, graph, {**halves.saved_strides, **halves.tangent_strides})
+        backward.finish()
+        return backward
+
+    def _emit_backward(self, split: Split, graph: Graph, strides: Mapping[Slot, Strides]) -> Emitted:
+        restrided = _with_strides(graph, strides, self.fake_mode)
+        origins = [split.saved_primals.get(slot, slot) for slot in restrided.ins]
+        return self._emit(restrided, "backward", origins)
+
+    def _emit(self, graph: Graph, kind: Kind, origins: Collection[Slot]) -> Emitted:
+        static = frozenset(position for position, slot in enumerate(origins) if slot in self.static)
+        return self.backend.emit(graph, Emission(kind, self.fake_mode, self.settings, static, self.name))
+
+
+def _forward_role(split: Split, tangent: Slot) -> Role:
+    as_write = Slot("write", tangent.path, tangent.inner)
+    return "write" if as_write in split.forward.outs else "output"
+
+
+def _chosen_strides(graph: Graph, emitted: Emitted) -> dict[Slot, Strides]:
+    if emitted.output_strides is None:
+        return {}
+    pairs = zip(graph.outs, emitted.output_strides, strict=True)
+    return {slot: strides for slot, strides in pairs if strides is not None}
+
+
+def _strides_of(node: torch.fx.Node) -> Strides:
+    return tuple(node.meta["val"].stride())
+
+
+def _with_strides(graph: Graph, strides: Mapping[Slot, Strides], fake_mode: FakeTensorMode) -> Graph:
+    """`graph` with other strides on some arguments; the same graph when nothing differs."""
+    different = {
+        slot: strides[slot]
+        for slot, node in graph.named_placeholders().items()
+        if slot in strides and strides[slot] != _strides_of(node)
+    }
+    if not different:
+        return graph
+    changed = Graph(copied(graph), graph.ins, graph.outs)
+    for slot, node in changed.named_placeholders().items():
+        if slot in different:
+            val = node.meta["val"]
+            with no_modes(), fake_mode:
+                node.meta["val"] = torch.empty_strided(
+                    val.size(), different[slot], dtype=val.dtype, device=val.device
+                )
+    return changed

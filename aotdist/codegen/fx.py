@@ -1,0 +1,237 @@
+"""The reference emitter: a graph printed as one straight-line Python function.
+
+The operators that run are the very ones that were traced, in the same order, so results are equal
+to eager bit for bit. Printing is linear in the number of nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch.fx import Node
+
+from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
+from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.python_source import Bindings, load_function
+from aotdist.codegen.unbind import rejoin_selects
+from aotdist.errors import InternalError
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam import OpOverload, native_callable
+
+
+@dataclass(frozen=True, slots=True)
+class FxBackend:
+    """Runs a graph operator by operator, exactly as traced."""
+
+    name: str = "fx"
+    partition: Literal["default", "min_cut"] = "default"
+    any_strides: bool = True
+
+    def check(self) -> None:
+        """Nothing is needed."""
+
+    def decompositions(self) -> Decompositions:
+        """None: operators run as the user's program called them."""
+        return {}
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        """The graph itself."""
+        return graph
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        """Print the graph and load what was printed."""
+        if emission.kind == "backward" and takes_any_strides(graph):
+            graph = with_reshapes(graph)
+        printed = print_graph(rejoin_selects(graph))
+        call = load_function(printed.source, "forward", printed.bound, f"{emission.name} {emission.kind}")
+        return Emitted(call, printed.source)
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedGraph:
+    """A graph as text.
+
+    Args:
+        source: defines `forward(args)`, which takes one list and empties it.
+        bound: the objects that the text names: operators, constants, dtypes.
+    """
+
+    source: str
+    bound: Mapping[str, Any]
+
+
+def print_graph(graph: Graph) -> PrintedGraph:
+    """Print `graph` as `def forward(args)`, with each local deleted after its last use.
+
+    Raises:
+        InternalError: the graph calls modules or methods, which a functional graph never does.
+    """
+    writer = _Writer(graph.gm)
+    args = writer.bindings.reserve("args")
+    body = [*_arguments(graph, args), *_statements(graph.gm.graph, writer), *_return(graph, writer)]
+    text = "\n".join([f"def forward({args}):", *(f"    {line}" for line in body)])
+    return PrintedGraph(text + "\n", writer.bindings.values())
+
+
+def _arguments(graph: Graph, args: str) -> Iterator[str]:
+    names = [(node, slot) for slot, node in zip(graph.ins, graph.placeholders(), strict=True)]
+    if names:
+        yield "("
+        for node, slot in names:
+            yield f"    {node.name},  # {_slot(slot)} {_shape(node)}".rstrip()
+        yield f") = {args}"
+    yield f"{args}.clear()"
+    unused = [node.name for node, _ in names if not node.users]
+    if unused:
+        yield f"del {', '.join(unused)}"
+
+
+def _statements(graph: torch.fx.Graph, writer: _Writer) -> Iterator[str]:
+    deaths = _deaths(graph)
+    shown = ""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        comment = _provenance(node)
+        if comment and comment != shown:
+            yield f"# {comment}"
+            shown = comment
+        yield _statement(node, writer, deaths.get(node, ()))
+
+
+def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:
+    call = writer.call(node)
+    text = f"{node.name} = {call}" if node.users else call
+    if dying:
+        text += f"; del {', '.join(dead.name for dead in dying)}"
+    shape = _shape(node)
+    return f"{text}  # {shape}" if shape else text
+
+
+def _return(graph: Graph, writer: _Writer) -> Iterator[str]:
+    yield "return ("
+    for slot, result in zip(graph.outs, graph.results(), strict=True):
+        yield f"    {writer.spell(result)},  # {_slot(slot)}"
+    yield ")"
+
+
+def _deaths(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
+    """For each node, the locals whose last use it is; what the output returns never dies."""
+    last_use: dict[Node, Node] = {}
+    for user in graph.nodes:
+        for used in user.all_input_nodes:
+            last_use[used] = user
+    deaths: dict[Node, list[Node]] = {}
+    for used, user in last_use.items():
+        if used.op != "get_attr" and user.op != "output":
+            deaths.setdefault(user, []).append(used)
+    return deaths
+
+
+class _Writer:
+    """Spells nodes and constants as Python expressions."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self._gm = gm
+        self._interned: dict[str, Any] = {}  # equal constants that come as separate objects
+        local_names = (node.name for node in gm.graph.nodes if node.op != "get_attr")
+        self.bindings = Bindings({"forward", "slice", "Ellipsis", *local_names})
+
+    def call(self, node: Node) -> str:
+        """The expression that computes `node`."""
+        if node.op != "call_function":
+            raise InternalError(f"`{node.name}` is a {node.op} in a functional graph", stage="codegen")
+        if node.target is operator.getitem:
+            source, index = node.args
+            return f"{self.spell(source)}[{self.spell(index)}]"
+        arguments = [self.spell(value) for value in node.args]
+        arguments += [f"{key}={self.spell(value)}" for key, value in node.kwargs.items()]
+        return f"{self._target(node.target)}({', '.join(arguments)})"
+
+    def spell(self, value: Any) -> str:
+        """A node's name, a literal, or the name of a bound object."""
+        kind = type(value)
+        if kind is Node:
+            return self._attribute(value) if value.op == "get_attr" else value.name
+        if kind in _LITERALS or (kind is float and math.isfinite(value)):
+            return repr(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.spell, cast('list[Any]', value)))}]"
+        if isinstance(value, tuple):
+            return self._tuple(cast("tuple[Any, ...]", value))
+        if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).items()
+            return f"{{{', '.join(f'{self.spell(key)}: {self.spell(item)}' for key, item in items)}}}"
+        if kind is slice:
+            return f"slice({self.spell(value.start)}, {self.spell(value.stop)}, {self.spell(value.step)})"
+        return self._constant(value)
+
+    def _tuple(self, value: tuple[Any, ...]) -> str:
+        items = "".join(f"{self.spell(item)}, " for item in value)
+        if hasattr(value, "_fields"):
+            return f"{self.bindings.name(type(value), type(value).__name__)}({items})"
+        return f"({items.removesuffix(' ') if len(value) == 1 else items.removesuffix(', ')})"
+
+    def _constant(self, value: Any) -> str:
+        match value:
+            case float():
+                text = str(value).replace("-", "minus_")  # inf, minus_inf, nan
+                return self.bindings.name(self._interned.setdefault(text, value), text)
+            case torch.device():
+                return self.bindings.name(self._interned.setdefault(str(value), value), str(value))
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return self.bindings.name(value, str(value).removeprefix("torch."))
+            case _:
+                return self.bindings.name(value, type(value).__name__.lower())
+
+    def _attribute(self, node: Node) -> str:
+        path = str(node.target)
+        value: Any = self._gm
+        for part in path.split("."):
+            value = getattr(value, part)
+        return self.bindings.name(value, path)
+
+    def _target(self, target: Any) -> str:
+        if isinstance(target, OpOverload):
+            return self.bindings.name(native_callable(target), str(target).removesuffix(".default"))
+        return self.bindings.name(target, getattr(target, "__name__", type(target).__name__))
+
+
+_LITERALS = frozenset({int, bool, str, type(None), type(Ellipsis)})
+
+
+def _provenance(node: Node) -> str:
+    """Where the user's program asked for `node`: the module's path and the source line."""
+    parts = [str(node.meta[key]) for key in ("module", "source") if node.meta.get(key)]
+    return " ".join("   ".join(parts).splitlines())
+
+
+def _slot(slot: Slot) -> str:
+    text = str(slot) if slot.role in ("primal", "output") else f"{slot.role} {slot}"
+    return " ".join(text.splitlines())
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"{_DTYPES.get(value.dtype) or str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}

@@ -1,0 +1,49 @@
+"""An argument given twice is one input: gradients add up on it, and a write is seen through both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aotdist.convention.layer import Call
+from aotdist.program import ArgIdx, PrimalIdx, Program, Row
+
+
+@dataclass(frozen=True, slots=True)
+class DedupePlan:
+    """Which argument stands for each distinct tensor.
+
+    Args:
+        kept: for each primal, the first argument that is that tensor.
+        source: for each argument, the primal that it is.
+    """
+
+    kept: Row[PrimalIdx, ArgIdx]
+    source: Row[ArgIdx, PrimalIdx]
+
+    def lift(self, call: Call) -> Call:
+        """Drop the repeated arguments."""
+
+        def lifted(args: Sequence[Any]) -> list[Any]:
+            return call([args[idx] for idx in self.kept])
+
+        return lifted
+
+
+def lower(program: Program[ArgIdx]) -> tuple[Program[PrimalIdx], DedupePlan]:
+    """One input for each distinct tensor among the examples; needs no facts, so it runs before the trace."""
+    position: dict[int, PrimalIdx] = {}
+    kept: list[ArgIdx] = []
+    source: list[PrimalIdx] = []
+    for idx, example in program.examples.enumerate():
+        if id(example) not in position:
+            position[id(example)] = PrimalIdx(len(kept))
+            kept.append(idx)
+        source.append(position[id(example)])
+
+    def fn(*primals: Any) -> list[Any]:
+        return program.fn(*(primals[idx] for idx in source))
+
+    inner = Program(fn, Row(program.ins[idx] for idx in kept), Row(program.examples[idx] for idx in kept))
+    return inner, DedupePlan(Row(kept), Row(source))

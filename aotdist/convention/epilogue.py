@@ -1,0 +1,116 @@
+"""Outputs that are inputs, or views of something, are rebuilt outside of the compiled region.
+
+The region returns bases; views are replayed on them by the operations that made them, so that
+`_base`, shared storage, `grad_fn` and writes through the alias are what eager gives. Source: "Add an
+opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import torch
+
+from aotdist.convention.layer import Call
+from aotdist.convention.view_log import ViewLog
+from aotdist.facts import (
+    Facts,
+    Fresh,
+    IsInput,
+    NotATensor,
+    OutputFact,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+    ViewStep,
+)
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
+
+
+def replay(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
+    """Make the view of `base` that `steps` describe."""
+    for step in steps:
+        with torch.set_grad_enabled(step.grad):
+            result = step.op(base, *step.args, **dict(step.kwargs))
+        base = result if step.pick is None else result[step.pick]
+    return base
+
+
+@dataclass(frozen=True, slots=True)
+class EpiloguePlan:
+    """What each output is, in terms of inputs and of the values that the region returns.
+
+    Args:
+        outputs: what each is.
+        order: in which order to make them.
+    """
+
+    outputs: Row[OutIdx, OutputFact]
+    order: tuple[OutIdx, ...]
+
+    def lift(self, call: Call) -> Call:
+        """Rebuild the outputs from the region's values."""
+
+        def lifted(primals: Sequence[Any]) -> list[Any]:
+            values = call(primals)
+            built: dict[OutIdx, Any] = {}
+            for idx in self.order:
+                self._build(idx, primals, values, built)
+            return [built[idx] for idx in self.outputs.indices()]
+
+        return lifted
+
+    def _build(
+        self, idx: OutIdx, primals: Sequence[Any], values: Sequence[Any], built: dict[OutIdx, Any]
+    ) -> Any:
+        if idx in built:
+            return built[idx]
+        match fact := self.outputs[idx]:
+            case NotATensor(value=value):
+                out = value
+            case Fresh(value=value):
+                out = values[value]
+            case IsInput(input=source):
+                out = primals[source]
+            case ViewOfInput(base=base, steps=steps):
+                out = replay(primals[base], steps)
+            case ViewOfIntermediate(base=base, steps=steps):
+                out = replay(values[base], steps)
+            case ViewOfOutput(base=base, steps=steps):
+                out = replay(self._build(base, primals, values, built), steps)
+            case _:
+                assert_never(fact)
+        built[idx] = out
+        return out
+
+
+class Epilogue:
+    """See `aotdist.convention.layer.Layer`."""
+
+    def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], EpiloguePlan]:
+        """The inner program returns one tensor for each fresh output and each base of a view."""
+        holders = _holders(facts)
+
+        def fn(*primals: Any) -> list[Any]:
+            with ViewLog() as log:
+                outs = program.fn(*primals)
+            returned = {id(out) for out in outs}
+            return [log.root(outs[idx], returned)[0] if is_base else outs[idx] for idx, is_base in holders]
+
+        return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
+
+
+def _holders(facts: Facts) -> list[tuple[OutIdx, bool]]:
+    """For each value, an output that holds it, and whether it holds it as the base of a view."""
+    found: dict[NodeOutIdx, tuple[OutIdx, bool]] = {}
+    for idx, fact in facts.outputs.enumerate():
+        if isinstance(fact, Fresh):
+            found[fact.value] = (idx, False)
+        elif isinstance(fact, ViewOfIntermediate):
+            found.setdefault(fact.base, (idx, True))
+    return [found[NodeOutIdx(position)] for position in range(len(found))]
+
+
+EPILOGUE = Epilogue()

@@ -1,0 +1,141 @@
+"""Writes to inputs: the region returns new values, and they are copied in outside of it.
+
+Two layers, because two kinds of write stand on different sides of the autograd node. A write that
+takes part in the backward (`x.mul_(w)` with `w` requiring grad) is a `copy_` on the tensor that the
+user holds, outside of the node, so that autograd gives it its history. Any other write (batch-norm
+statistics, counters, caches, whatever happens under `no_grad`) is a `copy_` on the plain tensors,
+inside: a wrapper's own `copy_`, which may compute, is never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.convention.layer import Call
+from aotdist.convention.subclass import plain_positions
+from aotdist.facts import DataWritten, Facts
+from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program
+from aotdist.subclasses.protocol import leaves
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiableWrites:
+    """Inputs that get a new value with history.
+
+    Args:
+        writes: input, and position of its new value among the node's outputs.
+        num_values: how many of the node's outputs are results; new values follow them.
+    """
+
+    writes: tuple[tuple[PrimalIdx, NodeOutIdx], ...]
+    num_values: int
+
+    def lift(self, call: Call) -> Call:
+        """Copy the new values in, under autograd."""
+
+        def lifted(primals: Sequence[Any]) -> list[Any]:
+            outs = call(primals)
+            for primal, value in self.writes:
+                primals[primal].copy_(outs[value])
+            return outs[: self.num_values]
+
+        return lifted
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWrites:
+    """Plain inputs that get a new value without history.
+
+    Args:
+        writes: plain input, and position of its new value among the graph's results.
+        num_values: how many of the graph's results stay; new values follow them.
+    """
+
+    writes: tuple[tuple[PlainIdx, int], ...]
+    num_values: int
+
+    def lift(self, call: Call) -> Call:
+        """Copy the new values in, without autograd."""
+
+        def lifted(plains: Sequence[Any]) -> list[Any]:
+            kept = [plains[idx] for idx, _ in self.writes]
+            results = call(plains)
+            with torch.no_grad():
+                for plain, (_, position) in zip(kept, self.writes, strict=True):
+                    plain.copy_(results[position])
+            return results[: self.num_values]
+
+        return lifted
+
+
+def differentiable_writes(facts: Facts) -> list[tuple[PrimalIdx, NodeOutIdx]]:
+    """Inputs that are written with history."""
+    return [
+        (idx, fact.value)
+        for idx, fact in facts.inputs.enumerate()
+        if isinstance(fact, DataWritten) and fact.differentiable
+    ]
+
+
+def plain_writes(facts: Facts) -> list[tuple[PrimalIdx, NodeOutIdx]]:
+    """Inputs that are written without history."""
+    return [
+        (idx, fact.value)
+        for idx, fact in facts.inputs.enumerate()
+        if isinstance(fact, DataWritten) and not fact.differentiable
+    ]
+
+
+class DifferentiableMutation:
+    """See `aotdist.convention.layer.Layer`."""
+
+    def lower(
+        self, program: Program[PrimalIdx], facts: Facts
+    ) -> tuple[Program[PrimalIdx], DifferentiableWrites]:
+        """The inner program leaves those inputs alone and returns their new values after its results."""
+        writes = differentiable_writes(facts)
+
+        def fn(*primals: Any) -> list[Any]:
+            own = list(primals)
+            for idx, _ in writes:
+                own[idx] = primals[idx].clone()
+            outs = program.fn(*own)
+            return [*outs, *(own[idx] for idx, _ in writes)]
+
+        num_values = len(facts.node_outs) - len(writes) - len(plain_writes(facts))
+        plan = DifferentiableWrites(tuple(writes), num_values)
+        return Program(fn, program.ins, program.examples), plan
+
+
+class PlainMutation:
+    """See `aotdist.convention.layer.Layer`."""
+
+    def lower(self, program: Program[PlainIdx], facts: Facts) -> tuple[Program[PlainIdx], PlainWrites]:
+        """The inner program writes none of its inputs and returns the new values after its results."""
+        positions = plain_positions(facts.recipes)
+        targets = [plain for idx, _ in plain_writes(facts) for plain in positions[idx]]
+        num_values = sum(_num_leaves(facts, NodeOutIdx(k)) for k in range(len(facts.node_outs))) - len(
+            targets
+        )
+
+        def fn(*plains: Any) -> list[Any]:
+            own = list(plains)
+            for idx in targets:
+                own[idx] = plains[idx].detach().clone()
+            results = program.fn(*own)
+            return [*results, *(own[idx] for idx in targets)]
+
+        writes = tuple((idx, num_values + offset) for offset, idx in enumerate(targets))
+        return Program(fn, program.ins, program.examples), PlainWrites(writes, num_values)
+
+
+def _num_leaves(facts: Facts, idx: NodeOutIdx) -> int:
+    return sum(1 for _ in leaves(facts.node_outs[idx].recipe))
+
+
+DIFFERENTIABLE = DifferentiableMutation()
+PLAIN = PlainMutation()

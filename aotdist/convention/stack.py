@@ -1,0 +1,30 @@
+"""The layers in order, from the outside in: this is the only place that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aotdist.convention.epilogue import EPILOGUE, EpiloguePlan
+from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN, DifferentiableWrites, PlainWrites
+from aotdist.convention.subclass import UNWRAP, UnwrapPlan
+from aotdist.facts import Facts
+from aotdist.program import PlainIdx, PrimalIdx, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """What undoes the layers at run time. `epilogue` and `writes` act outside of the autograd node."""
+
+    epilogue: EpiloguePlan
+    writes: DifferentiableWrites
+    unwrap: UnwrapPlan
+    plain_writes: PlainWrites
+
+
+def lower_all(program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PlainIdx], Plans]:
+    """The program that the graph implements, and the plans of every layer above it."""
+    inner, epilogue = EPILOGUE.lower(program, facts)
+    inner, writes = DIFFERENTIABLE.lower(inner, facts)
+    plain, unwrap = UNWRAP.lower(inner, facts)
+    functional, plain_writes = PLAIN.lower(plain, facts)
+    return functional, Plans(epilogue, writes, unwrap, plain_writes)

@@ -1,0 +1,83 @@
+"""Wrapper tensors are taken apart before the graph and put together after it.
+
+Source: "AOTDispatch subclass support" (pytorch#104483); here the wrapper is rebuilt around what
+functionalisation sees, so that this layer is the only one that knows of wrappers at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aotdist.convention.layer import Call
+from aotdist.facts import Facts
+from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class UnwrapPlan:
+    """How inputs are taken apart and outputs put together.
+
+    Args:
+        ins: recipe of each input.
+        outs: recipe of each output.
+    """
+
+    ins: Row[PrimalIdx, Recipe]
+    outs: Row[NodeOutIdx, Recipe]
+
+    def lift(self, call: Call) -> Call:
+        """Take the inputs apart, put the outputs together."""
+
+        def lifted(primals: Sequence[Any]) -> list[Any]:
+            return rebuild_all(
+                self.outs, call([plain for primal in primals for plain in plain_tensors(primal)])
+            )
+
+        return lifted
+
+
+def rebuild_all(recipes: Row[Any, Recipe], plains: Sequence[Any]) -> list[Any]:
+    """One tensor for each recipe, from the plain tensors of all of them."""
+    remaining = iter(plains)
+    built = [rebuild(recipe, [next(remaining) for _ in leaves(recipe)]) for recipe in recipes]
+    assert next(remaining, None) is None, "more plain tensors than the recipes have leaves"
+    return built
+
+
+def plain_positions(recipes: Row[PrimalIdx, Recipe]) -> Row[PrimalIdx, tuple[PlainIdx, ...]]:
+    """Where the plain tensors of each input stand among all plain tensors."""
+    positions: list[tuple[PlainIdx, ...]] = []
+    start = 0
+    for recipe in recipes:
+        count = sum(1 for _ in leaves(recipe))
+        positions.append(tuple(PlainIdx(start + offset) for offset in range(count)))
+        start += count
+    return Row(positions)
+
+
+class Unwrap:
+    """See `aotdist.convention.layer.Layer`."""
+
+    def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PlainIdx], UnwrapPlan]:
+        """The inner program takes and returns plain tensors."""
+        outs = Row[NodeOutIdx, Recipe](
+            out.recipe for out in facts.node_outs if out.slot.role == "output" or out.differentiable
+        )
+
+        def fn(*plains: Any) -> list[Any]:
+            results = program.fn(*rebuild_all(facts.recipes, plains))
+            return [plain for result in results for plain in plain_tensors(result)]
+
+        slots = [
+            Slot("primal", slot.path, inner)
+            for slot, recipe in zip(program.ins, facts.recipes, strict=True)
+            for inner, _ in leaves(recipe)
+        ]
+        examples = [plain for example in program.examples for plain in plain_tensors(example)]
+        return Program(fn, Row(slots), Row(examples)), UnwrapPlan(facts.recipes, outs)
+
+
+UNWRAP = Unwrap()

@@ -1,0 +1,144 @@
+"""Remembers, while a program is traced, by which operation each view was made of which tensor.
+
+A dispatch mode on top of all others sees every operation on the tensors that the user handles,
+wrappers included, below autograd. So one log serves plain tensors and subclasses, under `no_grad`
+and `detach` too, where autograd itself forgets what a view was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from aotdist.capture.origins import Origins
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import ViewStep
+from aotdist.torch_seam import (
+    OpOverload,
+    TorchDispatchMode,
+    can_decompose,
+    is_operator,
+    made_by_custom_function,
+    out_of_place,
+    writes_arguments,
+)
+
+_LIFT = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` does with its data; to the program the result is no view of anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    view: torch.Tensor  # held, so that its id stays its own
+    base: torch.Tensor
+    steps: tuple[ViewStep, ...]
+    base_changed: bool = False  # the base has had its own size or strides written since
+
+
+class ViewLog(TorchDispatchMode):
+    """Logs views; ask it with `root`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: dict[int, _Entry] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and is_operator(func) and can_decompose(func):
+            # Elsewhere autograd's dispatch has broken `view_as` and `reshape` up before they come here.
+            with self:
+                return func.decompose(*args, **kwargs)
+        if args and is_operator(func) and writes_arguments(func):
+            self._refuse_overlapping_write(func, args[0])
+        result = func(*args, **kwargs)
+        if getattr(func, "is_view", False) and func is not _LIFT:
+            self._log(func, args, kwargs, result)
+        elif torch.Tag.inplace_view in getattr(func, "tags", ()):
+            self._log_in_place(func, args, kwargs)
+        return result
+
+    def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        base, *rest = args
+        grad = torch.is_grad_enabled()
+        picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
+        for pick, view in picks:
+            if view is not base:
+                step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad)
+                self._entries[id(view)] = _Entry(view, base, (step,))
+
+    def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """`view.t_()`: the view is one more step away from its base, and views of it are not."""
+        changed, *rest = args
+        twin = out_of_place(func)
+        entry = self._entries.get(id(changed))
+        for other in [other for other in self._entries.values() if other.base is changed]:
+            if entry is None or twin is None:
+                rebased = replace(other, base_changed=True)
+            else:
+                rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
+            self._entries[id(other.view)] = rebased
+        if entry is not None and twin is not None:
+            step = ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, torch.is_grad_enabled())
+            self._entries[id(changed)] = replace(entry, steps=(*entry.steps, step))
+        elif entry is not None:
+            self._entries[id(changed)] = replace(entry, base_changed=True)
+
+    def _refuse_overlapping_write(self, func: OpOverload, target: Any) -> None:
+        """Raise for a write into memory that one of the tensor's bases shows several times.
+
+        Eager refuses most such writes itself; for the others functionalisation would add up the repeats.
+        """
+        shown = target if isinstance(target, torch.Tensor) else None
+        while shown is not None:
+            if _repeats_memory(shown):
+                raise UnsupportedProgram(
+                    f"`{func}` writes through an expanded tensor of size {list(shown.size())}, "
+                    "whose elements share memory",
+                    where=Origins().current(),
+                    stage="joint",
+                    fix="write the tensor before it is expanded, or `clone` the expanded one first",
+                )
+            entry = self._entries.get(id(shown))
+            shown = None if entry is None else entry.base
+
+    def made(self, tensor: torch.Tensor) -> int:
+        """When a view was made, as a number that grows; before all others for what is no view."""
+        return next((k for k, view in enumerate(self._entries) if view == id(tensor)), -1)
+
+    def root(self, tensor: torch.Tensor, known: Container[int]) -> tuple[torch.Tensor, tuple[ViewStep, ...]]:
+        """The tensor that `tensor` is a view of in the end, and the steps from there.
+
+        The chain stops at a tensor whose id is `known`: `y.detach()[0]` has `y.detach()` for its `_base`, and
+        the caller may hold both. It also stops at a view that a user's `autograd.Function` made: replaying
+        the operations inside it would lose its backward.
+        """
+        steps: tuple[ViewStep, ...] = ()
+        entry = self._entries.get(id(tensor))
+        while entry is not None and not made_by_custom_function(tensor):
+            if entry.base_changed:
+                raise _changed_under_a_view()
+            steps = (*entry.steps, *steps)
+            tensor = entry.base
+            entry = None if id(tensor) in known else self._entries.get(id(tensor))
+        return tensor, steps
+
+
+def _changed_under_a_view() -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "a view is returned of a tensor that has its size or strides written in place after the view",
+        stage="joint",
+        fix="use the function that is not in place (`t` for `t_`), or make the view afterwards",
+    )
+
+
+def _repeats_memory(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

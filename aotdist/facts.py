@@ -1,0 +1,152 @@
+"""What one trace showed: which inputs are written, and what each output is.
+
+Facts speak of the program's own tensors (wrappers still on) and are all that the later stages know
+of it. They are plain frozen data: a `match` over them ends in `assert_never`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NewType, TypeAlias
+
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import Recipe
+from aotdist.torch_seam import OpOverload
+
+NodeInIdx = NewType("NodeInIdx", int)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewStep:
+    """One view operation, to be replayed on a base: `op(*args[:at], base, *args[at:], **kwargs)[pick]`.
+
+    Args:
+        op: the operator (`aten.t.default`).
+        args: its other positional arguments; they hold no tensors.
+        kwargs: its keyword arguments as pairs.
+        pick: which of several results (`split`, `unbind`), or None.
+        grad: whether grad mode was on when the view was made; a view made under `no_grad` stays
+            without gradient.
+    """
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    pick: int | None = None
+    grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Untouched:
+    """The input is only read."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataWritten:
+    """The input's data has a new value after the forward.
+
+    Args:
+        value: the node output that holds the new value.
+        differentiable: whether the write takes part in the backward.
+    """
+
+    value: NodeOutIdx
+    differentiable: bool
+
+
+InputFact: TypeAlias = Untouched | DataWritten
+
+
+@dataclass(frozen=True, slots=True)
+class NotATensor:
+    """The output is a Python value, the same at every call."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """The output is a tensor of its own."""
+
+    value: NodeOutIdx
+
+
+@dataclass(frozen=True, slots=True)
+class IsInput:
+    """The output is an input, the same object."""
+
+    input: PrimalIdx
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOfInput:
+    """The output is a view of an input."""
+
+    base: PrimalIdx
+    steps: tuple[ViewStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOfIntermediate:
+    """The output is a view of a tensor that the program made and does not return."""
+
+    base: NodeOutIdx
+    steps: tuple[ViewStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOfOutput:
+    """The output is a view of another output, or (no steps) the same object again."""
+
+    base: OutIdx
+    steps: tuple[ViewStep, ...]
+
+
+OutputFact: TypeAlias = NotATensor | Fresh | IsInput | ViewOfInput | ViewOfIntermediate | ViewOfOutput
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOut:
+    """One tensor that the autograd node returns.
+
+    Args:
+        slot: its name; role `output` or `write`.
+        recipe: how it is put together from plain tensors.
+        differentiable: whether a gradient can come back for it.
+    """
+
+    slot: Slot
+    recipe: Recipe
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWrite:
+    """An input that the backward wrote."""
+
+    input: PrimalIdx
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that one trace showed.
+
+    Args:
+        inputs: what happens to each input.
+        outputs: what each output is.
+        order: the outputs in the order in which the program made them; views are made again in that order,
+            because autograd adds up the gradients of several views in it.
+        node_outs: what the autograd node returns: fresh outputs, bases of views, new values of inputs.
+        recipes: how each input is put together from plain tensors.
+        grads: for each input, the recipe of its gradient, or None when it gets none.
+        backward_writes: inputs that the backward wrote.
+        collectives: whether the program communicates.
+    """
+
+    inputs: Row[PrimalIdx, InputFact]
+    outputs: Row[OutIdx, OutputFact]
+    order: tuple[OutIdx, ...]
+    node_outs: Row[NodeOutIdx, NodeOut]
+    recipes: Row[PrimalIdx, Recipe]
+    grads: Row[PrimalIdx, Recipe | None]
+    backward_writes: tuple[BackwardWrite, ...]

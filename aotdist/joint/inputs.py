@@ -1,0 +1,177 @@
+"""The traced stand-ins of a program's inputs.
+
+A plain input becomes `FunctionalTensor(Fake)`. A wrapper is taken apart, its plain tensors become
+functional, and it is put together around them: `DTensor(FunctionalTensor(Fake))`. The user's
+function, autograd and the wrapper's own dispatch run above, exactly as in eager, and writes are
+decided only among plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from aotdist.capture.origins import Origins
+from aotdist.errors import UnsupportedProgram
+from aotdist.joint.proxies import Recorder
+from aotdist.program import PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import (
+    Recipe,
+    is_real,
+    leaves,
+    plain_tensors,
+    rebuild,
+    recipe_of,
+    refuse_unknown_subclass,
+)
+from aotdist.torch_seam import FunctionalTensor, functional, pytree
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What the traced function sees in place of one real tensor.
+
+    Args:
+        slot: the input's name.
+        example: the real tensor.
+        recipe: how it is put together.
+        leaf: what gradients are taken with respect to.
+        tensor: what the function is given: `leaf` itself, or a non-leaf copy of it when the example is
+            no leaf, since only that may be written while it requires grad.
+        plains: the functional tensors beneath `tensor`.
+    """
+
+    slot: Slot
+    example: torch.Tensor
+    recipe: Recipe
+    leaf: torch.Tensor
+    tensor: torch.Tensor
+    plains: tuple[FunctionalTensor, ...]
+
+
+class _NonLeaf(torch.autograd.Function):
+    """Identity that records nothing: its result is a second wrapper around the same values."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, second: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return second()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class Inputs:
+    """Makes and remembers stand-ins; a tensor met twice has one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._stand_ins: list[StandIn] = []
+        self._by_example: dict[int, StandIn] = {}
+        self._by_tensor: dict[int, PrimalIdx] = {}
+
+    def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
+        """What the traced function is given in place of `example`."""
+        refuse_unknown_subclass(example, slot.path)
+        _refuse_layout(example, slot)
+        recipe = recipe_of(example)
+        fakes = [self._recorder.fake(plain) for plain in plain_tensors(example)]
+        functionals = tuple(
+            self._recorder.argument(Slot("primal", slot.path, inner), fake)
+            for (inner, _), fake in zip(leaves(recipe), fakes, strict=True)
+        )
+        leaf = rebuild(recipe, functionals)
+        plains, tensor = functionals, leaf
+        if isinstance(example, torch.nn.Parameter):
+            leaf._is_param = True  # type: ignore[attr-defined]  # `isinstance(_, nn.Parameter)` holds inside too
+        if example.requires_grad:
+            leaf.requires_grad_(True)
+            if not example.is_leaf:
+                plains = tuple(functional(fake) for fake in fakes)
+                with torch.enable_grad():
+                    tensor = _NonLeaf.apply(leaf, lambda: rebuild(recipe, plains))
+        stand_in = StandIn(slot, example, recipe, leaf, tensor, plains)
+        self._by_tensor[id(tensor)] = PrimalIdx(len(self._stand_ins))
+        self._by_example[id(example)] = stand_in
+        self._stand_ins.append(stand_in)
+        return tensor
+
+    def row(self) -> Row[PrimalIdx, StandIn]:
+        """Every stand-in so far."""
+        return Row(self._stand_ins)
+
+    def index_of(self, tensor: torch.Tensor) -> PrimalIdx | None:
+        """Which input the traced `tensor` is, if it is one."""
+        return self._by_tensor.get(id(tensor))
+
+    def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
+        """The stand-in of a real tensor, if it has one."""
+        known = self._by_example.get(id(example))
+        return None if known is None else known.tensor
+
+
+def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
+    if example.layout is not torch.strided:
+        raise UnsupportedProgram(
+            f"`{slot.path}` has layout {example.layout}",
+            stage="capture",
+            fix="pass a dense tensor, or the sparse tensor's values and indices",
+        )
+
+
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_ATTRIBUTES_OF_THE_REAL_TENSOR = {
+    _GRAD.__get__: (".grad", "read"),
+    _GRAD.__set__: (".grad", "assigned"),
+    _GRAD.__delete__: (".grad", "deleted"),
+    _DATA.__set__: (".data", "assigned"),
+}
+
+
+class Lifting(TorchFunctionMode):
+    """Puts stand-ins in the place of real tensors that the function closes over.
+
+    Args:
+        inputs: the stand-ins.
+        stand_in: the stand-in of a real tensor; it makes one when the tensor is met for the first time.
+    """
+
+    def __init__(self, inputs: Inputs, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._stand_in = stand_in
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        swapped_args: tuple[Any, ...]
+        swapped_kwargs: dict[str, Any]
+        swapped_args, swapped_kwargs = pytree.tree_map_only(
+            torch.Tensor, self._swap, (args, dict(kwargs or {}))
+        )
+        if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
+            self._refuse_attribute(func, swapped_args[0])
+        return func(*swapped_args, **swapped_kwargs)
+
+    def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._stand_in(tensor) if is_real(tensor) else tensor
+
+    def _refuse_attribute(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
+        idx = self._inputs.index_of(tensor)
+        attribute, done = _ATTRIBUTES_OF_THE_REAL_TENSOR[func]
+        if idx is not None:
+            raise UnsupportedProgram(
+                f"`{self._inputs.row()[idx].slot}{attribute}` is {done} inside of the compiled function",
+                where=Origins().current(),
+                stage="joint",
+                fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
+            )

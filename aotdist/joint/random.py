@@ -1,0 +1,131 @@
+"""Which random numbers an operation of the traced program draws.
+
+A checkpointed region runs again in the backward, with the generator put back to where it stood: it must
+meet the numbers that it met in the forward, not new ones. No generator moves while only fakes are
+computed, so here the real one is moved a little at every draw that is recorded. An operation that finds
+it where an equal one found it before is that draw again, and gets its result. Whatever else the program
+does to the generator (`manual_seed`, `fork_rng`) would be lost in the graph, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from aotdist.capture.origins import Origins
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import OpOverload, generator_id, no_modes, pytree
+
+
+class Draws:
+    """Remembers the draws of one trace; a context manager that leaves the generators as they were."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+        self._users: set[int] = set()
+        self._generators: dict[torch.device, _Generator] = {}
+
+    def __enter__(self) -> Draws:
+        self._generators[torch.device("cpu")] = _Generator(torch.default_generator)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for generator in self._generators.values():
+            generator.restore()
+
+    def allow(self, generators: Iterable[torch.Generator]) -> None:
+        """Let the program draw from these generators of the user's."""
+        self._users.update(map(generator_id, generators))
+
+    def draw(self, func: OpOverload, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
+        """The result of a random operation: that of an equal one from the same state, or what `record` makes.
+
+        Raises:
+            UnsupportedProgram: the program set the state of the generator, or draws from one of its own.
+        """
+        if kwargs.get("generator") is not None:
+            self._refuse_unknown(kwargs["generator"])
+            return record()
+        generator = self._generator(args, kwargs)
+        key = (func, generator.state(), *map(_describe, pytree.tree_leaves((args, kwargs))))
+        if key in self._made:
+            generator.advance()
+            return self._made[key]
+        generator.check()
+        result = self._made[key] = record()
+        generator.advance()
+        return result
+
+    def _refuse_unknown(self, generator: torch.Generator) -> None:
+        if generator_id(generator) not in self._users:
+            raise UnsupportedProgram(
+                "the program draws from a random generator that it makes itself",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="make the generator outside, where the function can read it",
+            )
+
+    def check(self) -> None:
+        """Raise if the program left a generator elsewhere than its draws do.
+
+        Raises:
+            UnsupportedProgram: the program set the state of a generator.
+        """
+        for generator in self._generators.values():
+            generator.check()
+
+    def _generator(self, args: Any, kwargs: Any) -> _Generator:
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+        if device.type != "cuda" or not torch.cuda.is_available():
+            device = torch.device("cpu")
+        elif not device.index and str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._generators:
+            self._generators[device] = _Generator(torch.cuda.default_generators[device.index])
+        return self._generators[device]
+
+
+class _Generator:
+    """A real generator, and where it should stand if nobody but us moves it."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        with no_modes():
+            self._before = generator.get_state()
+        self._expected = self.state()
+
+    def state(self) -> bytes:
+        """Where the generator stands."""
+        with no_modes():
+            return self._generator.get_state().numpy().tobytes()
+
+    def check(self) -> None:
+        """Raise unless the generator stands where our last step left it."""
+        if self.state() != self._expected:
+            raise UnsupportedProgram(
+                "the program sets the state of the random generator (`manual_seed`, `fork_rng`)",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="set it outside of the compiled function",
+            )
+
+    def advance(self) -> None:
+        """Move one step; the numbers are of no importance, only that the state is another."""
+        with no_modes():
+            torch.empty(1, device=self._generator.device).uniform_(generator=self._generator)
+        self._expected = self.state()
+
+    def restore(self) -> None:
+        """Put the generator back to where it stood at first."""
+        with no_modes():
+            self._generator.set_state(self._before)
+
+
+def _describe(leaf: Any) -> Hashable:
+    """An argument of a random operation, in so far as it decides what is drawn."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.device, leaf.size(), leaf.stride()
+    return type(leaf), str(leaf)

@@ -1,0 +1,329 @@
+"""One trace: forward, what it wrote, backward, what that wrote; a graph and its facts.
+
+The program runs once on stand-ins of its inputs. Its results are read right after the forward, so
+that a value which the backward writes later is not mistaken for the forward's; then tangents are
+added as arguments, shaped like the differentiable results, and autograd runs the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.capture.origins import raised_at
+from aotdist.convention.view_log import ViewLog
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
+from aotdist.joint.classify import NodeOutputs, classify
+from aotdist.joint.inputs import Inputs, Lifting, StandIn
+from aotdist.joint.proxies import Recorder
+from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
+from aotdist.subclasses.protocol import (
+    Recipe,
+    is_real,
+    leaves,
+    plain_tensors,
+    rebuild,
+    recipe_of,
+    tangent_recipe,
+)
+from aotdist.torch_seam import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    autocast_off,
+    data_writes,
+    functional_value,
+    metadata_written,
+    run_backward,
+    storage_changes,
+)
+
+Result = tuple[Slot, torch.fx.Node | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a trace leaves.
+
+    Args:
+        program: the program, with the closed-over tensors that it touched added to its inputs.
+        graph: the joint graph; see `aotdist.program.Graph` for the order of its segments.
+        facts: what the trace showed.
+        fake_mode: the mode of the graph's `val`s.
+    """
+
+    program: Program[PrimalIdx]
+    graph: Graph
+    facts: Facts
+    fake_mode: FakeTensorMode
+
+    def has_backward(self) -> bool:
+        """Whether a gradient can come back for any result."""
+        return any(out.differentiable for out in self.facts.node_outs)
+
+    def plain_ins(self) -> list[Slot]:
+        """Names of the plain tensors that the graph takes, tangents left out."""
+        return [slot for slot in self.graph.ins if slot.role == "primal"]
+
+
+def trace(
+    program: Program[PrimalIdx],
+    recorder: Recorder,
+    *,
+    training: bool,
+    name_closed_over: Callable[[torch.Tensor], Slot],
+) -> Traced:
+    """Trace `program` once.
+
+    Args:
+        program: what to trace; its `fn` may run more than autograd-visible code: hooks, subclasses.
+        recorder: fresh, not entered.
+        training: record a backward for the differentiable results.
+        name_closed_over: names a real tensor that is none of the program's inputs.
+
+    Raises:
+        UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
+    """
+    inputs = Inputs(recorder)
+
+    def stand_in(real: torch.Tensor) -> torch.Tensor:
+        known = inputs.of_example(real)
+        return inputs.add(name_closed_over(real), real) if known is None else known
+
+    log = ViewLog()
+    with ExitStack() as stack:
+        stack.enter_context(recorder)
+        tensors = [
+            inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
+        ]
+        stack.enter_context(log)
+        with Lifting(inputs, stand_in):
+            outs = _run(program, tensors)
+        recorder.draws.check()
+        outs = [stand_in(out) if isinstance(out, torch.Tensor) and is_real(out) else out for out in outs]
+        outputs = classify(outs, inputs, log)
+        for stand_in_ in inputs.row():
+            _refuse_metadata_write(stand_in_)
+        writes = _forward_writes(inputs.row(), outputs)
+        node_tensors = outputs.tensors
+        node_outs = Row[NodeOutIdx, NodeOut](
+            NodeOut(slot, recipe_of(tensor), training and idx in outputs.with_history)
+            for idx, (slot, tensor) in enumerate(zip(outputs.slots, node_tensors, strict=True))
+        )
+        for node_out, tensor in zip(node_outs, node_tensors, strict=True):
+            if node_out.differentiable and tensor.is_leaf:
+                raise _requires_grad_by_itself(node_out.slot)
+        results = _value_results(recorder, node_outs, node_tensors)
+        counters = [_write_counts(stand_in) for stand_in in inputs.row()]
+        lifting = Lifting(inputs, stand_in)
+        grads = _backward(recorder, inputs, node_outs, node_tensors, lifting) if training else []
+        results += _grad_results(recorder, inputs.row(), grads)
+        backward_writes, written = _backward_writes(recorder, inputs.row(), counters)
+    row = inputs.row()
+    facts = Facts(
+        inputs=writes,
+        outputs=Row(outputs.facts),
+        order=outputs.order,
+        node_outs=node_outs,
+        recipes=row.map(lambda stand_in: stand_in.recipe),
+        grads=Row(_grad_recipes(row, grads)),
+        backward_writes=backward_writes,
+    )
+    seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
+    return Traced(seen, recorder.graph(results + written), facts, recorder.fake_mode)
+
+
+_ASKS_FOR_DATA = ("tracing tensor", ".numpy() is not supported", "FunctionalTensor.__format__")
+"""How errors of PyTorch's say that a traced tensor has no data."""
+
+
+def _run(program: Program[PrimalIdx], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Run the user's function; an error that says "no data here" becomes ours, with the user's line."""
+    try:
+        return program.fn(*tensors)
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
+        asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
+            raise
+        raise UnsupportedProgram(
+            _needs_data(error),
+            where=raised_at(error.__traceback__),
+            stage="joint",
+            fix="keep it a tensor (`torch.where` or `torch.cond` for a branch, a mask for a shape), or move "
+            "that part out of the compiled function",
+        ) from error
+
+
+def _needs_data(error: Exception) -> str:
+    match error:
+        case DynamicOutputShapeException():
+            return f"the shape of the result of `{error.func}` depends on data"
+        case DataDependentOutputException():
+            return f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
+        case _:
+            return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
+
+
+def _write_counts(stand_in: StandIn) -> tuple[int, ...]:
+    return tuple(data_writes(plain) for plain in stand_in.plains)
+
+
+def _forward_writes(row: Row[PrimalIdx, StandIn], outputs: NodeOutputs) -> Row[PrimalIdx, InputFact]:
+    """What the forward did to each input; the new values become node outputs, those with history first."""
+    facts: list[InputFact] = [Untouched()] * len(row)
+    written = [(idx, stand_in) for idx, stand_in in row.enumerate() if any(_write_counts(stand_in))]
+    for differentiable in (True, False):
+        for idx, stand_in in written:
+            # A leaf written under `no_grad` still requires grad, but its new value has no history.
+            if _has_new_history(stand_in) is differentiable:
+                slot = Slot("write", stand_in.slot.path)
+                value = outputs.add(slot, stand_in.tensor, history=differentiable)
+                facts[idx] = DataWritten(value, differentiable)
+    return Row(facts)
+
+
+def _has_new_history(stand_in: StandIn) -> bool:
+    """Whether autograd saw a write to the input."""
+    tensor = stand_in.tensor
+    untouched = None if tensor is stand_in.leaf else "_NonLeafBackward"
+    name = None if tensor.grad_fn is None else tensor.grad_fn.name()
+    return tensor.requires_grad and name != untouched
+
+
+def _refuse_metadata_write(stand_in: StandIn) -> None:
+    before, after = stand_in.example, stand_in.tensor
+    switched_on = after.requires_grad and not before.requires_grad and after.is_leaf
+    if switched_on or (before.requires_grad and not after.requires_grad):
+        raise UnsupportedProgram(
+            f"`{stand_in.slot}` has its `requires_grad` changed in place",
+            stage="joint",
+            fix="call `requires_grad_()` or `detach_()` outside of the compiled function",
+        )
+    if stand_in.leaf.is_leaf and stand_in.leaf.grad is not None:
+        raise UnsupportedProgram(
+            f"`{stand_in.slot}` gets its `.grad` inside of the compiled function",
+            stage="joint",
+            fix="call `backward()` outside, or use `torch.autograd.grad` inside",
+        )
+    for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
+        # `out=` gives an empty tensor another size, and no counter tells.
+        resized = data_writes(plain) and functional_value(plain).size() != leaf.size
+        if resized or metadata_written(plain) or storage_changes(plain):
+            raise UnsupportedProgram(
+                f"`{stand_in.slot}` has its size, strides or storage written in place",
+                stage="joint",
+                fix="return the changed tensor instead of writing the input's metadata",
+            )
+
+
+def _value_results(
+    recorder: Recorder, node_outs: Row[NodeOutIdx, NodeOut], tensors: Sequence[torch.Tensor]
+) -> list[Result]:
+    results: list[Result] = []
+    for node_out, tensor in zip(node_outs, tensors, strict=True):
+        slot = node_out.slot
+        for (inner, _), plain in zip(leaves(node_out.recipe), plain_tensors(tensor), strict=True):
+            results.append((Slot(slot.role, slot.path, inner), recorder.value(plain)))
+    return results
+
+
+def _backward(
+    recorder: Recorder,
+    inputs: Inputs,
+    node_outs: Row[NodeOutIdx, NodeOut],
+    tensors: Sequence[torch.Tensor],
+    lifting: Lifting,
+) -> list[torch.Tensor | None]:
+    """Run autograd; gradients in the order of the inputs that require grad."""
+    recorder.phase = "backward"
+    differentiable = [(out, t) for out, t in zip(node_outs, tensors, strict=True) if out.differentiable]
+    wanted = [stand_in.leaf for stand_in in inputs.row() if stand_in.example.requires_grad]
+    if not differentiable:
+        return [None] * len(wanted)
+    if not wanted:
+        raise _requires_grad_by_itself(differentiable[0][0].slot)
+    tangents = [_tangent(recorder, out, tensor) for out, tensor in differentiable]
+    with autocast_off(), lifting:
+        try:
+            return list(run_backward([tensor for _, tensor in differentiable], wanted, tangents))
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise _written_too_early(error) from error
+
+
+def _requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{slot}` requires grad, and no input of the program that does leads to it",
+        stage="joint",
+        fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
+    )
+
+
+def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
+        f"its use ({str(error).partition('Hint')[0].strip()})",
+        stage="joint",
+        fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
+    )
+
+
+def _tangent(recorder: Recorder, out: NodeOut, like: torch.Tensor) -> torch.Tensor:
+    recipe = tangent_recipe(out.recipe)
+    plains = [
+        recorder.argument(Slot("tangent", out.slot.path, inner), recorder.fake_like(plain, device))
+        for (inner, plain), device in zip(leaves(recipe), _devices(like), strict=True)
+    ]
+    return rebuild(recipe, plains)
+
+
+def _devices(tensor: torch.Tensor) -> list[torch.device]:
+    return [plain.device for plain in plain_tensors(tensor)]
+
+
+def _grad_recipes(row: Row[PrimalIdx, StandIn], grads: Sequence[torch.Tensor | None]) -> list[Recipe | None]:
+    remaining = iter(grads)
+    recipes: list[Recipe | None] = []
+    for stand_in in row:
+        grad = next(remaining, None) if stand_in.example.requires_grad else None
+        recipes.append(None if grad is None else recipe_of(grad))
+    return recipes
+
+
+def _grad_results(
+    recorder: Recorder, row: Row[PrimalIdx, StandIn], grads: Sequence[torch.Tensor | None]
+) -> list[Result]:
+    results: list[Result] = []
+    if not grads:
+        return results
+    wanted = [stand_in for stand_in in row if stand_in.example.requires_grad]
+    for stand_in, grad in zip(wanted, grads, strict=False):
+        if grad is None:
+            continue
+        for (inner, _), plain in zip(leaves(recipe_of(grad)), plain_tensors(grad), strict=True):
+            results.append((Slot("grad", stand_in.slot.path, inner), recorder.value(plain)))
+    return results
+
+
+def _backward_writes(
+    recorder: Recorder, row: Row[PrimalIdx, StandIn], before: Sequence[tuple[int, ...]]
+) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
+    """Inputs that the backward wrote, and their new values."""
+    writes: list[BackwardWrite] = []
+    results: list[Result] = []
+    # An input that the backward was the first to touch has no count from before: nothing was written then.
+    padded = [*before, *[()] * (len(row) - len(before))]
+    for idx, stand_in in row.enumerate():
+        counts = _write_counts(stand_in)
+        if counts == (padded[idx] or (0,) * len(counts)):
+            continue
+        writes.append(BackwardWrite(idx))
+        for (inner, _), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
+            results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
+    return tuple(writes), results

@@ -1,0 +1,3 @@
+"""Cuts a joint graph into a forward and a backward graph: `partition`."""
+
+from aotdist.partition.policy import partition as partition

@@ -1,0 +1,89 @@
+"""Rebuilding graphs: copy nodes one by one into a new graph, keeping names and metadata.
+
+Splitting and every graph pass are written as a rebuild, so none can touch its caller's graph.
+Copying costs 12-20 us a node (40,000 nodes: 0.6 s), printing the module's code another 35 us,
+which is put off until someone calls it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam import graph_module
+
+
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """No garbage collection inside: a graph is all cycles and none of it is garbage.
+
+    Splitting 40,000 nodes takes 0.6 s with it paused, 1.25 s without.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class GraphBuilder:
+    """Grows a new graph out of nodes of another.
+
+    `env` says which new node stands for an old one; assign to it to substitute.
+
+    Args:
+        source: the module that holds the old graph's constants (`get_attr` targets).
+    """
+
+    def __init__(self, source: GraphModule) -> None:
+        self.source = source
+        self.graph = FxGraph()
+        self.env: dict[Node, Node] = {}
+
+    def placeholder(self, node: Node) -> Node:
+        """A new argument that stands for `node`."""
+        new = self.graph.create_node("placeholder", node.name, name=node.name)
+        return self._adopt(node, new)
+
+    def copy(self, node: Node) -> Node:
+        """The same operation on the new graph's values."""
+        look_up = self.env.__getitem__
+        new = self.graph.create_node(
+            node.op,
+            node.target,
+            map_arg(node.args, look_up),
+            map_arg(node.kwargs, look_up),
+            node.name,
+            node.type,
+        )
+        return self._adopt(node, new)
+
+    def copy_all(self, nodes: Iterable[Node]) -> None:
+        """`copy` each, in order."""
+        for node in nodes:
+            self.copy(node)
+
+    def call(self, target: Any, args: tuple[Any, ...], like: Node, name: str, **meta: Any) -> Node:
+        """A new operation on *new* nodes, with `like`'s metadata overridden by `meta`."""
+        new = self.graph.create_node("call_function", target, args, name=name)
+        new.meta = {**like.meta, **meta}
+        return new
+
+    def finish(self, results: Sequence[Node | None], ins: Sequence[Slot], outs: Sequence[Slot]) -> Graph:
+        """Closes the graph; `results` are nodes of the new graph."""
+        self.graph.output(tuple(results))
+        return Graph(graph_module(self.source, self.graph), tuple(ins), tuple(outs))
+
+    def _adopt(self, old: Node, new: Node) -> Node:
+        new.meta = dict(old.meta)
+        self.env[old] = new
+        return new

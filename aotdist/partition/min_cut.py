@@ -1,0 +1,191 @@
+"""The min-cut policy: save the fewest bytes, and make the rest again from them.
+
+The idea of trading recomputation for memory is Chen et al., "Training Deep Nets with Sublinear
+Memory Cost" (2016); that one minimum cut decides it for a whole graph is known from PyTorch's own
+partitioner. The formulation is ours.
+
+The problem. The backward reads some forward values (the boundary). Each must be saved or made
+again, which needs its inputs, each saved or made again in turn. Choose what is saved so that
+
+    bytes of saved storage  +  a tie's weight x number of operators that run twice
+
+is least. A tie weighs so little that a byte always counts for more.
+
+The network. Every forward value that the boundary can be made from is an item of `flow.Network`:
+
+- cutting an item = saving it. It costs the bytes of its storage. Nothing for an unwritten primal,
+  which is alive anyway; nothing for what an output returns anyway, if eager saves it too.
+- an item on the sink's side, not cut = made again. That costs a tie; infinitely much if it may not
+  be made again, so that such an item is saved or not needed.
+- an item feeds its users by edges that cannot be cut, and the boundary feeds the sink.
+
+Why it is right. Let an item on the sink's side be uncut. Each of its inputs feeds it by an uncuttable
+edge, so the input's `out` is on the sink's side too: the input is cut (saved) or itself uncut on the
+sink's side (made again). By induction everything that is needed is available, and the cut's cost is
+the sum above. Conversely every admissible choice is a cut of that cost. So a minimum cut is a best
+choice. The default policy's choice is one of them and costs its bytes alone, hence
+`min_cut saves no more than default`; capacities above that cost are as good as infinite.
+
+Views are never saved: they keep their base's storage alive, so saving the base instead costs the
+same and serves every other view. A collective is saved through its wait. Of several results of one
+operator, each is saved by itself.
+
+What may be made again (`recomputable.py` has the tables): cheap operators that a compiler fuses away,
+views, and whatever is tagged `must_recompute`. Never: random draws and other effects, values tagged
+`must_save`, the source of a forward write, a copy of an argument (the caller may write the argument
+before the backward). And for speed rather than bytes:
+
+- not a value that is read again beyond a library call that itself depends on it, such as a residual
+  stream: chains of them would reach through all layers, and each link would be held until its own
+  layer's backward, so that peak memory gained nothing;
+- not more than `LONGEST_CHAIN` operators in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from aotdist.partition.default import default_saved
+from aotdist.partition.flow import Network, Scale
+from aotdist.partition.halves import Halves, results_of
+from aotdist.partition.recomputable import chain_breaks, is_border, is_cheap
+from aotdist.partition.split import saved_bytes
+from aotdist.partition.storage import storage_root, value_bytes
+from aotdist.partition.traits import is_collective, is_view
+
+
+def min_cut_saved(halves: Halves) -> set[Node]:
+    """The forward values and primals of fewest bytes from which the backward can start.
+
+    Never more bytes than `default_saved`, whose choice is returned where the cut is no better.
+    """
+    default = default_saved(halves)
+    default_bytes = saved_bytes(halves, default)
+    problem = Problem.of(halves, default)
+    saved = problem.solve(default_bytes)
+    return saved if saved_bytes(halves, saved) < default_bytes else default
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a cut is looked for in.
+
+    Args:
+        items: forward values that the boundary can be made from, primals and constants included.
+        fixed: items that may not be made again.
+        free: storage that costs nothing to keep.
+        unsaveable_outputs: storage of outputs that eager does not save; saving it would turn the
+            caller's in-place write to the output into an error.
+    """
+
+    halves: Halves
+    items: tuple[Node, ...]
+    fixed: frozenset[Node]
+    free: frozenset[Node]
+    unsaveable_outputs: frozenset[Node]
+
+    @classmethod
+    def of(cls, halves: Halves, default: set[Node]) -> Problem:
+        """The problem that `halves` pose, when eager would save `default`."""
+        fixed = _fixed(halves)
+        order = halves.order
+        outputs = {storage_root(n) for n in results_of(halves.joint, {"output"})}
+        kept_by_eager = {storage_root(n) for n in default}
+        primals = {n for n in order if n.op == "placeholder" and n not in halves.written}
+        return cls(
+            halves=halves,
+            items=_reachable(halves, fixed),
+            fixed=frozenset(fixed),
+            free=frozenset(primals | (outputs & kept_by_eager)),
+            unsaveable_outputs=frozenset(outputs - kept_by_eager - primals),
+        )
+
+    def may_be_saved(self, node: Node) -> bool:
+        """Whether a value can be handed over itself, rather than another from which it follows."""
+        if node.op == "get_attr" or node in self.halves.must_recompute or not _is_tensor(node):
+            return False
+        return not (is_view(node) or is_collective(node) or storage_root(node) in self.unsaveable_outputs)
+
+    def solve(self, upper_bound: int) -> set[Node]:
+        """The best choice, of which it is known that it costs at most `upper_bound` bytes."""
+        index = {node: i for i, node in enumerate(self.items)}
+        scale = Scale.fitting(upper_bound, num_ties=len(self.items))
+        network = Network(
+            save_cost=[self._save_cost(node, scale) for node in self.items],
+            source_cost=[self._again_cost(node, scale) for node in self.items],
+            edges=[(index[i], index[n]) for n in self._remade() for i in n.all_input_nodes],
+            needed=[index[n] for n in self.halves.boundary() if n.op != "get_attr"],
+            infinite=scale.infinite,
+        )
+        return {self.items[i] for i in network.cut()}
+
+    def _remade(self) -> list[Node]:
+        return [n for n in self.items if n not in self.fixed]
+
+    def _save_cost(self, node: Node, scale: Scale) -> int:
+        root = storage_root(node)
+        if not self.may_be_saved(node):
+            return scale.infinite
+        return 0 if root in self.free else scale.units(value_bytes(root))
+
+    def _again_cost(self, node: Node, scale: Scale) -> int:
+        if node in self.fixed:
+            return scale.infinite
+        replayed = is_view(node) or node.op == "get_attr" or node in self.halves.must_recompute
+        return 0 if replayed else 1
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _fixed(halves: Halves) -> set[Node]:
+    """Early nodes that may not be made again."""
+    early = halves.early()
+    once = halves.must_save | set(results_of(halves.joint, {"write"})) | _carried_over_borders(early)
+    fixed = {n for n in early if _is_fixed(n, halves.must_recompute, once)}
+    return fixed | chain_breaks(early, fixed)
+
+
+def _is_fixed(node: Node, again: Container[Node], once: Container[Node]) -> bool:
+    """Whether only the forward may run `node`; `again` and `once` say what else decides it."""
+    if node.op == "get_attr" or node in again:
+        return False
+    if node.op == "placeholder" or not is_cheap(node):
+        return True
+    return not is_view(node) and (node in once or _copies_argument(node))
+
+
+def _copies_argument(node: Node) -> bool:
+    if node.target is not torch.ops.aten.clone.default:
+        return False
+    return storage_root(node.all_input_nodes[0]).op == "placeholder"
+
+
+def _carried_over_borders(order: tuple[Node, ...]) -> set[Node]:
+    """Values that a cheap operator reads beyond a library call.
+
+    A node's level counts the library calls on the longest path to it; such a reader's is higher. What
+    is made from nothing is not carried: it can be made anywhere.
+    """
+    levels: dict[Node, int] = {}
+    carried: set[Node] = set()
+    for node in order:
+        below = max((levels[i] for i in node.all_input_nodes), default=0)
+        levels[node] = below + is_border(node)
+        if is_cheap(node) and not is_view(node):
+            carried.update(storage_root(i) for i in node.all_input_nodes if levels[i] < levels[node])
+    return {node for node in carried if node.all_input_nodes}
+
+
+def _reachable(halves: Halves, fixed: set[Node]) -> tuple[Node, ...]:
+    """Items from which the boundary can be made, in order: behind a fixed one nothing is looked for."""
+    needed = set(halves.boundary())
+    for node in reversed(halves.order):
+        if node in needed and node not in fixed:
+            needed.update(node.all_input_nodes)
+    return tuple(n for n in halves.order if n in needed)

@@ -1,0 +1,107 @@
+"""Which operators may run a second time in the backward: tables of names, and the limits around them.
+
+Names are `namespace::operator`, overloads left out. The tables hold operators before and after
+decomposition. What is in none of them is taken for a library call: never run twice, and a border
+that no compiler fuses across.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable
+
+from torch.fx import Node
+
+from aotdist.partition.traits import is_effectful, is_getitem, is_view, is_wait
+from aotdist.torch_seam import OpOverload
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+POINTWISE = _aten(
+    "abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or"
+    " bitwise_xor bitwise_left_shift bitwise_right_shift ceil celu clamp clamp_max clamp_min copysign cos"
+    " cosh div elu eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmod frac ge gelu glu gt"
+    " hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan isneginf isposinf le leaky_relu"
+    " lerp lgamma log log10 log1p log2 log_sigmoid_forward logical_and logical_not logical_or logical_xor"
+    " logit lt masked_fill maximum minimum mish mul ne neg nan_to_num pow reciprocal relu relu6 remainder"
+    " round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square sub"
+    " tan tanh threshold true_divide trunc where xlogy"
+    " gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward"
+    " silu_backward sigmoid_backward softplus_backward tanh_backward threshold_backward"
+) | frozenset({"prims::convert_element_type", "prims::device_put"})
+"""One result element from one element of each argument."""
+
+MOVES = _aten("clone _to_copy cat stack constant_pad_nd flip roll repeat tril triu copy") | _aten(
+    "view_copy expand_copy permute_copy slice_copy unsqueeze_copy squeeze_copy transpose_copy t_copy"
+)
+"""Copies that change type or place, never a value."""
+
+CREATIONS = (
+    _aten("full full_like zeros zeros_like ones ones_like arange scalar_tensor eye linspace")
+    | _aten("new_full new_zeros new_ones lift_fresh_copy")
+    | frozenset({"prims::iota"})
+)
+"""Tensors made from nothing."""
+
+REDUCTIONS = _aten(
+    "sum mean var var_mean std std_mean amax amin max min prod any all argmax argmin norm linalg_vector_norm"
+    " logsumexp cumsum cumprod _softmax _log_softmax native_layer_norm _fused_rms_norm native_group_norm"
+    " native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional"
+)
+"""Not run twice, but fused with their neighbours: no border."""
+
+RANDOM = _aten("bernoulli native_dropout rand rand_like randn randn_like uniform normal")
+"""Drawn once, and fused with their neighbours: no border either."""
+
+LONGEST_CHAIN = 50
+"""Most operators in a row that may run again: a fused kernel of more spills registers."""
+
+
+@functools.cache
+def _base_name(op: OpOverload) -> str:
+    return op.name().partition(".")[0]
+
+
+def _is_one_of(node: Node, names: frozenset[str]) -> bool:
+    return isinstance(node.target, OpOverload) and _base_name(node.target) in names
+
+
+_CHEAP = POINTWISE | MOVES | CREATIONS
+_FUSED_ONCE = REDUCTIONS | RANDOM
+
+
+def is_cheap(node: Node) -> bool:
+    """Whether a compiler would fuse the node away: running it again costs next to nothing."""
+    if node.op != "call_function" or is_effectful(node):
+        return False
+    return _is_one_of(node, _CHEAP) or is_view(node)
+
+
+def is_border(node: Node) -> bool:
+    """Whether fusion ends here: a library call, a collective, an operator that we don't know."""
+    if node.op != "call_function" or is_getitem(node) or is_wait(node):
+        return False
+    return not is_cheap(node) and not _is_one_of(node, _FUSED_ONCE)
+
+
+def chain_breaks(order: Iterable[Node], fixed: Container[Node]) -> set[Node]:
+    """Where chains of operators that may run again get longer than `LONGEST_CHAIN`: fix these too.
+
+    Args:
+        order: nodes in order, with all that they are computed from.
+        fixed: nodes that may not run again, where chains begin.
+    """
+    lengths: dict[Node, int] = {}
+    breaks: set[Node] = set()
+    for node in order:
+        if node in fixed or not node.all_input_nodes:
+            lengths[node] = 0
+            continue
+        lengths[node] = max(lengths[i] for i in node.all_input_nodes) + (not is_view(node))
+        if lengths[node] > LONGEST_CHAIN:
+            breaks.add(node)
+            lengths[node] = 0
+    return breaks

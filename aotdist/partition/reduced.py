@@ -1,0 +1,102 @@
+"""The backward for when only some outputs are differentiated.
+
+A backward is linear in its tangents. So with some tangents absent, a value that depends on no other ones
+is zero, whatever it is computed by: it is not computed, a sum with it is the other summand, and a
+gradient that is zero is absent, as it is in eager. Zeros are made only where an operation mixes them
+with what is there. (Filling in zeros for absent tangents instead would turn a -0.0 into 0.0, make numbers
+of no number where the derivative is infinite, and cost as much as if all were there.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.fx import Node
+
+from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.traits import is_effectful
+from aotdist.program import Graph, Slot
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+def without_tangents(backward: Graph, missing: Collection[Slot]) -> Graph:
+    """The backward that takes all but the `missing` tangents; what is zero then is None among its results."""
+    zero = _zeros(backward, missing)
+    results = [None if node in zero else node for node in backward.results()]
+    order = [node for node in backward.gm.graph.nodes if node.op != "output"]
+    stands_for = _summands(order, zero)
+    needed = _needed(order, results, zero, stands_for)
+    builder = GraphBuilder(backward.gm)
+    for node in order:
+        if node.op == "placeholder":
+            if node not in zero:
+                builder.placeholder(node)
+        elif node in stands_for:
+            if stands_for[node] in builder.env:
+                builder.env[node] = builder.env[stands_for[node]]
+        elif node in needed:
+            _make_zeros(builder, node, zero)
+            builder.copy(node)
+    ins = [slot for slot in backward.ins if slot not in missing]
+    return builder.finish([None if n is None else builder.env[n] for n in results], ins, backward.outs)
+
+
+def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
+    """Nodes that depend on missing tangents and on no other."""
+    tangents = {node: slot for slot, node in backward.named_placeholders().items() if slot.role == "tangent"}
+    depends: dict[Node, bool] = {}
+    """Whether a node that depends on tangents depends on one that is there."""
+    for node in backward.gm.graph.nodes:
+        if node in tangents:
+            depends[node] = tangents[node] not in missing
+        elif node.op != "output" and any(i in depends for i in node.all_input_nodes):
+            depends[node] = any(depends.get(i, False) for i in node.all_input_nodes)
+    return {node for node, alive in depends.items() if not alive}
+
+
+def _summands(order: list[Node], zero: set[Node]) -> Mapping[Node, Node]:
+    """Sums of which one summand is zero, with the other; never chained."""
+    found: dict[Node, Node] = {}
+    for node in order:
+        if node.target is _ADD and node not in zero and not node.kwargs:
+            for summand, other in (node.args, reversed(node.args)):
+                if summand in zero and isinstance(other, Node) and _same_layout(node, other):
+                    found[node] = found.get(other, other)
+    return found
+
+
+def _same_layout(a: Node, b: Node) -> bool:
+    first, second = a.meta["val"], b.meta["val"]
+    return (first.dtype, first.size(), first.stride()) == (second.dtype, second.size(), second.stride())
+
+
+def _needed(
+    order: list[Node], results: list[Node | None], zero: set[Node], stands_for: Mapping[Node, Node]
+) -> set[Node]:
+    """Nodes that are left to compute."""
+    roots = [node for node in results if node is not None]
+    roots += [node for node in order if is_effectful(node) and node not in zero]
+    wanted = {stands_for.get(node, node) for node in roots}
+    for node in reversed(order):
+        if node in wanted and node not in zero:
+            wanted.update(stands_for.get(i, i) for i in node.all_input_nodes if i not in zero)
+    return wanted
+
+
+def _make_zeros(builder: GraphBuilder, node: Node, zero: set[Node]) -> None:
+    """Zeros for the inputs of `node` that are zero, each made once."""
+    for source in node.all_input_nodes:
+        if source in zero and source not in builder.env:
+            value: torch.Tensor = source.meta["val"]
+            val = value.new_empty(value.size())
+            made = builder.call(
+                torch.ops.aten.full.default,
+                (list(value.size()), 0),
+                like=source,
+                name=f"{source.name}_zero",
+                val=val,
+            )
+            made.kwargs = {"dtype": value.dtype, "device": value.device}
+            builder.env[source] = made

@@ -1,0 +1,167 @@
+"""Builds the forward and the backward graph once it is decided which values are saved.
+
+The backward starts from the saved values and the tangents. Forward nodes that it still needs are
+made again, each right before its first use, so that what it holds at a time stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from aotdist.errors import InternalError
+from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.halves import FORWARD_ROLES, Halves, ancestors, results_of
+from aotdist.partition.storage import storage_bytes
+from aotdist.partition.traits import is_effectful
+from aotdist.program import Graph, Slot, Split
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The values handed over, in the order of the backward's arguments.
+
+    Args:
+        primals: arguments that the backward takes as they are.
+        copied: arguments that are overwritten after the forward, so a copy is taken before.
+        computed: values that the forward computes.
+    """
+
+    primals: tuple[Node, ...]
+    copied: tuple[Node, ...]
+    computed: tuple[Node, ...]
+
+    def in_order(self) -> tuple[Node, ...]:
+        return self.primals + self.copied + self.computed
+
+
+def split(halves: Halves, saved: Collection[Node]) -> Split:
+    """The joint graph cut at `saved`; forward nodes behind it that the backward needs run twice.
+
+    Args:
+        saved: forward nodes and primals that the backward starts from.
+
+    Raises:
+        InternalError: the backward would need a primal that is not saved, or make a random value again.
+    """
+    chosen = set(saved)
+    needed = ancestors(halves.order, [*halves.backward, *halves.backward_roots], stop=chosen)
+    kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in chosen])
+    again = _recomputed(halves, needed, kept)
+    slots = _saved_slots(halves, kept)
+    return Split(
+        forward=_build_forward(halves, kept, slots),
+        backward=_build_backward(halves, kept, again, slots),
+        saved=slots,
+        saved_primals=dict(zip(slots, _primal_slots(halves, kept.primals), strict=False)),
+        saved_bytes=saved_bytes(halves, kept.in_order()),
+    )
+
+
+def saved_bytes(halves: Halves, saved: Collection[Node]) -> int:
+    """What saving `saved` keeps alive: memory of unwritten primals and of outputs is alive anyway."""
+    primals = [n for n in halves.order if n.op == "placeholder" and n not in halves.written]
+    return storage_bytes(saved, free=[*results_of(halves.joint, {"output"}), *primals])
+
+
+def _sort_saved(halves: Halves, saved: Sequence[Node]) -> _Saved:
+    arguments = [n for n in saved if n.op == "placeholder"]
+    return _Saved(
+        primals=tuple(n for n in arguments if n not in halves.written),
+        copied=tuple(n for n in arguments if n in halves.written),
+        computed=tuple(n for n in saved if n.op != "placeholder"),
+    )
+
+
+def _recomputed(halves: Halves, needed: set[Node], kept: _Saved) -> set[Node]:
+    """Forward nodes that the backward runs a second time."""
+    again = needed - halves.late - set(kept.in_order())
+    for node in again:
+        if node.op == "placeholder":
+            raise _split_error(node, "is needed by the backward but not saved")
+        if is_effectful(node):
+            raise _split_error(node, "has an effect and would run in the forward and in the backward")
+    return again
+
+
+def _split_error(node: Node, fault: str) -> InternalError:
+    return InternalError(f"`{node.name}` {fault}", where=node.meta.get("source"), stage="partition")
+
+
+def _saved_slots(halves: Halves, kept: _Saved) -> tuple[Slot, ...]:
+    primals = [Slot("saved", s.path, s.inner) for s in _primal_slots(halves, kept.primals)]
+    # `%` begins no path of the user's, so a computed value is never taken for a primal.
+    computed = [Slot("saved", f"%{node.name}") for node in (*kept.copied, *kept.computed)]
+    return (*primals, *computed)
+
+
+def _primal_slots(halves: Halves, nodes: Sequence[Node]) -> list[Slot]:
+    by_node = dict(zip(halves.joint.placeholders(), halves.joint.ins, strict=True))
+    return [by_node[node] for node in nodes]
+
+
+def _build_forward(halves: Halves, kept: _Saved, slots: Sequence[Slot]) -> Graph:
+    joint = halves.joint
+    builder = GraphBuilder(joint.gm)
+    arguments = {s: n for s, n in joint.named_placeholders().items() if s.role == "primal"}
+    for node in arguments.values():
+        builder.placeholder(node)
+    copies = [_copy_before_write(builder, node) for node in kept.copied]
+    run = ancestors(halves.order, [*halves.forward_roots, *kept.computed])
+    builder.copy_all(n for n in halves.order if n in run and n.op != "placeholder")
+    outs, results = _results(halves, builder, forward=True)
+    saved = [*copies, *(builder.env[n] for n in kept.computed)]
+    return builder.finish([*results, *saved], tuple(arguments), (*outs, *slots[len(kept.primals) :]))
+
+
+def _results(halves: Halves, builder: GraphBuilder, forward: bool) -> tuple[list[Slot], list[Node | None]]:
+    """The joint graph's result slots of one half, and the new nodes that stand for them."""
+    joint = halves.joint
+    named = [
+        (slot, node)
+        for slot, node in zip(joint.outs, joint.results(), strict=True)
+        if (slot.role in FORWARD_ROLES) == forward
+    ]
+    return [slot for slot, _ in named], [None if n is None else builder.env[n] for _, n in named]
+
+
+def _copy_before_write(builder: GraphBuilder, primal: Node) -> Node:
+    """The primal as the forward saw it: the caller replaces its data before the backward runs."""
+    name = f"{primal.name}_before_the_write"
+    clone = torch.ops.aten.clone.default
+    return builder.call(clone, (builder.env[primal],), like=primal, name=name, phase="forward")
+
+
+def _build_backward(halves: Halves, kept: _Saved, again: set[Node], slots: Sequence[Slot]) -> Graph:
+    joint = halves.joint
+    builder = GraphBuilder(joint.gm)
+    for node in kept.in_order():
+        builder.placeholder(node)
+    tangents = {s: n for s, n in joint.named_placeholders().items() if s.role == "tangent"}
+    for node in tangents.values():
+        builder.placeholder(node)
+    for node in _on_demand(halves, again):
+        builder.copy(node).meta["phase"] = "backward"
+    outs, results = _results(halves, builder, forward=False)
+    return builder.finish(results, (*slots, *tangents), outs)
+
+
+def _on_demand(halves: Halves, again: set[Node]) -> Iterator[Node]:
+    """The backward's nodes in order, each recomputed one right before the first that reads it."""
+    done: set[Node] = set()
+    extra_roots = [n for n in halves.backward_roots if n in again]
+    for node in (*halves.backward, *extra_roots):
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            pending = [i for i in top.all_input_nodes if i in again and i not in done]
+            if pending:
+                stack.extend(reversed(pending))
+                continue
+            stack.pop()
+            if top not in done:
+                done.add(top)
+                yield top

@@ -1,0 +1,96 @@
+"""What an operator is, read off its schema and tags: view, random, collective, effect."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from aotdist.torch_seam import OpOverload
+
+_COLLECTIVES = "_c10d_functional"
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+_VIEWS_IN_FACT = frozenset({"aten::_unsafe_view"})
+"""Operators whose result shares its argument's storage although their schema does not say so."""
+
+_SOMETIMES_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::flatten"})
+"""Operators whose schema promises a view but which copy when the layout asks for it."""
+
+
+@functools.cache
+def _op_is_view(op: OpOverload) -> bool:
+    name = op.name().partition(".")[0]
+    if name in _SOMETIMES_VIEWS:
+        return False
+    return name in _VIEWS_IN_FACT or op.is_view
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result shares storage with `node.args[0]` and costs nothing to make again."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and is_view(source)
+    return isinstance(node.target, OpOverload) and _op_is_view(node.target)
+
+
+def is_getitem(node: Node) -> bool:
+    """Whether the node picks one result of an operator that has several."""
+    return node.target is operator.getitem
+
+
+def is_wait(node: Node) -> bool:
+    """Whether the node waits for a collective."""
+    return node.target is _WAIT
+
+
+@functools.cache
+def _op_is_collective(op: OpOverload) -> bool:
+    return op.namespace == _COLLECTIVES and op is not _WAIT
+
+
+def is_collective(node: Node) -> bool:
+    """Whether the node starts a collective."""
+    return isinstance(node.target, OpOverload) and _op_is_collective(node.target)
+
+
+@functools.cache
+def _op_is_random(op: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws from a random generator."""
+    return isinstance(node.target, OpOverload) and _op_is_random(node.target)
+
+
+@functools.cache
+def _op_is_pure(op: OpOverload) -> bool:
+    probe = torch.fx.Graph().create_node("call_function", op)
+    return not probe.is_impure()
+
+
+def is_effectful(node: Node) -> bool:
+    """Whether the node must run even when nothing uses its result.
+
+    Random operators do: eager advances the generator. Waits do not: a collective that nobody
+    reads is dropped together with its wait.
+    """
+    if node.op != "call_function" or is_wait(node):
+        return False
+    if isinstance(node.target, OpOverload):
+        return not _op_is_pure(node.target)
+    return node.is_impure()
+
+
+def is_copy_back(node: Node) -> bool:
+    """Whether the node is `copy_` into a graph argument, the one mutation that graphs may hold."""
+    if node.target is not torch.ops.aten.copy_.default:
+        return False
+    target: Any = node.args[0]
+    return isinstance(target, Node) and target.op == "placeholder"

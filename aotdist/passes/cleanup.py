@@ -1,0 +1,162 @@
+"""Drops what a functional graph does not need: dead nodes, no-op copies, repeated views.
+
+Nothing here changes a bit of any result. A copy is dropped only when nobody can tell: not when it
+gives the caller memory of its own (it is what a result lives in), nor when it protects from the
+caller (its source lives in an argument or in a result, which the caller may write before backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.storage import storage_root
+from aotdist.partition.traits import is_effectful, is_view
+from aotdist.passes.context import PassContext
+from aotdist.program import Graph
+
+_ATEN = torch.ops.aten
+
+_RENAMES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default})
+"""Views that show their argument unchanged."""
+
+_COPIES = frozenset({_ATEN.clone.default, _ATEN._to_copy.default, _ATEN.lift_fresh_copy.default})
+"""Copies, which are no-ops when layout, dtype and device stay."""
+
+_CREATIONS = frozenset(
+    {
+        _ATEN.full.default,
+        _ATEN.zeros.default,
+        _ATEN.ones.default,
+        _ATEN.scalar_tensor.default,
+        _ATEN.arange.default,
+        _ATEN.arange.start,
+        _ATEN.arange.start_step,
+    }
+)
+"""Constants that the graph makes itself: equal calls give equal tensors."""
+
+
+def cleanup(graph: Graph, context: PassContext) -> Graph:
+    """The same results from fewer nodes."""
+    order = [n for n in graph.gm.graph.nodes if n.op != "output"]
+    stands_for = _Simplifier.of(graph).simplify(order)
+    kept = _needed(graph, order, stands_for)
+    if len(kept) == len(order):
+        return graph
+    builder = GraphBuilder(graph.gm)
+    for node in order:
+        if node.op == "placeholder":
+            builder.placeholder(node)
+        elif node in stands_for:
+            if stands_for[node] in kept:
+                builder.env[node] = builder.env[stands_for[node]]
+        elif node in kept:
+            builder.copy(node)
+    results = [None if n is None else builder.env[n] for n in graph.results()]
+    return builder.finish(results, graph.ins, graph.outs)
+
+
+def _needed(graph: Graph, order: list[Node], stands_for: Mapping[Node, Node]) -> set[Node]:
+    """Nodes that stay: arguments, effects, and what results are computed from."""
+    roots = [n for n in graph.results() if n is not None]
+    roots += [n for n in order if n.op == "placeholder" or is_effectful(n)]
+    needed = {stands_for.get(n, n) for n in roots}
+    for node in reversed(order):
+        if node in needed:
+            needed.update(stands_for.get(i, i) for i in node.all_input_nodes)
+    return needed
+
+
+@dataclass(frozen=True, slots=True)
+class _Simplifier:
+    """Finds nodes for which an earlier node can stand.
+
+    Args:
+        results: the graph's result nodes.
+        result_memory: nodes that own the memory in which results live.
+        returned: what is returned once everything is replaced: no node may be returned twice.
+        stands_for: what was found so far; never chained.
+        first_of: the first node seen of each kind of view or constant.
+    """
+
+    results: frozenset[Node]
+    result_memory: frozenset[Node]
+    returned: set[Node]
+    stands_for: dict[Node, Node] = field(default_factory=dict)
+    first_of: dict[Hashable, Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Simplifier:
+        results = frozenset(n for n in graph.results() if n is not None)
+        return cls(results, frozenset(storage_root(n) for n in results), set(results))
+
+    def simplify(self, order: list[Node]) -> Mapping[Node, Node]:
+        for node in order:
+            earlier = self._earlier(node)
+            if earlier is not None:
+                self.stands_for[node] = self.stands_for.get(earlier, earlier)
+        return self.stands_for
+
+    def _earlier(self, node: Node) -> Node | None:
+        if node.target in _RENAMES:
+            return self._renamed(node)
+        if node.target in _COPIES:
+            return self._copied(node)
+        if node.target in _CREATIONS or is_view(node):
+            return self._repeated(node)
+        return None
+
+    def _renamed(self, node: Node) -> Node | None:
+        source = self._source(node)
+        if node not in self.results:
+            return source
+        if source.op in ("placeholder", "get_attr") or source in self.returned:
+            return None
+        self.returned.add(source)
+        return source
+
+    def _copied(self, node: Node) -> Node | None:
+        source = self._source(node)
+        memory = storage_root(source)
+        distinct = node in self.result_memory or memory in self.result_memory or memory.op == "placeholder"
+        return source if not distinct and _same_layout(node, source) else None
+
+    def _repeated(self, node: Node) -> Node | None:
+        if node in self.results or node in self.result_memory:
+            return None
+        return _other(self.first_of.setdefault(self._key(node), node), node)
+
+    def _source(self, node: Node) -> Node:
+        (source,) = node.all_input_nodes
+        return self.stands_for.get(source, source)
+
+    def _key(self, node: Node) -> Hashable:
+        # Phase and policy stay apart: a constant of the forward would be saved for the backward's sake.
+        kwargs = tuple((name, self._freeze(value)) for name, value in node.kwargs.items())
+        labels = (node.meta.get("phase"), node.meta.get("policy"))
+        return (node.target, self._freeze(node.args), kwargs, labels)
+
+    def _freeze(self, argument: Any) -> Hashable:
+        if isinstance(argument, Node):
+            return self.stands_for.get(argument, argument)
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._freeze(item) for item in argument)
+        return (type(argument), argument)
+
+
+def _other(first: Node, node: Node) -> Node | None:
+    return None if first is node else first
+
+
+def _same_layout(node: Node, source: Node) -> bool:
+    a, b = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    same = (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
+    return same and not node.kwargs.get("pin_memory")

@@ -1,0 +1,178 @@
+"""The stages, in order: `_compile` reads from top to bottom."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aotdist.capture.capture import Returned, capture
+from aotdist.codegen.contract import Backend, BoxedCall
+from aotdist.codegen.emit import Emitter
+from aotdist.convention import dedupe
+from aotdist.convention.stack import Plans, lower_all
+from aotdist.errors import InternalError
+from aotdist.facts import NotATensor
+from aotdist.joint.proxies import Recorder
+from aotdist.joint.trace import Traced, trace
+from aotdist.partition.builder import collector_paused
+from aotdist.partition.policy import partition
+from aotdist.partition.reduced import without_tangents
+from aotdist.passes.collectives import collectives
+from aotdist.passes.run import PassRecord, run_passes
+from aotdist.program import Graph, Slot
+from aotdist.runtime.artifact import Artifact, load, refuse_overlap
+from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.node import node_plan
+from aotdist.runtime.ranks import agree, failing_together
+from aotdist.settings import Settings
+from aotdist.subclasses.protocol import process_groups
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """Seconds of each stage, in the order in which they ran."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Add the time spent inside to stage `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def compile_call(
+    target: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    backend: Backend,
+    settings: Settings,
+) -> Artifact:
+    """Compile one call of the user's function.
+
+    Args:
+        target: the module or callable, to look for state in.
+        run: what to call for it.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        backend: turns graphs into callables.
+        settings: how to compile.
+
+    Raises:
+        UnsupportedProgram: the program cannot be compiled ahead of time.
+        BadSettings: the backend lacks something, or a setting names nothing.
+        RankDivergence: the ranks compiled different sequences of collectives.
+        RankLost: another rank failed to compile, or did not come to compare.
+    """
+    label = getattr(target, "__name__", type(target).__name__)
+    # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
+    with failing_together(label), collector_paused():
+        compilation = _compile(target, run, args, kwargs, backend, settings)
+        refuse_overlap(compilation)
+    agree(
+        compilation.collectives(),
+        label=label,
+        settings=settings,
+        groups=process_groups(compilation.traced.facts.recipes),
+    )
+    return load(compilation)
+
+
+def _compile(
+    target: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    backend: Backend,
+    settings: Settings,
+) -> Compilation:
+    times = StageTimes()
+    backend.check()
+    with ExitStack() as scope:
+        with times.stage("capture"):
+            captured = capture(target, run, args, kwargs, settings, scope)
+            program, deduped = dedupe.lower(captured.program)
+        with times.stage("trace"):
+            recorder = Recorder(backend.decompositions())
+            recorder.draws.allow(captured.environment.reached.generators)
+            traced = trace(
+                program,
+                recorder,
+                training=not captured.ambient.inference,
+                name_closed_over=captured.name_closed_over,
+            )
+    with times.stage("convention"):
+        _, plans = lower_all(traced.program, traced.facts)
+    emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
+    with times.stage("passes"):
+        joint, records = run_passes(backend.prepare_joint(traced.graph), "joint", settings)
+    if traced.has_backward():
+        region, more = _compile_training(joint, traced, plans, emitter, times)
+    else:
+        region, more = _compile_inference(joint, emitter, times)
+    return Compilation(
+        captured=captured,
+        deduped=deduped,
+        traced=traced,
+        plans=plans,
+        returned=_returned(traced),
+        region=region,
+        backend=backend.name,
+        settings=settings,
+        records=(*records, *more),
+        seconds=times.seconds,
+    )
+
+
+def _compile_training(
+    joint: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
+) -> tuple[Training, tuple[PassRecord, ...]]:
+    settings = emitter.settings
+    with times.stage("partition"):
+        policy = emitter.backend.partition if settings.partition == "auto" else settings.partition
+        split = partition(joint, policy)
+    whole = split.backward
+    with times.stage("passes"):
+        forward, records = run_passes(split.forward, "forward", settings)
+        backward, more = run_passes(split.backward, "backward", settings)
+        split = replace(split, forward=forward, backward=backward)
+    with times.stage("codegen"):
+        halves = emitter.halves(split)
+
+    recipes = traced.facts.recipes
+
+    @functools.cache
+    def reduced(missing: frozenset[Slot]) -> BoxedCall:
+        graph, _ = run_passes(without_tangents(whole, missing), "backward", settings)
+        call = emitter.another_backward(split, halves, graph).call
+        groups = process_groups(recipes)
+        agree(collectives(graph), label=f"{emitter.name} backward", settings=settings, groups=groups)
+        return call
+
+    node = node_plan(traced, plans, split, halves.tangent_strides)
+    return Training(joint, split, halves, node, reduced), (*records, *more)
+
+
+def _compile_inference(
+    joint: Graph, emitter: Emitter, times: StageTimes
+) -> tuple[Inference, tuple[PassRecord, ...]]:
+    with times.stage("passes"):
+        graph, records = run_passes(joint, "forward", emitter.settings)
+    with times.stage("codegen"):
+        emitted = emitter.inference(graph)
+    return Inference(graph, emitted), records
+
+
+def _returned(traced: Traced) -> Returned:
+    *_, last = traced.facts.outputs
+    if not isinstance(last, NotATensor) or not isinstance(last.value, Returned):
+        raise InternalError("the program did not say how to put its result back", stage="convention")
+    return last.value

@@ -1,0 +1,175 @@
+"""The vocabulary that the stages share: rows, slots, programs, graphs.
+
+Everything here is frozen. A stage takes such values and returns new ones; nothing is filled in later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NewType, TypeVar, cast
+
+import torch
+
+ArgIdx = NewType("ArgIdx", int)
+"""Position among the tensors that the user's call brings: arguments, then lifted state."""
+PrimalIdx = NewType("PrimalIdx", int)
+"""Position among the distinct tensors that the traced function takes (after dedupe)."""
+PlainIdx = NewType("PlainIdx", int)
+"""Position among the plain tensors beneath the primals (after unwrapping subclasses)."""
+OutIdx = NewType("OutIdx", int)
+"""Position among the flat values that the user's function returns."""
+NodeOutIdx = NewType("NodeOutIdx", int)
+"""Position among the tensors that the autograd node returns, wrappers still on."""
+
+I = TypeVar("I", bound=int)
+J = TypeVar("J", bound=int)
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Row(Generic[I, T]):
+    """An immutable sequence that only one convention's index may address.
+
+    `Row[ArgIdx, Slot]` cannot be read with a `PlainIdx`: a type checker refuses it, which is the
+    whole point. At run time it is a thin shell around a tuple.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._items: tuple[T, ...] = tuple(items)
+
+    def __getitem__(self, idx: I) -> T:
+        return self._items[idx]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Row) and self._items == other._items
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def __repr__(self) -> str:
+        return f"Row{list(self._items)!r}"
+
+    def indices(self) -> list[I]:
+        """Every index of this row, typed."""
+        return cast("list[I]", list(range(len(self._items))))
+
+    def enumerate(self) -> Iterator[tuple[I, T]]:
+        """Pairs of typed index and item."""
+        return cast("Iterator[tuple[I, T]]", enumerate(self._items))
+
+    def map(self, fn: Callable[[T], U]) -> Row[I, U]:
+        """A row of the same convention with `fn` applied to each item."""
+        return Row(fn(item) for item in self._items)
+
+
+Role = Literal["primal", "output", "write", "saved", "tangent", "grad", "backward_write"]
+"""What a graph argument or result is to the program.
+
+- `primal`: a plain tensor of the user's (argument, parameter, buffer, lifted constant).
+- `output`: a tensor that the forward returns, or a base that an output is rebuilt from.
+- `write`: the new value of an input that the forward wrote.
+- `saved`: handed from forward to backward.
+- `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
+- `grad`: gradient with respect to a `primal`.
+- `backward_write`: the new value of an input that the backward wrote.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The name of one graph argument or result.
+
+    Args:
+        role: the segment that it belongs to.
+        path: as the user would write it: `args[0]`, `blocks.3.scale`, `out[0]`.
+        inner: attribute path of a plain tensor inside a wrapper (`._local_tensor`), else empty.
+    """
+
+    role: Role
+    path: str
+    inner: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}{self.inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Program(Generic[I]):
+    """A function of flat tensors, the names of its inputs, and tensors to trace it with.
+
+    Shapes: `fn(*tensors) -> list`, one result per output; `ins` and `examples` have one item per
+    tensor argument, in the convention that `I` names.
+    """
+
+    fn: Callable[..., list[Any]]
+    ins: Row[I, Slot]
+    examples: Row[I, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A flat functional FX graph with a name for every argument and result.
+
+    `gm`'s placeholders stand in the order of `ins`; its output is one flat tuple in the order of
+    `outs` (an out may be None: a gradient that is not needed). Nodes carry, in `node.meta`:
+
+    - `val`: the fake tensor; `phase`: `"forward"` or `"backward"`, when it was recorded;
+    - `source`: the user's line as `file:line   code`; `module`: the path of the innermost module;
+    - `seq_nr`: the autograd sequence number; a backward node has that of its forward node;
+    - `unit`: name of the FSDP unit that a collective serves, if any;
+    - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it.
+    """
+
+    gm: torch.fx.GraphModule
+    ins: tuple[Slot, ...]
+    outs: tuple[Slot, ...]
+
+    def placeholders(self) -> list[torch.fx.Node]:
+        """The argument nodes, in the order of `ins`."""
+        return self.gm.graph.find_nodes(op="placeholder")
+
+    def results(self) -> Sequence[torch.fx.Node | None]:
+        """The result nodes, in the order of `outs`; None where a result is absent."""
+        (values,) = self.gm.graph.output_node().args
+        return cast("Sequence[torch.fx.Node | None]", values)
+
+    def named_placeholders(self) -> dict[Slot, torch.fx.Node]:
+        """Argument nodes by slot."""
+        return dict(zip(self.ins, self.placeholders(), strict=True))
+
+    def named_results(self) -> dict[Slot, torch.fx.Node | None]:
+        """Result nodes by slot."""
+        return dict(zip(self.outs, self.results(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A joint graph cut in two.
+
+    `forward.outs` is the joint graph's `output` and `write` slots followed by the `saved` slots that
+    the forward computes. `backward.ins` is `saved`, in order, followed by the `tangent` slots.
+    A saved slot whose path and inner name a primal is that primal itself: the forward does not return it.
+
+    Args:
+        forward: primals -> outputs, writes, computed saved values.
+        backward: saved values, tangents -> grads, backward writes.
+        saved: every value that the backward needs, in the order of the backward's arguments.
+        saved_primals: for each saved slot that *is* a primal, that primal's slot.
+        saved_bytes: bytes that are kept alive for the backward alone: storage that a primal or an output
+            keeps alive anyway is not counted, and shared storage once.
+    """
+
+    forward: Graph
+    backward: Graph
+    saved: tuple[Slot, ...]
+    saved_primals: dict[Slot, Slot]
+    saved_bytes: int

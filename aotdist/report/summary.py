@@ -1,0 +1,99 @@
+"""What compiling produced, as data for people: `explain()` returns it, `str` renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aotdist.facts import DataWritten
+from aotdist.passes.collectives import Collective, collectives
+from aotdist.passes.run import PassRecord
+from aotdist.program import Graph
+from aotdist.report.text import render
+from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.compilation import Training
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSummary:
+    """One graph.
+
+    Args:
+        name: `joint`, `forward`, `backward` or `inference`.
+        num_nodes: operations, placeholders and the output not counted.
+        collectives: its collectives, in order.
+    """
+
+    name: str
+    num_nodes: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes that the collectives of this graph take in on one rank."""
+        return sum(collective.num_bytes for collective in self.collectives)
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactSummary:
+    """One compiled signature.
+
+    Args:
+        name: of the function or module.
+        kind: `training` or `inference`.
+        backend: what emitted the graphs.
+        graphs: every graph.
+        saved_bytes: activations kept from forward to backward; inputs are not counted.
+        written: inputs that the program writes.
+        closed_over: tensors that it merely closes over.
+        seconds: of each stage.
+        passes: what each graph pass did.
+    """
+
+    name: str
+    kind: str
+    backend: str
+    graphs: tuple[GraphSummary, ...]
+    saved_bytes: int
+    written: tuple[str, ...]
+    seconds: Mapping[str, float]
+    passes: tuple[PassRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that a compiled callable can tell about itself; `print` it."""
+
+    artifacts: tuple[ArtifactSummary, ...]
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def report_of(artifacts: Sequence[Artifact]) -> Report:
+    """The report of a list of artifacts."""
+    return Report(tuple(_summary(artifact) for artifact in artifacts))
+
+
+def _summary(artifact: Artifact) -> ArtifactSummary:
+    compilation = artifact.compilation
+    region, facts = compilation.region, compilation.traced.facts
+    slots = compilation.traced.program.ins
+    training = isinstance(region, Training)
+    return ArtifactSummary(
+        name=compilation.captured.name,
+        kind="training" if training else "inference",
+        backend=compilation.backend,
+        graphs=tuple(_graph_summary(name, graph) for name, graph in compilation.graphs().items()),
+        saved_bytes=region.split.saved_bytes if training else 0,
+        written=tuple(
+            slots[idx].path for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)
+        ),
+        seconds=compilation.seconds,
+        passes=compilation.records,
+    )
+
+
+def _graph_summary(name: str, graph: Graph) -> GraphSummary:
+    num_nodes = sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
+    return GraphSummary(name, num_nodes, collectives(graph))

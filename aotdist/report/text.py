@@ -1,0 +1,53 @@
+"""Renders a report as plain text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aotdist.report.summary import ArtifactSummary, GraphSummary, Report
+
+
+def render(report: Report) -> str:
+    """The whole report, one paragraph an artifact."""
+    if not report.artifacts:
+        return "nothing compiled yet: call it once"
+    return "\n\n".join(_artifact(summary) for summary in report.artifacts)
+
+
+def _artifact(summary: ArtifactSummary) -> str:
+    lines = [f"{summary.name} · {summary.kind} · {summary.backend}"]
+    for graph in summary.graphs:
+        lines.append(f"  {graph.name:<10}{graph.num_nodes:>7,} nodes  {_collectives(graph)}".rstrip())
+    if summary.kind == "training":
+        lines.append(f"  saved for backward: {format_bytes(summary.saved_bytes)}")
+    if summary.written:
+        lines.append(f"  writes: {', '.join(summary.written)}")
+    passes = [record for record in summary.passes if record.nodes_before != record.nodes_after]
+    if passes:
+        changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,}" for r in passes)
+        lines.append(f"  passes: {', '.join(changes)}")
+    stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in summary.seconds.items())
+    lines.append(f"  seconds: {stages}, total {sum(summary.seconds.values()):.2f}")
+    return "\n".join(lines)
+
+
+def _collectives(graph: GraphSummary) -> str:
+    if not graph.collectives:
+        return ""
+    counts = Counter(collective.op for collective in graph.collectives)
+    sizes = Counter[str]()
+    for collective in graph.collectives:
+        sizes[collective.op] += collective.num_bytes
+    return ", ".join(f"{count} {op} ({format_bytes(sizes[op])})" for op, count in counts.items())
+
+
+def format_bytes(count: int) -> str:
+    """`1.5 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"

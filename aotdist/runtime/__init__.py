@@ -1,0 +1,1 @@
+"""What the user calls: printed wrappers around compiled graphs."""

@@ -1,0 +1,228 @@
+"""A compiled call, loaded: what the user's call runs, and what it can be asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import torch
+
+from aotdist.capture.capture import Captured
+from aotdist.capture.modules import ModuleGuard
+from aotdist.capture.source import Source
+from aotdist.codegen.contract import BoxedCall, Emitted
+from aotdist.convention.dedupe import DedupePlan
+from aotdist.convention.layer import Call
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import DataWritten
+from aotdist.joint.trace import Traced
+from aotdist.program import ArgIdx, PrimalIdx, Row, Slot
+from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
+from aotdist.runtime.guard import no_overlap
+from aotdist.runtime.node import Backward, detached_views, make_node, result_views, without_autocast
+from aotdist.runtime.print_call import Fit, print_call
+from aotdist.runtime.print_node import Watch, print_inference, print_node
+from aotdist.runtime.printer import Printer, variable_names
+from aotdist.runtime.ranks import naming_lost_ranks
+from aotdist.subclasses.protocol import plain_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One compiled signature.
+
+    Args:
+        call: `(args, kwargs)` to the user's result, or `MISS`.
+        source: the printed code of `call`, the autograd node included.
+        compilation: how it came to be, without the tensors of the call.
+        fit: when it fits, likewise.
+    """
+
+    call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+    source: str
+    compilation: Compilation
+    fit: Fit
+
+
+def load(compilation: Compilation) -> Artifact:
+    """Print the runtime of a compilation and load it."""
+    fit = fit_of(compilation)
+    printer = Printer(fit.variables)
+    names = fit.primal_variables()
+    plans = compilation.plans
+    watch = _watch(compilation)
+    match compilation.region:
+        case Training() as region:
+            print_node(
+                printer,
+                names,
+                region.node,
+                _forward(compilation, region.halves.forward),
+                _backward(compilation, region, watch),
+                [(claim.rule.after_backward, claim.root) for claim in compilation.captured.environment.rules],
+                watch,
+            )
+            run = "Node.apply"
+        case Inference() as region:
+            print_inference(
+                printer,
+                names,
+                plans.unwrap,
+                plans.plain_writes,
+                _forward(compilation, region.emitted),
+                watch,
+                views=result_views(region.graph),
+                recorded=_is_recorded(compilation),
+            )
+            run = "region"
+        case _:
+            assert_never(compilation.region)
+    print_call(
+        printer,
+        fit,
+        run,
+        plans.writes,
+        plans.epilogue,
+        compilation.returned,
+        enables_grad=_enables_grad(compilation),
+    )
+    call = printer.load("call", compilation.captured.name)
+    return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit))
+
+
+def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
+    return without_autocast(emitted.call) if compilation.captured.ambient.autocast else emitted.call
+
+
+def _backward(
+    compilation: Compilation, region: Training, watch: AbstractContextManager[Any] | None
+) -> Backward:
+    rules = compilation.captured.environment.rules
+
+    def reduced(missing: frozenset[Slot]) -> BoxedCall:
+        call = without_autocast(region.reduced(missing))
+        return call if watch is None else _watched(call, watch)
+
+    def after() -> None:
+        for claim in rules:
+            claim.rule.after_backward(claim.root)
+
+    return Backward(region.node, without_autocast(region.halves.backward.call), reduced, after)
+
+
+def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:
+    def watched(args: list[Any]) -> Sequence[Any]:
+        with watch:
+            return call(args)
+
+    return watched
+
+
+def _enables_grad(compilation: Compilation) -> bool:
+    """Whether results have history although the caller has grad mode off: the program switches it on."""
+    return isinstance(compilation.region, Training) and not compilation.captured.ambient.grad
+
+
+def _is_recorded(compilation: Compilation) -> bool:
+    """Whether autograd would record an inference graph: grad mode is on, though no result has history."""
+    examples = compilation.traced.program.examples
+    return compilation.captured.ambient.grad and any(example.requires_grad for example in examples)
+
+
+def _watch(compilation: Compilation) -> Watch:
+    watch = naming_lost_ranks(
+        compilation.collectives(), label=compilation.captured.name, settings=compilation.settings
+    )
+    return None if isinstance(watch, nullcontext) else watch
+
+
+def reference(artifact: Artifact) -> Call:
+    """The composed lifts: what the printed call is tested against. Takes the arguments, then the sources."""
+    compilation = artifact.compilation
+    plans = compilation.plans
+    match compilation.region:
+        case Training() as region:
+            forward = _forward(compilation, region.halves.forward)
+            call = make_node(region.node, forward, _backward(compilation, region, None))
+        case Inference() as region:
+            forward, views = _forward(compilation, region.emitted), result_views(region.graph)
+            call = plans.unwrap.lift(
+                plans.plain_writes.lift(lambda plains: detached_views(forward(list(plains)), views))
+            )
+            call = torch.no_grad()(call) if _is_recorded(compilation) else call
+        case _:
+            assert_never(compilation.region)
+    call = plans.writes.lift(call)
+    call = torch.enable_grad()(call) if _enables_grad(compilation) else call
+    return artifact.fit.dedupe.lift(plans.epilogue.lift(call))
+
+
+def fit_of(compilation: Compilation) -> Fit:
+    """When the compiled program fits a call."""
+    captured, traced = compilation.captured, compilation.traced
+    environment = captured.environment
+    facts = traced.facts
+    written = {idx for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)}
+    written |= {write.input for write in facts.backward_writes}
+    guard = ModuleGuard(environment.modules, environment.state)
+    holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
+    holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
+    sources = _sources(captured, traced)
+    paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
+    return Fit(
+        arguments=captured.arguments,
+        variables=tuple(variable_names(paths)),
+        sources=sources,
+        dedupe=_with_closed_over(compilation.deduped, captured, traced),
+        slots=traced.program.ins,
+        examples=traced.program.examples,
+        recipes=facts.recipes,
+        written=tuple(sorted(written)),
+        ambient=captured.ambient,
+        holds=tuple(holds),
+        # As they are after the trace: Python side effects happen at capture only.
+        constants=tuple((source, source.read()) for source, _ in environment.reached.constants),
+        identities=environment.reached.identities,
+        prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
+    )
+
+
+def _closed_over(captured: Captured, traced: Traced) -> Sequence[torch.Tensor]:
+    """Tensors that the trace met besides the program's own inputs, in the order of meeting."""
+    known = {id(example) for example in captured.program.examples}
+    return [example for example in traced.program.examples if id(example) not in known]
+
+
+def _sources(captured: Captured, traced: Traced) -> tuple[Source, ...]:
+    state = [tensor.source() for tensor in captured.environment.state]
+    return (*state, *(captured.source_of(real) for real in _closed_over(captured, traced)))
+
+
+def _with_closed_over(deduped: DedupePlan, captured: Captured, traced: Traced) -> DedupePlan:
+    """The plan with the closed-over tensors, which are distinct, at the end."""
+    num_args, num_primals = len(deduped.source), len(deduped.kept)
+    extra = range(len(_closed_over(captured, traced)))
+    kept = [*deduped.kept, *(ArgIdx(num_args + offset) for offset in extra)]
+    source = [*deduped.source, *(PrimalIdx(num_primals + offset) for offset in extra)]
+    return DedupePlan(Row(kept), Row(source))
+
+
+def refuse_overlap(compilation: Compilation) -> None:
+    """Refuse a program that writes an input which shares memory with another.
+
+    Raises:
+        UnsupportedProgram: naming both.
+    """
+    fit = fit_of(compilation)
+    for idx in fit.written:
+        written = plain_tensors(fit.examples[idx])
+        for other, example in fit.examples.enumerate():
+            if other != idx and not no_overlap(written, plain_tensors(example)):
+                raise UnsupportedProgram(
+                    f"`{fit.slots[idx]}` is written and shares memory with `{fit.slots[other]}`",
+                    stage="convention",
+                    fix=f"pass `{fit.slots[other]}` as a view made inside the function, or clone one of them",
+                )

@@ -1,0 +1,87 @@
+"""What compiling one call produced: data for the runtime to load, and for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from aotdist.capture.capture import Captured, Returned
+from aotdist.codegen.contract import BoxedCall, Emitted
+from aotdist.codegen.emit import EmittedHalves
+from aotdist.convention.dedupe import DedupePlan
+from aotdist.convention.stack import Plans
+from aotdist.joint.trace import Traced
+from aotdist.passes.collectives import Collective, collectives
+from aotdist.passes.run import PassRecord
+from aotdist.program import Graph, Slot, Split
+from aotdist.runtime.node import NodePlan
+from aotdist.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A program with a backward, compiled.
+
+    Args:
+        joint: the graph before it was cut.
+        split: the two graphs.
+        halves: the two callables.
+        node: how tensors pass through the autograd node.
+        reduced: compiles the backward for when some tangents are missing; each choice once.
+    """
+
+    joint: Graph
+    split: Split
+    halves: EmittedHalves
+    node: NodePlan
+    reduced: Callable[[frozenset[Slot]], BoxedCall]
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """A program that is never differentiated, compiled."""
+
+    graph: Graph
+    emitted: Emitted
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """Everything that compiling one call produced; the runtime turns it into an artifact.
+
+    Args:
+        captured: the call.
+        deduped: which of its tensors are the same.
+        traced: program, graph and facts.
+        plans: of the convention layers.
+        returned: how the user's result is put together.
+        region: what is called.
+        backend: name of what emitted the graphs.
+        settings: how it was compiled.
+        records: what each graph pass did.
+        seconds: of each stage.
+    """
+
+    captured: Captured
+    deduped: DedupePlan
+    traced: Traced
+    plans: Plans
+    returned: Returned
+    region: Training | Inference
+    backend: str
+    settings: Settings
+    records: tuple[PassRecord, ...]
+    seconds: Mapping[str, float]
+
+    def graphs(self) -> dict[str, Graph]:
+        """The graphs by name, in the order in which they came to be."""
+        match self.region:
+            case Training(joint=joint, split=split):
+                return {"joint": joint, "forward": split.forward, "backward": split.backward}
+            case Inference(graph=graph):
+                return {"inference": graph}
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """What the ranks run together, forward then backward, in the order in which they start."""
+        run = [graph for name, graph in self.graphs().items() if name != "joint"]
+        return tuple(collective for graph in run for collective in collectives(graph))

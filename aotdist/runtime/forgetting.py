@@ -1,0 +1,56 @@
+"""What a loaded artifact keeps of the call that it was compiled for: everything but the tensors.
+
+The first batch, or the parameters of before a checkpoint was loaded, would otherwise stay in memory for
+as long as the artifact does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from aotdist.errors import InternalError
+from aotdist.program import I, Program, Row
+from aotdist.runtime.compilation import Compilation
+from aotdist.runtime.print_call import Fit
+from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
+
+
+def without_tensors(compilation: Compilation) -> Compilation:
+    """`compilation` with shells for the tensors of the call, and without the values of module state."""
+    captured, traced = compilation.captured, compilation.traced
+    environment = captured.environment
+    return replace(
+        compilation,
+        captured=replace(
+            captured,
+            program=_without_tensors(captured.program),
+            environment=replace(environment, state=(), reached=replace(environment.reached, tensors=())),
+        ),
+        traced=replace(traced, program=_without_tensors(traced.program)),
+    )
+
+
+def fit_without_tensors(fit: Fit) -> Fit:
+    """`fit` with shells for the tensors of the call."""
+    return replace(fit, examples=fit.examples.map(shell))
+
+
+def shell(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the metadata of another and no data."""
+    plains = [
+        torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device="meta")
+        for plain in plain_tensors(tensor)
+    ]
+    made = rebuild(recipe_of(tensor), plains)
+    return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
+
+
+def _without_tensors(program: Program[I]) -> Program[I]:
+    return Program(_run_again, program.ins, Row[I, torch.Tensor](map(shell, program.examples)))
+
+
+def _run_again(*args: Any) -> NoReturn:
+    raise InternalError("a program is traced again after it was compiled", stage="runtime")

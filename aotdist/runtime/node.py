@@ -1,0 +1,239 @@
+"""The autograd node around one compiled forward and backward: its plan, and a reference to run it.
+
+The reference is what the printed node (`aotdist.runtime.print_node`) is tested against: the same
+steps, found by walking the plan at every call instead of once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.codegen.contract import BoxedCall, Strides
+from aotdist.convention.layer import Call
+from aotdist.convention.mutation import PlainWrites
+from aotdist.convention.stack import Plans
+from aotdist.convention.subclass import UnwrapPlan, plain_positions, rebuild_all
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import NodeOut
+from aotdist.joint.trace import Traced
+from aotdist.partition.traits import is_view
+from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
+from aotdist.runtime.tangent import Tangent
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, rebuild, tangent_recipe
+from aotdist.torch_seam import any_autocast, autocast_off, keeps_graph
+
+
+@dataclass(frozen=True, slots=True)
+class SavedInput:
+    """A saved value that is a plain input."""
+
+    plain: PlainIdx
+
+
+@dataclass(frozen=True, slots=True)
+class SavedResult:
+    """A saved value that the forward graph returns, at this position among its results."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """How tensors pass through the node.
+
+    Args:
+        unwrap: how inputs are taken apart and outputs put together.
+        writes: writes without history, done inside.
+        outs: what the node returns; `writes` of its own have been dropped.
+        saved: where each argument of the backward graph before the tangents comes from.
+        tangents: recipes of the tangents to assume, one for each differentiable output.
+        grads: recipe of each input's gradient, or None.
+        backward_writes: plain inputs that the backward writes; their new values follow the gradients.
+        views: forward results that are made as views, see `result_views`.
+    """
+
+    unwrap: UnwrapPlan
+    writes: PlainWrites
+    outs: Row[NodeOutIdx, NodeOut]
+    saved: tuple[SavedInput | SavedResult, ...]
+    tangents: tuple[Tangent, ...]
+    grads: Row[PrimalIdx, Recipe | None]
+    backward_writes: tuple[PlainIdx, ...]
+    views: frozenset[int]
+
+    def differentiable(self) -> list[NodeOutIdx]:
+        """Outputs that gradients can come back for."""
+        return [idx for idx, out in self.outs.enumerate() if out.differentiable]
+
+
+def node_plan(
+    traced: Traced, plans: Plans, split: Split, tangent_strides: Mapping[Slot, Strides]
+) -> NodePlan:
+    """The plan of the node for a partitioned program.
+
+    Args:
+        traced: program and facts.
+        plans: of the convention layers.
+        split: the two graphs.
+        tangent_strides: strides that the backward graph was compiled for.
+    """
+    facts = traced.facts
+    position = {slot: idx for idx, slot in enumerate(traced.plain_ins())}
+    result = {slot: idx for idx, slot in enumerate(split.forward.outs)}
+    saved = tuple(
+        SavedInput(PlainIdx(position[split.saved_primals[slot]]))
+        if slot in split.saved_primals
+        else SavedResult(result[slot])
+        for slot in split.saved
+    )
+    outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
+    tangents = tuple(_tangent(out, tangent_strides) for out in outs if out.differentiable)
+    plains = plain_positions(facts.recipes)
+    backward_writes = tuple(plain for write in facts.backward_writes for plain in plains[write.input])
+    return NodePlan(
+        plans.unwrap,
+        plans.plain_writes,
+        outs,
+        saved,
+        tangents,
+        facts.grads,
+        backward_writes,
+        result_views(split.forward),
+    )
+
+
+def result_views(graph: Graph) -> frozenset[int]:
+    """Positions of the results that a graph makes as views of temporaries of its own.
+
+    They must be detached: what was a tensor of its own in the user's program, written in place and then
+    functionalised, may not be known to autograd as a view made inside of a node.
+    """
+    return frozenset(
+        position for position, node in enumerate(graph.results()) if node is not None and is_view(node)
+    )
+
+
+def detached_views(results: Sequence[Any], views: frozenset[int]) -> list[Any]:
+    """`results` with those at `views` detached, which keeps memory and version counter."""
+    return [value.detach() if position in views else value for position, value in enumerate(results)]
+
+
+def _tangent(out: NodeOut, strides: Mapping[Slot, Strides]) -> Tangent:
+    recipe = tangent_recipe(out.recipe)
+    slots = [Slot("tangent", out.slot.path, inner) for inner, _ in leaves(recipe)]
+    return Tangent(out.slot.path, recipe, tuple(strides.get(slot) for slot in slots))
+
+
+def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward) -> Call:
+    """The node as a call: the reference for the printed one.
+
+    Args:
+        plan: how tensors pass.
+        forward: plain inputs -> results, then saved values.
+        backward: what runs in the backward.
+    """
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *primals: Any) -> Any:
+            plains = [plain for primal in primals for plain in plain_tensors(primal)]
+            results = list(forward(list(plains)))
+            for plain, position in plan.writes.writes:
+                plains[plain].copy_(results[position])
+            ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
+            ctx.written = [plains[idx] for idx in plan.backward_writes]
+            values = detached_views(results[: plan.writes.num_values], plan.views)
+            outs = rebuild_all(plan.unwrap.outs, values)
+            ctx.mark_non_differentiable(
+                *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
+            )
+            ctx.set_materialize_grads(False)
+            return tuple(outs)
+
+        @staticmethod
+        def backward(ctx: Any, *tangents: Any) -> Any:
+            refuse_double_backward()
+            return backward(ctx, *(tangents[idx] for idx in plan.differentiable()))
+
+    return lambda primals: list(Node.apply(*primals))
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of a node, step by step; the printed one leaves to it the calls that lack a tangent.
+
+    Args:
+        plan: how tensors pass.
+        whole: saved values, tangents -> gradients, then backward writes.
+        reduced: the same without the tangents of some slots.
+        after: called when the gradients are there.
+    """
+
+    plan: NodePlan
+    whole: BoxedCall
+    reduced: Callable[[frozenset[Slot]], BoxedCall]
+    after: Callable[[], None]
+
+    def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients, given a tangent, or None, for each differentiable output."""
+        pairs = list(zip(self.plan.tangents, tangents, strict=True))
+        if all(arrived is None for _, arrived in pairs):
+            return (None,) * len(self.plan.grads)
+        missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
+        args = list(ctx.saved_tensors)
+        args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
+        if not keeps_graph():
+            ctx.maybe_clear_saved_tensors()
+        results = list((self.reduced(missing) if missing else self.whole)(args))
+        grads, written = _split_grads(self.plan, results)
+        for plain, value in zip(ctx.written if self.plan.backward_writes else (), written, strict=True):
+            if value is not None:
+                plain.copy_(value)
+        self.after()
+        return tuple(grads)
+
+
+def _saved(source: SavedInput | SavedResult, plains: Sequence[Any], results: Sequence[Any]) -> Any:
+    return plains[source.plain] if isinstance(source, SavedInput) else results[source.position]
+
+
+def _split_grads(plan: NodePlan, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    remaining = iter(results)
+    grads: list[Any] = []
+    for recipe in plan.grads:
+        if recipe is None:
+            grads.append(None)
+            continue
+        plains = [next(remaining) for _ in leaves(recipe)]
+        grads.append(None if any(plain is None for plain in plains) else rebuild(recipe, plains))
+    return grads, list(remaining)
+
+
+def without_autocast(call: BoxedCall) -> BoxedCall:
+    """`call` with autocast off: a traced graph already holds its casts."""
+
+    def quiet(args: list[Any]) -> Sequence[Any]:
+        if not any_autocast():
+            return call(args)
+        with autocast_off():
+            return call(args)
+
+    return quiet
+
+
+def refuse_double_backward() -> None:
+    """Raise when the backward itself is being differentiated.
+
+    Raises:
+        UnsupportedProgram: `create_graph=True` is in force.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedProgram(
+            "the backward of a compiled program is asked for its own gradient (`create_graph=True`)",
+            stage="runtime",
+            fix="leave the part that is differentiated twice out of the compiled function",
+        )

@@ -1,0 +1,211 @@
+"""Prints the autograd node: the same steps as `aotdist.runtime.node`, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.codegen.contract import BoxedCall
+from aotdist.convention.mutation import PlainWrites
+from aotdist.convention.subclass import UnwrapPlan
+from aotdist.runtime.node import Backward, NodePlan, SavedInput, refuse_double_backward
+from aotdist.runtime.printer import Printer, sequence
+from aotdist.runtime.tangent import rebuilt
+from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
+from aotdist.torch_seam import keeps_graph, node_base
+
+Watch: TypeAlias = AbstractContextManager[Any] | None
+"""What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
+
+
+def print_plains(recipe: Recipe, name: str) -> list[str]:
+    """Expressions for the plain tensors beneath the variable `name`; each is evaluated once."""
+    match recipe:
+        case Plain():
+            return [name]
+        case Constant():
+            return []
+        case Wrapper():
+            rule = wrapper_rule(recipe.cls)
+            if rule is not None and all(not isinstance(part, Wrapper) for _, part in recipe.attributes):
+                return list(rule.unwrap_source(name))
+            return [f"{name}{path}" for path, _ in leaves(recipe)]
+
+
+def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str) -> str:
+    """An expression for the tensor that `recipe` puts together from `plains`."""
+    if isinstance(recipe, Plain):
+        return plains[0]
+    return f"{printer.bind(f'rebuild_{hint}', rebuilt(recipe))}({', '.join(plains)})"
+
+
+def _watched(printer: Printer, watch: Watch) -> AbstractContextManager[None]:
+    """What is printed inside stands beneath `watch`, if there is one."""
+    return nullcontext() if watch is None else printer.block(f"with {printer.bind('watch', watch)}:")
+
+
+def print_results(
+    printer: Printer, recipes: Sequence[Recipe], names: list[str], hints: Sequence[str]
+) -> list[str]:
+    """Expressions for the tensors that `recipes` put together from consecutive `names`."""
+    remaining = iter(names)
+    return [
+        print_rebuild(printer, recipe, [next(remaining) for _ in leaves(recipe)], hint)
+        for recipe, hint in zip(recipes, hints, strict=True)
+    ]
+
+
+def print_node(
+    printer: Printer,
+    names: Sequence[str],
+    plan: NodePlan,
+    forward: BoxedCall,
+    backward: Backward,
+    after_backward: Sequence[tuple[Callable[..., None], object]],
+    watch: Watch,
+) -> None:
+    """Print the class `Node`.
+
+    Args:
+        printer: where to print.
+        names: a variable for each primal.
+        plan: how tensors pass through the node.
+        forward: plain inputs -> results, then saved values.
+        backward: what runs in the backward; as it is, where some tangent is missing.
+        after_backward: functions to call, each with its argument, when the gradients are there.
+        watch: a context for every run of a graph, if any.
+    """
+    with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
+        _print_forward(printer, names, plan, forward, watch)
+        printer.line()
+        _print_backward(printer, plan, backward, after_backward, watch)
+    printer.line()
+
+
+def print_inference(
+    printer: Printer,
+    names: Sequence[str],
+    unwrap: UnwrapPlan,
+    writes: PlainWrites,
+    emitted: BoxedCall,
+    watch: Watch,
+    *,
+    views: frozenset[int],
+    recorded: bool,
+) -> None:
+    """Print the function `region`: like the node's forward, without a node.
+
+    Args:
+        printer: where to print.
+        names: a variable for each primal.
+        unwrap: how inputs are taken apart and outputs put together.
+        writes: writes to plain inputs.
+        emitted: plain inputs -> results.
+        watch: a context for every run of the graph, if any.
+        views: results that are made as views, see `aotdist.runtime.node.result_views`.
+        recorded: whether autograd would record the graph's operations, unless it is switched off.
+    """
+    printer.spread("def region(", names, "):")
+    off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
+    with printer.indented(), off:
+        _print_run(printer, unwrap, writes, emitted, names, watch)
+        values = _values(writes, views)
+        outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
+        printer.line(f"return {sequence(outs)}")
+    printer.line()
+
+
+def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
+    """Expressions for the results that are no writes."""
+    return [f"results[{k}]{'.detach()' if k in views else ''}" for k in range(writes.num_values)]
+
+
+def _print_run(
+    printer: Printer,
+    unwrap: UnwrapPlan,
+    writes: PlainWrites,
+    emitted: BoxedCall,
+    names: Sequence[str],
+    watch: Watch,
+) -> list[str]:
+    """Print the call of the forward graph and the writes; returns expressions for the plain inputs."""
+    plains = [
+        plain for recipe, name in zip(unwrap.ins, names, strict=True) for plain in print_plains(recipe, name)
+    ]
+    with _watched(printer, watch):
+        printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", plains, "])")
+    if writes.writes:
+        with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
+            for plain, position in writes.writes:
+                printer.line(f"{plains[plain]}.copy_(results[{position}])")
+    return plains
+
+
+def _print_forward(
+    printer: Printer, names: Sequence[str], plan: NodePlan, forward: BoxedCall, watch: Watch
+) -> None:
+    printer.line("@staticmethod")
+    printer.spread("def forward(", ["ctx", *names], "):")
+    with printer.indented():
+        plains = _print_run(printer, plan.unwrap, plan.writes, forward, names, watch)
+        saved = [
+            plains[source.plain] if isinstance(source, SavedInput) else f"results[{source.position}]"
+            for source in plan.saved
+        ]
+        printer.spread("ctx.save_for_backward(", saved, ")")
+        if plan.backward_writes:
+            printer.line(f"ctx.written = {sequence([plains[idx] for idx in plan.backward_writes])}")
+        printer.line("ctx.set_materialize_grads(False)")
+        values = _values(plan.writes, plan.views)
+        hints = [str(out.slot) for out in plan.outs]
+        outs = print_results(printer, list(plan.unwrap.outs), values, hints)
+        for idx, out in plan.outs.enumerate():
+            printer.line(f"o{idx} = {outs[idx]}  # {out.slot.role} {out.slot}")
+        constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
+        if constant:
+            printer.line(f"ctx.mark_non_differentiable({', '.join(constant)})")
+        printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
+
+
+def _print_backward(
+    printer: Printer,
+    plan: NodePlan,
+    backward: Backward,
+    after_backward: Sequence[tuple[Callable[..., None], object]],
+    watch: Watch,
+) -> None:
+    names = [f"t{idx}" for idx in plan.outs.indices()]
+    with _static(printer, f"def backward(ctx, {', '.join(names)}):"):
+        printer.line(f"{printer.bind('refuse_double_backward', refuse_double_backward)}()")
+        arrived = [names[idx] for idx in plan.differentiable()]
+        with printer.block(f"if {' or '.join(f'{name} is None' for name in arrived)}:"):
+            printer.line(f"return {printer.bind('BACKWARD_OF_SOME', backward)}(ctx, {', '.join(arrived)})")
+        tangents = [
+            f"*{printer.bind(f'tangent_{tangent.path}', tangent)}({names[idx]})"
+            for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
+        ]
+        printer.line(f"args = [{', '.join(['*ctx.saved_tensors', *tangents])}]")
+        printer.line(f"del {', '.join(names)}")
+        with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
+            printer.line("ctx.maybe_clear_saved_tensors()")
+        with _watched(printer, watch):
+            printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
+        grads = [recipe for recipe in plan.grads if recipe is not None]
+        count = sum(1 for recipe in grads for _ in leaves(recipe))
+        for offset in range(len(plan.backward_writes)):
+            printer.line(f"ctx.written[{offset}].copy_(results[{count + offset}])")
+        built = iter(
+            print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
+        )
+        for function, argument in after_backward:
+            printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
+        returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
+        printer.spread("return (", returned, ",)")
+
+
+def _static(printer: Printer, head: str) -> AbstractContextManager[None]:
+    printer.line("@staticmethod")
+    return printer.block(head)

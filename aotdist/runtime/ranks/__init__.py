@@ -1,0 +1,20 @@
+"""Ranks agree before they run, fail together, and name a rank that is lost.
+
+In the order of a compiled function's life:
+
+- `failing_together` stands around the compilation: a rank that cannot compile says so, and its
+  peers raise at once instead of waiting for it.
+- `agree` comes before the first run: the ranks of each process group compare the collectives that
+  they are about to run. A difference raises `RankDivergence` on every rank, never a hang.
+- `naming_lost_ranks` stands around each run: when a collective breaks because a peer died, the
+  survivors raise `RankLost` with its number.
+
+All of it goes through the store that the ranks met in (`board.py`), never through a process group:
+a group whose ranks have diverged could only hang.
+"""
+
+from aotdist.runtime.ranks.agreement import agree
+from aotdist.runtime.ranks.failing import failing_together
+from aotdist.runtime.ranks.loss import naming_lost_ranks
+
+__all__ = ["agree", "failing_together", "naming_lost_ranks"]

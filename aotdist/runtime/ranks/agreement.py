@@ -1,0 +1,314 @@
+"""How ranks agree on what they are about to run; two levels, so that 1,000 ranks cost a rank O(1).
+
+Each party (`sequence.py`) sits at a *table*, and its lowest rank leads::
+
+    every rank   lays its entry: the digests of its views, for this party and for those within it
+    the leader   gathers the entries, compares, and settles the verdict:
+                   Agreed | Differ (and which two ranks must show their steps) | Refused (and why)
+    every rank   reads the verdict; on Differ the two witnesses post their steps and all read them
+
+A verdict is settled by whoever writes first, so a rank that must give up (a peer failed, died or
+never came) refuses on behalf of the whole table, and nobody is left behind. Nobody blocks on one
+table while another needs it: one loop serves all the tables of a rank.
+
+A rank that gives up at one table must not leave the others of its tables to run without it. So there
+are as many *rounds* as a rank of the table has tables that stand in no other (two for a 2-D mesh):
+each round carries a refusal one table further, which covers a mesh of that many axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from aotdist.errors import AotdistError, RankDivergence, RankLost
+from aotdist.passes.collectives import Collective
+from aotdist.runtime.ranks.board import Board, Party, board_of_this_process, party_key, poll, spell
+from aotdist.runtime.ranks.failing import report
+from aotdist.runtime.ranks.patience import Patience
+from aotdist.runtime.ranks.sequence import (
+    Step,
+    describe_difference,
+    digest,
+    groups_with_peers,
+    parties_of,
+    steps_from_notice,
+    steps_of,
+    steps_to_notice,
+    view,
+    widest,
+)
+from aotdist.runtime.ranks.verdict import (
+    Agreed,
+    Differ,
+    Entry,
+    Refused,
+    Verdict,
+    judge,
+    verdict_from_notice,
+    verdict_to_notice,
+)
+from aotdist.settings import Settings
+
+_SHOW_TIMEOUT_S = 10.0
+"""Seconds for the two witnesses to show their steps; they do so as soon as they read the verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One meeting of one party: where its notices hang.
+
+    Args:
+        party: who sits here.
+        place: key of the table; its number counts the party's meetings, alike on all of its ranks.
+    """
+
+    party: Party
+    place: str
+
+    def entry(self, round_no: int, rank: int) -> str:
+        """Where a rank lays its entry."""
+        return f"{self.place}/{round_no}/{rank}"
+
+    def verdict(self, round_no: int) -> str:
+        """Where the verdict of a round hangs."""
+        return f"{self.place}/{round_no}/verdict"
+
+    def steps(self, rank: int) -> str:
+        """Where a witness shows its steps."""
+        return f"{self.place}/steps/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One rank's part in one agreement.
+
+    Args:
+        board: this rank's view of the notices.
+        label: what is to be run, for messages.
+        steps: what this rank is about to run.
+        tables: one for each of its parties.
+        timeout_s: how long it waits for its peers.
+    """
+
+    board: Board
+    label: str
+    steps: tuple[Step, ...]
+    tables: tuple[Table, ...]
+    timeout_s: float
+
+
+def agree(
+    sequence: Iterable[Collective], *, label: str, settings: Settings, groups: Iterable[str] = ()
+) -> None:
+    """Compare what this rank is about to run with its peers; return when all are about to run the same.
+
+    Call it once for each artifact, on every rank, before the artifact first runs, also when the
+    sequence is empty. Process groups without peers (of one rank, or fake) take no part.
+
+    A rank whose program uses a group must meet all of that group's ranks. One that does not even know
+    of the group cannot be told from one that is late, so it is named only after the timeout; give the
+    groups that the program *might* use (those of its meshes) to have it named at once.
+
+    Args:
+        sequence: the artifact's collectives in the order in which they start.
+        label: what is compiled, as the user knows it.
+        settings: `rank_timeout_s` is how long to wait.
+        groups: names of process groups to agree in even if the sequence has nothing in them.
+
+    Raises:
+        RankDivergence: the ranks would run different collectives; the message has the first one.
+        RankLost: a peer failed to compile, died, or did not come within the timeout.
+    """
+    board = board_of_this_process()
+    if board is None:
+        return
+    found = tuple(sequence)
+    held = groups_with_peers()
+    used = {*groups, *(collective.group for collective in found)}
+    parties = parties_of(held[name] for name in used if name in held)
+    meet(board, steps_of(found, held), parties, label=label, timeout_s=settings.rank_timeout_s)
+
+
+def meet(
+    board: Board, steps: tuple[Step, ...], parties: Sequence[Party], *, label: str, timeout_s: float
+) -> None:
+    """`agree` for a rank whose board, steps and parties are known."""
+    report(board, f"agreeing on `{label}`")
+    tables = tuple(_take_seat(board, party) for party in parties)
+    meeting = Meeting(board, label, steps, tables, timeout_s)
+    try:
+        rounds = _hold(meeting)
+    except BaseException:
+        board.memory.failures += 1
+        raise
+    for table, num_rounds in rounds.items():
+        _clear_before(board, table, num_rounds)
+    met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which needs no peers"
+    report(board, f"running `{label}`{met}")
+
+
+def _take_seat(board: Board, party: Party) -> Table:
+    """This rank's next table with the party.
+
+    A rank that failed since its last meeting with them never came to the table at which they gave up
+    on it; it passes that one by, so that all meet at the same table again.
+    """
+    memory, key = board.memory, party_key(party)
+    while True:
+        table = Table(party, f"tables/{key}/{board.count(f'seats/{key}/{board.rank}')}")
+        if memory.failures == memory.failures_at[party] or not _was_refused(board, table):
+            memory.failures_at[party] = memory.failures
+            return table
+
+
+def _was_refused(board: Board, table: Table) -> bool:
+    notice = board.read(table.verdict(1))
+    return notice is not None and isinstance(verdict_from_notice(notice), Refused)
+
+
+def _hold(meeting: Meeting) -> dict[Table, int]:
+    """Every round of every table; the number of rounds that each held."""
+    entries = {table: _entry(meeting, table) for table in meeting.tables}
+    rounds = dict.fromkeys(meeting.tables, 1)
+    round_no = 1
+    while still := [table for table in meeting.tables if rounds[table] >= round_no]:
+        found = _hold_round(meeting, {table: entries[table] for table in still}, round_no)
+        rounds |= {table: verdict.rounds for table, verdict in found.items() if isinstance(verdict, Agreed)}
+        for verdict in found.values():
+            if not isinstance(verdict, Agreed):
+                raise _break_up(meeting, rounds, found, round_no, verdict)
+        round_no += 1
+    return rounds
+
+
+def _hold_round(meeting: Meeting, entries: Mapping[Table, Entry], round_no: int) -> dict[Table, Verdict]:
+    """The verdicts of all tables, or those up to the first that is not `Agreed`."""
+    for table, entry in entries.items():
+        meeting.board.post(table.entry(round_no, meeting.board.rank), entry)
+    found: dict[Table, Verdict] = {}
+    patience = Patience(meeting.board, meeting.label, meeting.timeout_s)
+
+    def look(waited: float) -> dict[Table, Verdict] | None:
+        doubting = patience.doubts(waited)
+        for table in [table for table in entries if table not in found]:
+            verdict = _look(meeting.board, table, round_no)
+            if verdict is None and doubting:
+                verdict = _lose_patience(patience, table, round_no, waited)
+            if verdict is not None:
+                found[table] = verdict
+            if not isinstance(verdict, Agreed | None):
+                return found
+        return found if len(found) == len(entries) else None
+
+    return poll(look)
+
+
+def _entry(meeting: Meeting, table: Table) -> Entry:
+    parties = [other.party for other in meeting.tables]
+    inside = [party for party in parties if set(party) <= set(table.party)]
+    return {
+        "digests": {party_key(party): digest(view(meeting.steps, party)) for party in inside},
+        "reach": len(widest(parties)),
+    }
+
+
+def _look(board: Board, table: Table, round_no: int) -> Verdict | None:
+    """The verdict, if it is settled; the leader settles it as soon as all entries lie there."""
+    notice = board.read(table.verdict(round_no))
+    if notice is None and table.party[0] == board.rank:
+        keys = [table.entry(round_no, rank) for rank in table.party]
+        if board.has(keys):
+            entries = dict(zip(table.party, board.read_all(keys), strict=True))
+            notice = board.settle(table.verdict(round_no), verdict_to_notice(judge(entries)))
+    return None if notice is None else verdict_from_notice(notice)
+
+
+def _lose_patience(patience: Patience, table: Table, round_no: int, waited: float) -> Verdict | None:
+    """Refuse on behalf of the table when a peer failed, died or is too late."""
+    entries = {rank: table.entry(round_no, rank) for rank in table.party}
+    refused = patience.refusal(entries, waited, round_no)
+    if refused is None:
+        return None
+    return verdict_from_notice(patience.board.settle(table.verdict(round_no), verdict_to_notice(refused)))
+
+
+def _break_up(
+    meeting: Meeting,
+    rounds: Mapping[Table, int],
+    found: Mapping[Table, Verdict],
+    round_no: int,
+    cause: Differ | Refused,
+) -> AotdistError:
+    """Tell every other table that this rank does not go on; what it raises.
+
+    Each table ends up with this rank's refusal or with a verdict that this rank has read, so no
+    table can call this rank as a witness after it has left.
+    """
+    notice = verdict_to_notice(_as_refusal(cause, meeting.label))
+    final = {table: found.get(table) for table in meeting.tables}
+    for table, verdict in final.items():
+        left = rounds[table]
+        if verdict is None and round_no <= left:
+            verdict = verdict_from_notice(meeting.board.settle(table.verdict(round_no), notice))
+            left = verdict.rounds if isinstance(verdict, Agreed) else left
+        if isinstance(verdict, Agreed) and round_no < left:
+            verdict = verdict_from_notice(meeting.board.settle(table.verdict(round_no + 1), notice))
+        final[table] = verdict
+        _keep_for_later(meeting.board, table, round_no + 1)
+    return _error(meeting, final)
+
+
+def _as_refusal(verdict: Differ | Refused, label: str) -> Refused:
+    if isinstance(verdict, Refused):
+        return verdict
+    one, two = verdict.witnesses
+    return Refused(
+        "diverged", verdict.summary(label), f"the errors of ranks {one} and {two} have the details"
+    )
+
+
+def _error(meeting: Meeting, final: Mapping[Table, Verdict | None]) -> AotdistError:
+    """What this rank raises: a difference at a table of its own rather than one that it heard of."""
+    differing = {table: verdict for table, verdict in final.items() if isinstance(verdict, Differ)}
+    for table, verdict in differing.items():
+        if meeting.board.rank in verdict.witnesses:
+            shown = steps_to_notice(view(meeting.steps, verdict.party))
+            meeting.board.post(table.steps(meeting.board.rank), shown)
+    for table, verdict in differing.items():
+        return _divergence(meeting, table, verdict)
+    refused = next(verdict for verdict in final.values() if isinstance(verdict, Refused))
+    kind = RankDivergence if refused.kind == "diverged" else RankLost
+    return kind(refused.what, stage="runtime", fix=refused.fix)
+
+
+def _divergence(meeting: Meeting, table: Table, verdict: Differ) -> RankDivergence:
+    keys = [table.steps(rank) for rank in verdict.witnesses]
+    board = meeting.board
+    shown = poll(lambda waited: board.has(keys) or (False if waited > _SHOW_TIMEOUT_S else None))
+    details = "a rank left before it showed its collectives"
+    if shown:
+        sides = [steps_from_notice(notice) for notice in board.read_all(keys)]
+        details = describe_difference(dict(zip(verdict.witnesses, sides, strict=True)))
+    return RankDivergence(
+        f"{verdict.summary(meeting.label)}: {details}",
+        stage="runtime",
+        fix="give every rank the same model, arguments' shapes and dtypes, and order of calls; "
+        "a branch on the rank number, or parameters in the order of a set, are the usual causes",
+    )
+
+
+def _clear_before(board: Board, table: Table, num_rounds: int) -> None:
+    """After an agreement: everyone has left the tables before this one, so their notices can go."""
+    board.erase(board.memory.worn.pop(table.party, ()))
+    _keep_for_later(board, table, num_rounds)
+
+
+def _keep_for_later(board: Board, table: Table, num_rounds: int) -> None:
+    """The notices of this table must hang until its ranks have read them: note what to take down."""
+    rounds = range(1, num_rounds + 1)
+    worn = board.memory.worn.setdefault(table.party, [])
+    worn += [table.entry(round_no, board.rank) for round_no in rounds]
+    worn.append(table.steps(board.rank))
+    if table.party[0] == board.rank:
+        worn += [table.verdict(round_no) for round_no in rounds]

@@ -1,0 +1,206 @@
+"""The notice board: what the ranks of a world tell each other through the store that they met in.
+
+A notice is a small JSON value under a key. Ranks poll for notices rather than wait in the store:
+`TCPStore.wait` holds the connection, which other threads of the process share, and prints two
+warnings each time it runs out; `FileStore.wait` looks once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from aotdist import torch_seam
+from aotdist.errors import RankLost
+from aotdist.torch_seam import Store
+
+T = TypeVar("T")
+
+Party = tuple[int, ...]
+"""Ranks that meet: two or more global ranks in ascending order. The first one leads."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.2
+"""Seconds between two looks. The longest: 1,000 ranks waiting ask the store 5,000 times a second."""
+
+
+class StoreGone(RankLost):
+    """The store itself no longer answers."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What one rank remembers between agreements in one store.
+
+    Args:
+        failures: compilations and agreements of this rank that failed.
+        troubles: keys of the notices that say that this rank is in trouble; it takes them down when it
+            compiles again.
+        failures_at: for each party, `failures` when this rank last took a seat in it.
+        worn: for each party, keys that this rank wrote and that nobody will need after the next agreement.
+    """
+
+    failures: int = 0
+    troubles: set[str] = field(default_factory=set[str])
+    failures_at: Counter[Party] = field(default_factory=Counter[Party])
+    worn: dict[Party, list[str]] = field(default_factory=dict[Party, list[str]])
+
+
+_memories: WeakKeyDictionary[Store, dict[int, Memory]] = WeakKeyDictionary()
+"""By store, so that a new process group does not meet the leavings of the one before; then by rank,
+because ranks that are threads may share a store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """One rank's view of the notices.
+
+    Args:
+        store: where they hang; every rank sees the same.
+        rank: this rank's global number.
+
+    Raises:
+        StoreGone: from every method, when the store no longer answers.
+    """
+
+    store: Store
+    rank: int
+
+    @property
+    def memory(self) -> Memory:
+        """What this rank remembers of this store."""
+        return _memories.setdefault(self.store, {}).setdefault(self.rank, Memory())
+
+    def post(self, key: str, notice: object) -> None:
+        """Hang a notice, over an older one with the same key."""
+        with self._reaching():
+            self.store.set(_full(key), _encode(notice))
+
+    def read(self, key: str) -> Any | None:
+        """The notice, or None when there is none."""
+        with self._reaching():
+            return json.loads(self.store.get(_full(key))) if self.store.check([_full(key)]) else None
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Whether all of these hang there; one question to the store, however many keys."""
+        with self._reaching():
+            return self.store.check([_full(key) for key in keys])
+
+    def read_all(self, keys: Sequence[str]) -> list[Any]:
+        """Notices that are known to hang there; one question to the store."""
+        with self._reaching():
+            return [json.loads(notice) for notice in self.store.multi_get([_full(key) for key in keys])]
+
+    def read_each(self, keys: Sequence[str]) -> list[Any | None]:
+        """Notices that may or may not hang there; two questions when all do, two for each when not."""
+        return self.read_all(keys) if self.has(keys) else [self.read(key) for key in keys]
+
+    def settle(self, key: str, notice: object) -> Any:
+        """Hang a notice unless one hangs there already; what hangs there then. The first writer wins."""
+        with self._reaching():
+            return json.loads(self.store.compare_set(_full(key), "", _encode(notice)))
+
+    def count(self, key: str) -> int:
+        """Add one to a counter; its new value."""
+        with self._reaching():
+            return self.store.add(_full(key), 1)
+
+    def erase(self, keys: Iterable[str]) -> None:
+        """Take notices down."""
+        with self._reaching():
+            for key in keys:
+                self.store.delete_key(_full(key))
+
+    @contextmanager
+    def _reaching(self) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # DistError is one; FileStore raises it bare
+            raise StoreGone(
+                f"the store that the ranks meet in no longer answers ({first_line(error)})",
+                stage="runtime",
+                fix="the process that hosts it has died: the launcher under torchrun, rank 0 without it; "
+                "look at its log and start again",
+            ) from error
+
+
+def board_of_this_process() -> Board | None:
+    """The board of the default process group; None without peers: no group, one rank, a fake group."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if dist.get_backend() == "fake":
+        return None
+    store = torch_seam.default_store()
+    return None if store is None else Board(store, dist.get_rank())
+
+
+def poll(look: Callable[[float], T | None]) -> T:
+    """Look again and again, with longer and longer pauses, until there is something to see.
+
+    A pause is a tenth of the time waited so far at most, so nothing is seen much too late.
+
+    Args:
+        look: is given the seconds waited so far; None means "not yet".
+    """
+    start = time.monotonic()
+    while (found := look(waited := time.monotonic() - start)) is None:
+        time.sleep(min(max(_FIRST_PAUSE_S, waited / 10), _LONGEST_PAUSE_S))
+    return found
+
+
+def spell(ranks: Iterable[int]) -> str:
+    """Ranks as a person writes them: `rank 3`, `ranks 0-7`, `ranks 0, 2, 5`."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    runs = [f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in _runs(ordered)]
+    shown = runs if len(runs) <= 8 else [*runs[:8], f"... ({len(ordered)} ranks)"]
+    return f"ranks {', '.join(shown)}"
+
+
+def party_key(party: Party) -> str:
+    """A party in few bytes: `0-7`, `0-56/8` (every eighth), `0,1,5`. `party_named` reads it back."""
+    stride = party[1] - party[0]
+    if party == tuple(range(party[0], party[-1] + 1, stride)):
+        return f"{party[0]}-{party[-1]}" + (f"/{stride}" if stride > 1 else "")
+    return ",".join(map(str, party))
+
+
+def party_named(key: str) -> Party:
+    """The party whose `party_key` this is."""
+    if "-" not in key:
+        return tuple(int(rank) for rank in key.split(","))
+    ends, _, stride = key.partition("/")
+    first, _, last = ends.partition("-")
+    return tuple(range(int(first), int(last) + 1, int(stride or 1)))
+
+
+def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each stretch of consecutive numbers."""
+    first = last = ordered[0]
+    for rank in ordered[1:]:
+        if rank != last + 1:
+            yield first, last
+            first = rank
+        last = rank
+    yield first, last
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message, or its type where it has none, on one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _full(key: str) -> str:
+    return f"aotdist/{key}"
+
+
+def _encode(notice: object) -> str:
+    return json.dumps(notice, separators=(",", ":"))

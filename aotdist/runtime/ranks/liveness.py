@@ -1,0 +1,175 @@
+"""Which ranks still exist: each keeps a TCP port open, and a refused connection is a dead process.
+
+The port is never served. The kernel completes a connection to it as long as the process lives,
+even one that is blocked inside a collective or holds the interpreter lock, and refuses it from the
+moment the process is gone, even by SIGKILL. So there is no heartbeat, no thread, no traffic per step.
+
+Between machines a firewall may refuse connections as well. So a refusal counts only from a machine
+that has answered this process before; on the same machine it always counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import functools
+import ipaddress
+import os
+import selectors
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from aotdist.torch_seam import PrefixStore, Store, TCPStore
+
+Pulse = Literal["alive", "dead", "unknown"]
+"""`unknown`: the machine does not answer, or its answer proves nothing."""
+
+_BACKLOG = 4096
+"""Connections that the kernel keeps for a port that nobody serves: Linux's own limit. When they are
+used up, further ones go unanswered, which reads `unknown`, never `dead`."""
+
+_AT_ONCE = 256
+"""Ranks probed together: well below the usual limit of 1,024 open files."""
+
+
+_answering: set[str] = set()
+"""Addresses of other machines of which some port has answered: no firewall refuses in their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a rank's port is.
+
+    Args:
+        machine: identifies the machine and its network namespace.
+        ip: numeric address for other machines.
+        port: TCP port.
+    """
+
+    machine: str
+    ip: str
+    port: int
+
+
+def address_of_this_process(store: Store) -> Address:
+    """Open this process's port, once, and say where it is for ranks that can reach the store."""
+    return Address(_machine(), _ip_towards(_host_of(store)), _open_port().getsockname()[1])
+
+
+def pulses(addresses: Mapping[int, Address], timeout_s: float = 1.0) -> dict[int, Pulse]:
+    """Probe ranks, many at a time; 0.1 ms each on one machine, `timeout_s` at most for a silent one."""
+    ranks = sorted(addresses)
+    found: dict[int, Pulse] = {}
+    for start in range(0, len(ranks), _AT_ONCE):
+        found |= _probe({rank: addresses[rank] for rank in ranks[start : start + _AT_ONCE]}, timeout_s)
+    return found
+
+
+def dead_among(addresses: Mapping[int, Address]) -> list[int]:
+    """The ranks whose process is certainly gone."""
+    return [rank for rank, pulse in pulses(addresses).items() if pulse == "dead"]
+
+
+def meet_machines(addresses: Mapping[int, Address], turn: int) -> None:
+    """Let every other machine answer once, while its ranks live, so that its refusals count later.
+
+    Args:
+        addresses: of ranks that are thought to live.
+        turn: which of a machine's ranks to probe; different callers should take different turns.
+    """
+    by_machine: dict[str, list[int]] = {}
+    for rank, address in addresses.items():
+        if address.machine != _machine() and address.ip not in _answering:
+            by_machine.setdefault(address.ip, []).append(rank)
+    chosen = [ranks[turn % len(ranks)] for ranks in by_machine.values()]
+    pulses({rank: addresses[rank] for rank in chosen})
+
+
+@functools.cache
+def _machine() -> str:
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+@functools.cache
+def _open_port() -> socket.socket:
+    any_interface = socket.has_dualstack_ipv6()
+    port = socket.create_server(
+        ("", 0),
+        family=socket.AF_INET6 if any_interface else socket.AF_INET,
+        dualstack_ipv6=any_interface,
+        backlog=_BACKLOG,
+    )
+    atexit.register(port.close)
+    return port
+
+
+def _close_in_child() -> None:
+    """A forked data loader that outlives its rank must not keep the rank's port open."""
+    if _open_port.cache_info().currsize:
+        _open_port().close()
+        _open_port.cache_clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _host_of(store: Store) -> str:
+    """Name or address of the store's host; this machine for stores in files and in memory."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else "localhost"
+
+
+@functools.cache
+def _ip_towards(host: str) -> str:
+    """The address of the interface from which this machine reaches `host`; nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+def _probe(addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Pulse]:
+    codes: dict[int, int] = {}
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        for rank, address in addresses.items():
+            ip = "127.0.0.1" if address.machine == _machine() else address.ip
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setblocking(False)
+            codes[rank] = probe.connect_ex((ip, address.port))
+            if codes[rank] == errno.EINPROGRESS:
+                selector.register(probe, selectors.EVENT_WRITE, rank)
+        _await_answers(selector, codes, time.monotonic() + timeout_s)
+    _answering.update(addresses[rank].ip for rank, code in codes.items() if code == 0)
+    return {rank: _pulse(codes[rank], address) for rank, address in addresses.items()}
+
+
+def _await_answers(selector: selectors.BaseSelector, codes: dict[int, int], deadline: float) -> None:
+    while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            probe = key.fileobj
+            assert isinstance(probe, socket.socket)
+            codes[key.data] = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            selector.unregister(probe)
+
+
+def _pulse(code: int, address: Address) -> Pulse:
+    here = address.machine == _machine()
+    if not here and ipaddress.ip_address(address.ip).is_loopback:
+        return "unknown"  # its own loopback; the one that answered is ours
+    if code == 0:
+        return "alive"
+    counts = here or address.ip in _answering
+    return "dead" if code == errno.ECONNREFUSED and counts else "unknown"

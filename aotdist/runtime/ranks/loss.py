@@ -1,0 +1,160 @@
+"""Who is missing when a collective breaks: turns a transport's error into `RankLost` with a number.
+
+gloo reports a dead peer on the ranks that talk to it, by socket address: "Connection closed by peer
+[10.0.0.7]:24264". Ranks that talk to *those* stay blocked until they leave, and then see them leave.
+So a rank whose collective broke posts a notice, probes its peers, and names the processes that are
+gone without a notice; one that died after posting whom it lost is a messenger, not the cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from aotdist.errors import RankLost
+from aotdist.passes.collectives import Collective
+from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
+from aotdist.runtime.ranks.failing import addresses
+from aotdist.runtime.ranks.liveness import Address, dead_among, meet_machines
+from aotdist.runtime.ranks.sequence import groups_with_peers
+from aotdist.settings import Settings
+
+_GRACE_S = 3.0
+"""Seconds to look for a dead peer: a process that raises takes up to a second to leave."""
+
+_PAUSE_S = 0.1
+"""Seconds between two looks."""
+
+_BROKEN_TRANSPORT = re.compile(
+    r"Connection (closed|reset|refused)|(Read|Write) error|Broken pipe|Timed out waiting"
+    r"|timeout caused|Socket closed|NCCL.*(remote|abort|timeout|timed out|system error)"
+)
+"""What gloo (as bare RuntimeError) and NCCL say when a peer is gone or late; not what gloo says of
+wrong arguments ("enforce fail")."""
+
+
+def naming_lost_ranks(
+    sequence: Iterable[Collective], *, label: str, settings: Settings
+) -> AbstractContextManager[None]:
+    """Around every run of a graph with these collectives: a broken one raises `RankLost` with the culprit.
+
+    Make it once, after `agree`, and enter it at each run: entering and leaving take 0.6 us and say
+    nothing to anyone. Without peers it does nothing. Errors that do not come from a broken
+    connection, and breaks for which no rank can be blamed, pass unchanged.
+
+    A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end
+    the process.
+    With NCCL an error reaches Python only where NCCL reports one (`TORCH_NCCL_BLOCKING_WAIT=1`, or an
+    aborted communicator); otherwise its own watchdog ends the process.
+
+    Raises:
+        RankLost: on leaving, in place of the transport's error, which becomes its cause.
+    """
+    board = board_of_this_process()
+    held = groups_with_peers() if board is not None else {}
+    used = {collective.group for collective in sequence}
+    peers = {rank for name in used if name in held for rank in held[name].party}
+    if board is None or not peers:
+        return nullcontext()
+    roster = addresses(board, sorted(peers - {board.rank}))
+    meet_machines(roster, turn=board.rank)
+    return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s))
+
+
+@dataclass(frozen=True, slots=True)
+class LossWatch:
+    """See `naming_lost_ranks`.
+
+    Args:
+        board: this rank's view of the notices.
+        label: what runs.
+        roster: where each peer can be probed; kept here because the store may die with a rank.
+        grace_s: how long to look for a culprit.
+    """
+
+    board: Board
+    label: str
+    roster: Mapping[int, Address]
+    grace_s: float
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and _is_broken_transport(error):
+            lost = self._explain(error)
+            if lost is not None:
+                raise lost from error
+
+    def _explain(self, error: BaseException) -> RankLost | None:
+        self._post(error, [])
+        deadline = time.monotonic() + self.grace_s
+        while not (lost := self._lost()) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        if lost:
+            self._post(error, lost)
+            return self._dead(lost)
+        return self._silent()
+
+    def _lost(self) -> list[int]:
+        """Ranks that are gone without having said that they lost someone, and ranks that others lost."""
+        dead = dead_among(self.roster)
+        notices = self._notices()
+        named = {rank for notice in notices.values() for rank in notice["lost"]}
+        return sorted({rank for rank in dead if rank not in notices} | named)
+
+    def _notices(self) -> dict[int, Any]:
+        """What peers said when their own collectives broke; nothing when the store is gone as well."""
+        ranks = list(self.roster)
+        with contextlib.suppress(StoreGone):
+            notices = self.board.read_each([_key(rank) for rank in ranks])
+            return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
+        return {}
+
+    def _post(self, error: BaseException, lost: list[int]) -> None:
+        self.board.memory.troubles.add(_key(self.board.rank))
+        with contextlib.suppress(StoreGone):
+            self.board.post(_key(self.board.rank), {"error": first_line(error), "lost": lost})
+
+    def _dead(self, lost: list[int]) -> RankLost:
+        return RankLost(
+            f"{spell(lost)} {'was' if len(lost) == 1 else 'were'} lost while `{self.label}` ran: "
+            f"{'its process is' if len(lost) == 1 else 'their processes are'} gone",
+            stage="runtime",
+            fix=f"see what {spell(lost)} printed last and whether the system killed it (memory); then "
+            "start again from the last checkpoint (`torchrun --max-restarts` does so by itself)",
+        )
+
+    def _silent(self) -> RankLost | None:
+        """Nobody is gone: blame those whose own collective did not break, if that leaves any."""
+        notices = self._notices()
+        silent = [rank for rank in self.roster if rank not in notices]
+        if not silent:
+            return None
+        return RankLost(
+            f"{spell(silent)} did not take part in a collective of `{self.label}` in time: the process "
+            "was not seen to die, it may be stuck elsewhere or cut off from the network",
+            stage="runtime",
+            fix="find out where it is (`py-spy dump` shows a hanging Python process); if it is only slow, "
+            "give `init_process_group` a longer timeout",
+        )
+
+
+def _is_broken_transport(error: BaseException) -> bool:
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and _BROKEN_TRANSPORT.search(str(error)) is not None
+
+
+def _key(rank: int) -> str:
+    return f"broken/{rank}"

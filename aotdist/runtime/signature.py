@@ -1,0 +1,43 @@
+"""What an artifact is specialised on, in words: to say why a call needed one more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aotdist.capture.arguments import ConstantLeaf
+from aotdist.capture.modules import ModuleGuard
+from aotdist.runtime.artifact import Artifact
+
+
+def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:
+    """The parts of the signature in which `artifact` differs from the artifacts before it."""
+    mine = _parts(artifact)
+    changed: dict[str, None] = {}
+    for other in others:
+        theirs = _parts(other)
+        for name in {**mine, **theirs}:
+            if mine.get(name) != theirs.get(name):
+                changed[f"{name} ({theirs.get(name, 'absent')} -> {mine.get(name, 'absent')})"] = None
+    return ", ".join(list(changed)[:4]) or "something that the function itself changes"
+
+
+def _parts(artifact: Artifact) -> dict[str, str]:
+    fit = artifact.fit
+    parts = {f"{mode}": repr(value) for mode, value in fit.ambient._asdict().items()}
+    for leaf in fit.arguments.leaves:
+        if isinstance(leaf, ConstantLeaf):
+            parts[f"`{leaf.path}`"] = repr(leaf.value)
+    for slot, example in zip(fit.slots, fit.examples, strict=True):
+        parts[f"`{slot.path}`"] = _describe(example)
+    for _, holds in fit.holds:
+        parts |= holds.described() if isinstance(holds, ModuleGuard) else {}
+    for source, value in fit.constants:
+        parts[f"`{source.path}`"] = repr(value)
+    return parts
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    grad = ", requires_grad" if tensor.requires_grad else ""
+    return f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{grad}"

@@ -1,0 +1,122 @@
+"""Every knob of the pipeline, frozen, validated once and passed down explicitly.
+
+A `Settings` is made once per `aotdist.compile` call. Nothing below reads the environment or a
+global flag: `Settings.from_environment` is the only place that looks at `AOTDIST_*` variables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aotdist.errors import BadSettings
+
+PartitionPolicy = Literal["auto", "default", "min_cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to compile.
+
+    Args:
+        partition: what to save for the backward: `default` saves what eager saves, `min_cut` saves
+            the fewest bytes and recomputes cheap operations; `auto` is `default` for `fx` (nothing
+            fuses a recomputation there) and `min_cut` for a compiler that fuses.
+        bucket_bytes: largest collective that merging may build, in bytes. A unit of FSDP is never
+            split below its own size unless it exceeds this.
+        disabled_passes: names of graph passes to leave out (see `aotdist.passes.order`).
+        max_artifacts: signatures compiled for one callable before a warning names what keeps changing.
+        rank_timeout_s: seconds that a rank waits for its peers to agree before it raises.
+        verify: check the graph's invariants after every pass.
+        report_side_effects: warn about Python side effects that happen only while capturing.
+    """
+
+    partition: PartitionPolicy = "auto"
+    bucket_bytes: int = 64 * 2**20
+    disabled_passes: frozenset[str] = field(default_factory=frozenset)
+    max_artifacts: int = 8
+    rank_timeout_s: float = 300.0
+    verify: bool = True
+    report_side_effects: bool = False
+
+    def __post_init__(self) -> None:
+        if self.partition not in typing.get_args(PartitionPolicy):
+            raise BadSettings(
+                f"settings.partition is {self.partition!r}",
+                fix=f"choose one of {', '.join(typing.get_args(PartitionPolicy))}",
+            )
+        for name in ("bucket_bytes", "max_artifacts", "rank_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise BadSettings(f"settings.{name} is {getattr(self, name)!r}", fix="give a positive number")
+
+    @classmethod
+    def make(cls, **options: Any) -> Settings:
+        """`Settings(**options)`, with an error that knows near misses.
+
+        Raises:
+            BadSettings: an option is unknown or its value is out of range.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise BadSettings(
+                    f"`{name}` is not a setting",
+                    fix=f"did you mean `{near[0]}`?" if near else f"settings are {', '.join(known)}",
+                )
+        return cls(**options)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """The defaults, overridden by `AOTDIST_<NAME>` variables (`AOTDIST_PARTITION=min_cut`).
+
+        Raises:
+            BadSettings: a variable names no setting or its value does not parse.
+        """
+        options: dict[str, Any] = {}
+        parsers = {f.name: _PARSERS[f.name] for f in dataclasses.fields(cls)}
+        for variable, text in environ.items():
+            if not variable.startswith("AOTDIST_"):
+                continue
+            name = variable.removeprefix("AOTDIST_").lower()
+            if name not in parsers:
+                cls.make(**{name: text})
+            try:
+                options[name] = parsers[name](text)
+            except ValueError as error:
+                raise BadSettings(f"{variable}={text!r}: {error}", fix="see `aotdist.Settings`") from error
+        return cls.make(**options)
+
+    def fingerprint(self) -> str:
+        """A hash of every setting: part of each cache key."""
+        fields = dataclasses.asdict(self)
+        fields["disabled_passes"] = sorted(self.disabled_passes)
+        return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def _parse_bool(text: str) -> bool:
+    lowered = text.lower()
+    if lowered not in ("0", "1", "true", "false"):
+        raise ValueError("expected 0, 1, true or false")
+    return lowered in ("1", "true")
+
+
+def _parse_names(text: str) -> frozenset[str]:
+    return frozenset(part.strip() for part in text.split(",") if part.strip())
+
+
+_PARSERS: dict[str, Any] = {
+    "partition": str,
+    "bucket_bytes": int,
+    "disabled_passes": _parse_names,
+    "max_artifacts": int,
+    "rank_timeout_s": float,
+    "verify": _parse_bool,
+    "report_side_effects": _parse_bool,
+}

@@ -1,0 +1,106 @@
+"""Cold and warm compile: from a fresh process with a built model to the end of its first step.
+
+Cold: the folder of Inductor's cache is empty. Warm: another fresh process finds what the cold one
+left there. Importing torch and building the model are not timed, loading a compiler is. Ranks share
+one cache folder, as they do on any machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch.distributed as dist
+
+from benchmarks import workers
+from benchmarks.effort import Case, Effort
+from benchmarks.models import LlamaShape
+from benchmarks.timing import Series, as_series
+from benchmarks.variants import NUM_RANKS, Compiler, Layout, case_name, make_step
+from benchmarks.verdicts import Target
+
+Temperature = Literal["cold compile", "warm compile"]
+TEMPERATURES: tuple[Temperature, ...] = ("cold compile", "warm compile")
+
+CONTENDERS: dict[Layout, tuple[Compiler, ...]] = {
+    "single": ("torch.compile", "aotdist inductor"),
+    "fsdp2": ("torch.compile", "torch.compile blocks", "aotdist inductor"),
+}
+
+
+TARGETS = tuple(
+    Target(case_name(layout), "cold compile", "aotdist inductor", CONTENDERS[layout][:-1], 0.8, 0.8)
+    for layout in CONTENDERS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One first step."""
+
+    layout: Layout
+    shape: LlamaShape
+    compiler: Compiler
+
+
+def cases(effort: Effort) -> list[Case]:
+    """Seconds to the end of the first step, by contender; a case a layout."""
+    layouts = tuple(CONTENDERS)[: 1 if effort.quick else None]
+    rounds = 1 if effort.quick else 2
+    return [Case(case_name(layout), partial(_measure, layout, effort.shape, rounds)) for layout in layouts]
+
+
+def _measure(layout: Layout, shape: LlamaShape, rounds: int) -> list[Series]:
+    seconds = _take_turns(layout, shape, rounds)
+    return [
+        series
+        for temperature in TEMPERATURES
+        for series in as_series(seconds[temperature], case=case_name(layout), quantity=temperature, unit="s")
+    ]
+
+
+def _take_turns(layout: Layout, shape: LlamaShape, rounds: int) -> dict[Temperature, dict[str, list[float]]]:
+    seconds: dict[Temperature, dict[str, list[float]]] = {
+        temperature: {compiler: [] for compiler in CONTENDERS[layout]} for temperature in TEMPERATURES
+    }
+    if rounds > 1:
+        _load_toolchain()
+    for _ in range(rounds):
+        for compiler in CONTENDERS[layout]:
+            with tempfile.TemporaryDirectory() as cache:
+                for temperature in TEMPERATURES:
+                    once = _first_step_in(cache, temperature, Job(layout, shape, compiler))
+                    seconds[temperature][compiler].append(once)
+    return seconds
+
+
+def _first_step_in(cache: str, temperature: Temperature, job: Job) -> float:
+    label = f"{case_name(job.layout)}: {job.compiler}, {temperature}"
+    environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
+    return workers.call(label, first_step, job, num_ranks=NUM_RANKS[job.layout], environment=environment)
+
+
+def _load_toolchain() -> None:
+    """One compile that does not count, so that no contender is the one to read g++ and headers from disk."""
+    with tempfile.TemporaryDirectory() as cache:
+        tiny = LlamaShape(dim=16, num_layers=1, vocab=16, sequence=8, batch=1)
+        _first_step_in(cache, "cold compile", Job("single", tiny, "torch.compile"))
+
+
+def first_step(job: Job) -> float:
+    """Seconds of compiling and of the step that makes it happen; the slowest rank's. Runs on every rank."""
+    step = make_step(job.layout, job.shape, job.compiler)
+    together = NUM_RANKS[job.layout] > 1
+    if together:
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    mine = time.perf_counter() - start
+    if not together:
+        return mine
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return max(everyone)

@@ -1,0 +1,147 @@
+"""Peak memory of the training step, one process group per contender.
+
+Two quantities. `step tensors`: the most bytes of tensors that a step has alive at once beyond the
+model itself, gradients included, as PyTorch's CPU allocator reports them. One process
+repeated to the byte in two runs; two ranks varied by up to a tenth (FSDP2, a model of 2 MiB).
+`process`: the most memory that a process holds over some steps, less what it held before the model
+was made; a compiler's own heap is part of it, and so are buffers that no allocator reports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import workers
+from benchmarks.effort import Case, Effort
+from benchmarks.models import LlamaShape
+from benchmarks.timing import Series
+from benchmarks.variants import (
+    LAYOUTS,
+    NUM_RANKS,
+    Compiler,
+    Layout,
+    TrainStep,
+    case_name,
+    compilers_of,
+    make_step,
+)
+from benchmarks.verdicts import Target
+
+MIB = 2.0**20
+
+
+def _targets(layout: Layout) -> tuple[Target, ...]:
+    """`fx` saves what eager saves; whatever compiles is held against what compiles."""
+    case, limit, prediction = case_name(layout), 1.05, 1.0
+    compiled = tuple(name for name in compilers_of(layout) if name.startswith("torch.compile"))
+    return (
+        Target(
+            case, "step tensors", "aotdist fx", ("eager",), limit, prediction, "the same tensors are saved"
+        ),
+        Target(
+            case, "step tensors", "aotdist inductor", compiled, limit, prediction, "min-cut on both sides"
+        ),
+        Target(case, "process", "aotdist fx", compiled, limit, prediction, "the same libraries are loaded"),
+        Target(
+            case, "process", "aotdist inductor", compiled, limit, prediction, "the same libraries are loaded"
+        ),
+    )
+
+
+TARGETS = tuple(target for layout in LAYOUTS for target in _targets(layout))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the workers of one contender are asked."""
+
+    layout: Layout
+    shape: LlamaShape
+    compiler: Compiler
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Units: MiB, of the rank that needs most."""
+
+    step_tensors: float
+    process: float
+
+
+def cases(effort: Effort) -> list[Case]:
+    """MiB by contender; a case a layout."""
+    layouts: tuple[Layout, ...] = ("single",) if effort.quick else LAYOUTS
+    return [Case(case_name(layout), partial(_measure, layout, effort)) for layout in layouts]
+
+
+def _measure(layout: Layout, effort: Effort) -> list[Series]:
+    case, found = case_name(layout), list[Series]()
+    for compiler in compilers_of(layout):
+        job = Job(layout, effort.shape, compiler, num_steps=5)
+        label, num_ranks = f"{case}: {compiler}", NUM_RANKS[layout]
+        peak = workers.call(label, peak_of, job, num_ranks=num_ranks, environment=effort.environment)
+        found.append(Series(case, compiler, "step tensors", "MiB", (peak.step_tensors,)))
+        found.append(Series(case, compiler, "process", "MiB", (peak.process,)))
+    return found
+
+
+def peak_of(job: Job) -> Peak:
+    """Both quantities of one contender; runs on every rank."""
+    resident = _status("VmRSS")
+    step = make_step(job.layout, job.shape, job.compiler)
+    _repeat(step, job.num_steps)
+    _forget_high_water()
+    _repeat(step, job.num_steps)
+    process = _status("VmHWM") - resident
+    return _hungriest_rank(Peak(_allocated_by_step(step), process))
+
+
+def _repeat(step: TrainStep, times: int) -> None:
+    for _ in range(times):
+        step.clear()
+        step()
+
+
+def _status(key: Literal["VmRSS", "VmHWM"]) -> float:
+    """A line of Linux's /proc/self/status, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{key}:"))
+    return int(line.split()[1]) / 1024
+
+
+def _forget_high_water() -> None:
+    """Start VmHWM again from what is needed now: compiling leaves free pages behind."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _allocated_by_step(step: TrainStep) -> float:
+    step.clear()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        recorded.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    # "Total Allocated" counts from the first allocation that the process ever profiled: this step's.
+    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]") / MIB
+
+
+def _hungriest_rank(peak: Peak) -> Peak:
+    if not dist.is_initialized():
+        return peak
+    everyone = [peak] * dist.get_world_size()
+    dist.all_gather_object(everyone, peak)
+    return Peak(max(rank.step_tensors for rank in everyone), max(rank.process for rank in everyone))

@@ -1,0 +1,299 @@
+"""Every option of the training job: nested frozen dataclasses that tyro turns into the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from aotdist.errors import BadSettings
+from aotdist.settings import PartitionPolicy, Settings
+
+PROGRAM = "aotdist.launch.train"
+DESCRIPTION = """\
+Train a Llama-style decoder, byte by byte, on the sources of Python's own standard library.
+
+Runs as it is (`python -m aotdist.launch.train`) or on several ranks (`torchrun --nproc-per-node 2 -m
+aotdist.launch.train`): FSDP2 by default, HSDP and tensor parallelism on request; gloo on CPUs, NCCL and bf16
+on GPUs."""
+
+
+def _require(holds: bool, what: str, fix: str) -> None:
+    if not holds:
+        raise BadSettings(what, fix=fix)
+
+
+def _flag(options: Any, name: str) -> str:
+    """How the command line spells a field: `--optim.warmup-steps`."""
+    section = type(options).__name__.removesuffix("Options").lower()
+    return f"--{section}.{name.replace('_', '-')}"
+
+
+def _require_positive(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        _require(value > 0, f"{_flag(options, name)} is {value!r}", "give a positive number")
+
+
+def _require_not_negative(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        _require(value >= 0, f"{_flag(options, name)} is {value!r}", "give 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The shape of the decoder.
+
+    Args:
+        dim: width of the residual stream.
+        num_layers: decoder blocks.
+        num_heads: query heads; the width of a head is dim / num_heads and must be even.
+        num_kv_heads: key and value heads, each shared by num_heads / num_kv_heads query heads.
+        hidden_dim: width inside the SwiGLU; by default 8/3 of dim, rounded up to a multiple of 32.
+        tie_head: let the output head be the embedding's weight.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: what RMSNorm adds to the mean square.
+    """
+
+    dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    hidden_dim: int | None = None
+    tie_head: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "dim", "num_layers", "num_heads", "num_kv_heads", "rope_theta", "norm_eps")
+        _require(
+            self.dim % (2 * self.num_heads) == 0,
+            f"dim {self.dim} does not split into {self.num_heads} heads of even width",
+            f"choose dim as a multiple of {2 * self.num_heads}",
+        )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly",
+            "choose num_kv_heads among the divisors of num_heads",
+        )
+        if self.hidden_dim is not None:
+            _require_positive(self, "hidden_dim")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.num_heads
+
+    @property
+    def swiglu_dim(self) -> int:
+        """Width inside the SwiGLU."""
+        return self.hidden_dim or -(-self.dim * 8 // 3 // 32) * 32
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """What is read, and in which portions.
+
+    Args:
+        root: folder whose Python files are the text; by default the standard library's.
+        cache_folder: where the joined bytes are kept between runs; by default the user's cache folder.
+        seq_len: bytes that the model sees at once.
+        batch_size: sequences per data-parallel rank and micro step.
+        validation_percent: share of the files that is held out for validation.
+    """
+
+    root: Path | None = None
+    cache_folder: Path | None = None
+    seq_len: int = 256
+    batch_size: int = 8
+    validation_percent: int = 5
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "seq_len", "batch_size")
+        _require(
+            0 < self.validation_percent < 100,
+            f"--data.validation-percent is {self.validation_percent}",
+            "give a number from 1 to 99",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimOptions:
+    """AdamW, its schedule, clipping and accumulation.
+
+    Args:
+        steps: optimizer steps.
+        lr: peak learning rate.
+        min_lr_ratio: final learning rate, as a share of the peak.
+        warmup_steps: steps of linear warm-up before the cosine.
+        beta1: decay of AdamW's first moment.
+        beta2: decay of AdamW's second moment.
+        eps: AdamW's denominator offset.
+        weight_decay: decoupled decay of the matrices; vectors (norm scales) are never decayed.
+        clip_norm: largest norm of the whole gradient; 0 switches clipping off.
+        accumulate: micro steps whose gradients are summed before one optimizer step.
+        sync_every_micro_step: reduce gradients across ranks in every micro step (less memory), not
+            only in the last one (less communication).
+    """
+
+    steps: int = 300
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    accumulate: int = 1
+    sync_every_micro_step: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "steps", "lr", "accumulate", "eps")
+        _require(0 <= self.min_lr_ratio <= 1, f"--optim.min-lr-ratio is {self.min_lr_ratio}", "give 0 to 1")
+        _require_not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """How the ranks share the work: `dp_replicate x dp_shard x tp` must be the number of ranks.
+
+    Args:
+        dp_replicate: replicas of the sharded model; more than 1 makes the mesh an HSDP one.
+        dp_shard: ranks over which FSDP2 shards the parameters; by default all that are left.
+        tp: ranks over which each block's matrices are split (tensor and sequence parallelism).
+        reshard_after_forward: free a block's gathered parameters after its forward and gather them
+            again for its backward.
+        device: `auto` takes the GPUs if there are any.
+        precision: arithmetic of the blocks; `auto` is bf16 on GPUs and fp32 on CPUs. Parameters,
+            gradients and optimizer state stay fp32 either way.
+        timeout_s: seconds that a collective waits for a missing rank before the job fails.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int | None = None
+    tp: int = 1
+    reshard_after_forward: bool = True
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "dp_replicate", "tp", "timeout_s")
+        if self.dp_shard is not None:
+            _require_positive(self, "dp_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What `aotdist.compile` is asked for; settings left out follow `AOTDIST_*`, then the defaults.
+
+    Args:
+        backend: `eager` does not compile at all; `fx` runs the graphs as they are (bit-equal to eager);
+            `inductor` hands them to Inductor; `auto` lets aotdist choose.
+        partition: what the backward is given instead of computing it again.
+        bucket_bytes: largest collective that merging may build.
+        disabled_passes: names of graph passes to leave out.
+        verify: check the graphs' invariants after every pass.
+    """
+
+    backend: Literal["auto", "eager", "fx", "inductor"] = "auto"
+    partition: PartitionPolicy | None = None
+    bucket_bytes: int | None = None
+    disabled_passes: tuple[str, ...] | None = None
+    verify: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.settings(Settings())
+
+    def settings(self, base: Settings) -> Settings:
+        """`base`, overridden by the options that were given.
+
+        Raises:
+            BadSettings: a value is out of range.
+        """
+        given: dict[str, Any] = {
+            "partition": self.partition,
+            "bucket_bytes": self.bucket_bytes,
+            "disabled_passes": None if self.disabled_passes is None else frozenset(self.disabled_passes),
+            "verify": self.verify,
+        }
+        return dataclasses.replace(
+            base, **{name: value for name, value in given.items() if value is not None}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The run itself: where it writes, how often, and what makes it repeatable.
+
+    Args:
+        folder: where run folders are made.
+        name: name of this run's folder; by default the time of its start.
+        seed: decides the initial parameters, the order of the data and the sample.
+        log_every: steps between reports; every step is recorded in any case.
+        validate_every: steps between validations; 0 for only the two at the start and at the end.
+        validation_batches: batches of each data-parallel rank that a validation reads.
+        deterministic: refuse kernels that are not repeatable bit for bit (matters on GPUs only).
+        sample_bytes: bytes that the trained model writes at the end; 0 for none.
+        sample_prompt: what the sample continues.
+        sample_temperature: 0 always takes the likeliest byte.
+    """
+
+    folder: Path = Path("runs")
+    name: str | None = None
+    seed: int = 0
+    log_every: int = 1
+    validate_every: int = 50
+    validation_batches: int = 8
+    deterministic: bool = False
+    sample_bytes: int = 240
+    sample_prompt: str = "class "
+    sample_temperature: float = 0.6
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "log_every", "validation_batches")
+        _require_not_negative(self, "validate_every", "sample_bytes", "sample_temperature")
+        _require(bool(self.sample_prompt), "--run.sample-prompt is empty", "give at least one character")
+        plain_name = self.name is None or Path(self.name).name == self.name
+        _require(plain_name, f"--run.name is {self.name!r}", "give a folder name without slashes")
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """The whole job.
+
+    Args:
+        model: the decoder.
+        data: the text.
+        optim: the optimizer.
+        parallel: the ranks.
+        compile: the compiler.
+        run: the run.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+def parse_options(arguments: Sequence[str] | None, *, speaks: bool) -> JobOptions:
+    """Options from the command line (`sys.argv` when `arguments` is None).
+
+    Args:
+        arguments: the words after the program's name.
+        speaks: whether help and errors are printed; with many ranks only one should.
+
+    Raises:
+        SystemExit: 0 after `--help`, 2 when an option is unknown or does not parse.
+        BadSettings: options contradict each other.
+    """
+    return tyro.cli(JobOptions, prog=PROGRAM, description=DESCRIPTION, args=arguments, console_outputs=speaks)

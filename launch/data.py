@@ -1,0 +1,217 @@
+"""The text: Python files joined into two memory-mapped byte strings, and each rank's stream through them.
+
+Whole files are held out for validation, so no training window ever overlaps one. Training windows are
+visited in an order that depends on the seed and on nothing else: the position of a stream is one number,
+the windows that all ranks together have consumed, and may be resumed with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aotdist.errors import BadSettings
+from aotdist.launch.config import DataOptions
+
+SEPARATOR = b"\0"
+"""Stands between files: a byte that no Python source contains."""
+
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+"""Not the library itself, and shipped by some distributions only."""
+
+
+class Batch(NamedTuple):
+    """What the model is to read, and the byte that follows each byte of it.
+
+    Shapes: both (B, T), int64.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training and validation text.
+
+    Shapes: one dimension each, uint8, backed by a mapped file.
+    """
+
+    training: Tensor
+    validation: Tensor
+    root: Path
+    num_files: int
+
+
+def source_files(root: Path) -> list[Path]:
+    """Every Python file of the library below `root`, relative to it, in one order on every machine."""
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        found.extend(Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
+    return sorted(found, key=lambda path: path.as_posix())
+
+
+def is_held_out(path: Path, percent: int) -> bool:
+    """Whether a file is for validation; decided by its name alone, so adding files moves no other."""
+    digest = hashlib.sha256(path.as_posix().encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < percent
+
+
+def load_corpus(options: DataOptions) -> Corpus:
+    """The text that `options` describe, joined on first use and mapped from the cache afterwards.
+
+    Ranks may race here: each writes a file of its own and renames it, so a cached file is always whole.
+
+    Raises:
+        BadSettings: there is too little text, or the cache folder cannot be written.
+    """
+    root = options.root or Path(sysconfig.get_paths()["stdlib"])
+    paths = source_files(root)
+    cache = _cache_folder(options)
+    halves: dict[bool, Tensor] = {}
+    for held_out in (False, True):
+        half = [path for path in paths if is_held_out(path, options.validation_percent) == held_out]
+        halves[held_out] = _mapped(_joined_file(root, half, cache))
+    for held_out, text in halves.items():
+        _require_a_window(text, root, options.seq_len, "validation" if held_out else "training")
+    return Corpus(training=halves[False], validation=halves[True], root=root, num_files=len(paths))
+
+
+def _require_a_window(text: Tensor, root: Path, seq_len: int, purpose: str) -> None:
+    if len(text) <= seq_len:
+        raise BadSettings(
+            f"{root} holds {len(text)} bytes of {purpose} text, fewer than one sequence of {seq_len + 1}",
+            fix="choose a folder with more Python files (--data.root), or a smaller --data.seq-len",
+        )
+
+
+def _cache_folder(options: DataOptions) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = options.cache_folder or base / "aotdist"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        what = f"the cache folder {folder} cannot be written: {error.strerror}"
+        raise BadSettings(what, fix="name another one with --data.cache-folder") from error
+    return folder
+
+
+def _joined_file(root: Path, paths: list[Path], cache: Path) -> Path:
+    joined = cache / f"text-{_listing_hash(root, paths)}.bin"
+    if not joined.exists():
+        _write_joined(root, paths, joined)
+    return joined
+
+
+def _listing_hash(root: Path, paths: Iterable[Path]) -> str:
+    """Changes when a file is added, removed or edited: name, size and time of each go in."""
+    listing = hashlib.sha256(str(root).encode())
+    for path in paths:
+        stat = (root / path).stat()
+        listing.update(f"{path.as_posix()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return listing.hexdigest()[:16]
+
+
+def _write_joined(root: Path, paths: Iterable[Path], joined: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=joined.parent, prefix=joined.stem, delete=False) as file:
+        for path in paths:
+            file.write((root / path).read_bytes() + SEPARATOR)
+    os.replace(file.name, joined)
+
+
+def _mapped(path: Path) -> Tensor:
+    size = path.stat().st_size
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """A text cut into sequences of `seq_len` bytes, each with the byte that follows it."""
+
+    text: Tensor
+    seq_len: int
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.seq_len
+
+    def batch(self, windows: Tensor) -> Batch:
+        """The sequences with these numbers.
+
+        Shapes: windows (B,) int64.
+        """
+        offsets = torch.arange(self.seq_len + 1)
+        rows = self.text[windows[:, None] * self.seq_len + offsets].long()
+        return Batch(tokens=rows[:, :-1].contiguous(), targets=rows[:, 1:].contiguous())
+
+
+class ByteStream:
+    """One data-parallel rank's endless stream of training batches.
+
+    All ranks walk through one seeded order of the windows, a new one in each epoch; of every
+    `num_ranks * batch_size` consecutive windows, a rank takes its own `batch_size`.
+
+    Args:
+        windows: the training text.
+        batch_size: sequences of one batch, per rank.
+        rank: place among the data-parallel ranks.
+        num_ranks: data-parallel ranks.
+        seed: decides the order.
+        position: windows that all ranks together have consumed; the whole state of a stream.
+    """
+
+    def __init__(
+        self, windows: Windows, *, batch_size: int, rank: int, num_ranks: int, seed: int, position: int = 0
+    ) -> None:
+        self.position = position
+        self._windows = windows
+        self._batch_size = batch_size
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._seed = seed
+        self._order = (-1, torch.empty(0, dtype=torch.int64))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        first = self.position + self._rank * self._batch_size
+        windows = [self._window_at(first + offset) for offset in range(self._batch_size)]
+        self.position += self._num_ranks * self._batch_size
+        return self._windows.batch(torch.tensor(windows))
+
+    def _window_at(self, position: int) -> int:
+        epoch, place = divmod(position, len(self._windows))
+        return int(self._epoch_order(epoch)[place])
+
+    def _epoch_order(self, epoch: int) -> Tensor:
+        if self._order[0] != epoch:
+            digest = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            self._order = (epoch, torch.randperm(len(self._windows), generator=generator))
+        return self._order[1]
+
+
+def validation_batches(
+    windows: Windows, *, num_batches: int, batch_size: int, rank: int, num_ranks: int
+) -> Iterator[Batch]:
+    """This rank's share of validation batches, the same ones every time, spread evenly over the text.
+
+    With less text than asked for, windows repeat: every rank has `num_batches` in any case.
+    """
+    wanted = num_batches * num_ranks * batch_size
+    spread = torch.arange(wanted) * len(windows) // wanted
+    mine = spread.view(num_batches, num_ranks, batch_size)[:, rank]
+    return (windows.batch(numbers) for numbers in mine)

@@ -1,0 +1,91 @@
+"""The whole job, from options to the last record, in the order in which it happens."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import closing
+
+import torch
+
+from aotdist.launch.compiling import compile_model, uncompiled
+from aotdist.launch.config import JobOptions
+from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
+from aotdist.launch.loop import Trainer, TrainState
+from aotdist.launch.metrics import EndRecord
+from aotdist.launch.model import Decoder, build_decoder, num_parameters
+from aotdist.launch.optim import build_optimizer
+from aotdist.launch.parallel import Place, World, join, spread
+from aotdist.launch.progress import Reporter, make_reporter
+from aotdist.launch.recorder import RecordingReporter, SilentReporter
+from aotdist.launch.run_folder import make_run_folder, write_config
+from aotdist.launch.sample import write_sample
+from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
+
+
+def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
+    """Trains as the options say; leaves the process group, if any, to the caller.
+
+    Raises:
+        BadSettings: the options do not fit the machine, the ranks or the text.
+        TrainingDiverged: the loss is no longer finite.
+        Interrupted: a signal asked for an early end, and everything was written.
+    """
+    started = time.perf_counter()
+    torch.manual_seed(options.run.seed)
+    torch.use_deterministic_algorithms(options.run.deterministic)
+    world = join(options.parallel, place)
+    corpus = load_corpus(options.data)
+    model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
+    facts = _facts(options, world, corpus, model)
+    spread(model, world, options)
+    compile_model(model, options.compile)
+    state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
+    with closing(_reporter(options, world, facts)) as reporter, naming_lost_ranks():
+        held_out = Windows(corpus.validation, options.data.seq_len)
+        finished = Trainer(options, world, held_out, stop, reporter).run(state)
+        if finished and options.run.sample_bytes:
+            # Inductor takes longer to compile the logits (8 s) than eager does to write 240 bytes (5 s).
+            with uncompiled(options.compile):
+                sample = write_sample(model, world, options.run, seq_len=options.data.seq_len)
+            reporter.section("sample", sample)
+        status = "finished" if finished else "stopped"
+        reporter.record(EndRecord(status, state.step, time.perf_counter() - started))
+    if not finished:
+        raise Interrupted(stop.signal_number or signal.SIGINT)
+
+
+def _training_stream(options: JobOptions, world: World, corpus: Corpus) -> ByteStream:
+    return ByteStream(
+        Windows(corpus.training, options.data.seq_len),
+        batch_size=options.data.batch_size,
+        rank=world.dp_rank,
+        num_ranks=world.layout.num_dp_ranks,
+        seed=options.run.seed,
+    )
+
+
+def _reporter(options: JobOptions, world: World, facts: dict[str, str]) -> Reporter:
+    if world.place.rank != 0:
+        return SilentReporter()
+    folder = make_run_folder(options.run)
+    write_config(folder, options, world)
+    reporter = RecordingReporter(folder, make_reporter())
+    reporter.start({**facts, "run folder": str(folder)}, options.optim.steps)
+    return reporter
+
+
+def _facts(options: JobOptions, world: World, corpus: Corpus, model: Decoder) -> dict[str, str]:
+    """What the person at the terminal should know before the first step."""
+    shape = options.model
+    head = "tied" if shape.tie_head else "untied"
+    dtype = str(world.compute_dtype).removeprefix("torch.")
+    megabytes = len(corpus.training) / 1e6, len(corpus.validation) / 1e6
+    return {
+        "model": f"{num_parameters(model):,} parameters: {shape.num_layers} layers x {shape.dim}, "
+        f"{shape.num_heads} heads on {shape.num_kv_heads} key/value heads, {head} head",
+        "text": f"{corpus.num_files} files of {corpus.root}: "
+        f"{megabytes[0]:.1f} MB to train on, {megabytes[1]:.1f} MB held out",
+        "ranks": f"{world.layout} on {world.device.type}, {dtype}",
+        "compiler": options.compile.backend,
+    }

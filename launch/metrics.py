@@ -1,0 +1,120 @@
+"""What a run records: one JSON object per line, each on disk before the next step begins.
+
+Floats are written so that they read back as the same bits (`repr`), so two runs can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step.
+
+    Args:
+        step: its number, from 1.
+        loss: mean over all ranks and micro steps, in nats per byte, before the step.
+        grad_norm: of the whole gradient, before clipping.
+        lr: learning rate.
+        tokens: bytes that all ranks have trained on so far.
+        seconds: wall time of the step.
+        tokens_per_s: of all ranks together.
+        memory_bytes: peak of this rank so far: allocated GPU memory, or resident memory on a CPU.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRecord:
+    """The loss on held-out files after `step` steps, in nats per byte."""
+
+    step: int
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndRecord:
+    """How the run ended, after `step` steps and `seconds` of wall time, start-up included."""
+
+    status: Literal["finished", "stopped"]
+    step: int
+    seconds: float
+
+
+Record: TypeAlias = StepRecord | ValidationRecord | EndRecord
+
+_KINDS: dict[str, Callable[..., Record]] = {
+    "step": StepRecord,
+    "validation": ValidationRecord,
+    "end": EndRecord,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def to_line(record: Record) -> str:
+    """One line of JSON; a number that JSON cannot write (inf, nan) becomes null."""
+    fields = {name: _finite(value) for name, value in dataclasses.asdict(record).items()}
+    return json.dumps({"kind": _NAMES[type(record)], **fields}, allow_nan=False)
+
+
+def from_line(line: str) -> Record:
+    """The record of a line; null becomes nan."""
+    fields: dict[str, Any] = json.loads(line)
+    make = _KINDS[fields.pop("kind")]
+    return make(**{name: math.nan if value is None else value for name, value in fields.items()})
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsLog:
+    """Appends records to a file.
+
+    Each line is a single unbuffered write in append mode: a killed process leaves whole lines. What a
+    power failure may take is everything since the last validation, when the file is synced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def record(self, record: Record) -> None:
+        """Writes one line."""
+        os.write(self._descriptor, (to_line(record) + "\n").encode())
+        if not isinstance(record, StepRecord):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        os.close(self._descriptor)
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records of a file; a last line that was cut short is left out.
+
+    Raises:
+        ValueError: a line before the last is damaged.
+    """
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return [from_line(line) for line in lines]

@@ -1,0 +1,282 @@
+"""The ranks: which device each one has, the mesh that they form, and the model spread over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from aotdist.errors import BadSettings
+from aotdist.launch.config import JobOptions, ParallelOptions
+from aotdist.launch.model import Decoder
+from aotdist.torch_seam import flatten_axes
+
+REPLICATE_AXIS, SHARD_AXIS, TP_AXIS = "replicate", "shard", "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands in the job.
+
+    Args:
+        rank: among all processes.
+        local_rank: among those of this machine.
+        world_size: processes of the job.
+        launched: whether torchrun (or the like) started it, so that there is a group to join.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    launched: bool = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Place:
+        """What torchrun's variables say; a job of one process without them."""
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return cls()
+        rank = int(environ["RANK"])
+        local_rank = int(environ.get("LOCAL_RANK", rank))
+        return cls(rank=rank, local_rank=local_rank, world_size=int(environ["WORLD_SIZE"]), launched=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the mesh axes; their product is the number of ranks."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def num_dp_ranks(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @classmethod
+    def of(cls, options: ParallelOptions, world_size: int) -> Layout:
+        """The layout that the options describe, the free axis filled in.
+
+        Raises:
+            BadSettings: the axes do not multiply to `world_size`.
+        """
+        fixed = options.dp_replicate * options.tp
+        layout = cls(options.dp_replicate, options.dp_shard or max(1, world_size // fixed), options.tp)
+        if layout.num_dp_ranks * layout.tp != world_size:
+            raise BadSettings(
+                f"a mesh of dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} x tp {layout.tp} "
+                f"does not fit {world_size} rank{'s' * (world_size > 1)}",
+                fix="change --parallel.*, or torchrun's --nproc-per-node",
+            )
+        return layout
+
+    def __str__(self) -> str:
+        axes = {"HSDP replicas": self.dp_replicate, "FSDP shards": self.dp_shard, "TP": self.tp}
+        return " x ".join(f"{size} {name}" for name, size in axes.items() if size > 1) or "1 rank"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place, device and meshes.
+
+    Args:
+        place: where the process stands.
+        layout: sizes of the mesh axes.
+        device: where the model lives.
+        compute_dtype: arithmetic of the blocks.
+        dp_mesh: the mesh to shard the parameters over, if they are to be.
+        tp_mesh: the mesh to split matrices over, if they are to be.
+        dp_rank: place among the ranks that read different data.
+    """
+
+    place: Place
+    layout: Layout
+    device: torch.device
+    compute_dtype: torch.dtype
+    dp_mesh: DeviceMesh | None
+    tp_mesh: DeviceMesh | None
+    dp_rank: int
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """For a model without FSDP2, whose mixed precision is not a policy's business."""
+        if self.compute_dtype == torch.float32 or self.dp_mesh is not None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over all ranks, taken in fp64: ranks of one TP group hold equal values."""
+        total = values.to(self.device, torch.float64)
+        if self.place.launched:
+            dist.all_reduce(total)
+        return total / self.place.world_size
+
+
+def join(options: ParallelOptions, place: Place) -> World:
+    """Enters the process group, if there is one, and lays the meshes out.
+
+    Raises:
+        BadSettings: the mesh does not fit the ranks, or a rank has no GPU.
+    """
+    layout = Layout.of(options, place.world_size)
+    device = _device(options, place)
+    precision = options.precision if options.precision != "auto" else _DEFAULT_PRECISION[device.type]
+    if not place.launched:
+        return World(place, layout, device, _DTYPES[precision], dp_mesh=None, tp_mesh=None, dp_rank=0)
+    _join_group(device, options.timeout_s)
+    dp_mesh, tp_mesh = _meshes(layout, device)
+    dp_rank = place.rank // layout.tp  # the TP axis is the innermost one
+    return World(place, layout, device, _DTYPES[precision], dp_mesh, tp_mesh, dp_rank)
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DEFAULT_PRECISION = {"cpu": "fp32", "cuda": "bf16"}
+
+
+def _device(options: ParallelOptions, place: Place) -> torch.device:
+    kind = options.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        raise BadSettings(
+            f"rank {place.rank} needs GPU {place.local_rank} and {torch.cuda.device_count()} are visible",
+            fix="start one rank per GPU (torchrun --nproc-per-node gpu), or choose --parallel.device cpu",
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _join_group(device: torch.device, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def leave() -> None:
+    """Destroys the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _meshes(layout: Layout, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The data-parallel mesh (two-dimensional for HSDP) and the tensor-parallel one.
+
+    A single torchrun rank gets a data-parallel mesh of one: it then runs what many would.
+    """
+    sizes = {REPLICATE_AXIS: layout.dp_replicate, SHARD_AXIS: layout.dp_shard, TP_AXIS: layout.tp}
+    axes = tuple(name for name, size in sizes.items() if size > 1) or (SHARD_AXIS,)
+    if REPLICATE_AXIS in axes and SHARD_AXIS not in axes:
+        axes = (REPLICATE_AXIS, SHARD_AXIS, *axes[1:])
+    mesh = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
+    if SHARD_AXIS in axes and TP_AXIS in axes:
+        flatten_axes(mesh, (SHARD_AXIS, TP_AXIS))  # one all-reduce, not two, for the norm of all gradients
+    dp_axes = tuple(axis for axis in axes if axis != TP_AXIS)
+    return mesh[dp_axes] if dp_axes else None, mesh[TP_AXIS] if TP_AXIS in axes else None
+
+
+def spread(model: Decoder, world: World, options: JobOptions) -> None:
+    """Moves the model to its device and spreads it over the meshes: first TP, then FSDP2, block by block.
+
+    Raises:
+        BadSettings: the model does not split evenly over the TP ranks.
+    """
+    model.to(world.device)
+    if world.tp_mesh is not None:
+        _require_even_split(options, world.layout.tp)
+        _split_matrices(model, world.tp_mesh)
+    if world.dp_mesh is not None:
+        _shard_parameters(model, world.dp_mesh, world.compute_dtype, options.parallel.reshard_after_forward)
+
+
+def _require_even_split(options: JobOptions, tp: int) -> None:
+    splits = {
+        "--model.num-kv-heads": options.model.num_kv_heads,
+        "--model.hidden-dim": options.model.swiglu_dim,
+        "--data.seq-len": options.data.seq_len,
+    }
+    for flag, size in splits.items():
+        if size % tp:
+            what = f"{flag} {size} does not split over {tp} TP ranks"
+            raise BadSettings(what, fix=f"give a multiple of {tp}")
+
+
+def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
+    """Tensor parallelism inside attention and SwiGLU, sequence parallelism between them.
+
+    Every parameter becomes a DTensor of the same mesh, the norms' scales too: clipping may then take
+    the norm of all gradients together.
+
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    arXiv:2205.05198, section 4.2.2.
+    """
+    outer: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, outer)
+    model.tie()
+    for block in model.blocks:
+        parallelize_module(block, mesh, _block_plan())
+
+
+def _block_plan() -> dict[str, ParallelStyle]:
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp_norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def _shard_parameters(
+    model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
+    """FSDP2, a unit per block; embedding, last norm and head are the root's unit.
+
+    Inputs are not cast: the only floating one is the rotary table, whose angles bf16 would blur
+    (8 bits of mantissa against positions in the thousands).
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=None if dtype == torch.float32 else torch.float32,
+        cast_forward_inputs=False,
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward reduces gradients across ranks; only FSDP2 can leave it for later."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)

@@ -1,0 +1,127 @@
+"""How a job ends early: by a signal, between two steps; or by a fault, with one message and an exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+
+from aotdist.errors import AotdistError, BadSettings, RankLost
+from aotdist.launch.parallel import Place
+from aotdist.runtime.ranks.board import board_of_this_process
+from aotdist.runtime.ranks.failing import addresses, report
+from aotdist.runtime.ranks.loss import LossWatch
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+FIRST_WORD_S = 5.0
+"""How long another rank leaves it to rank 0 to report a fault that all of them probably have.
+
+torchrun ends the others within 0.1 s of rank 0's exit, so this time is waited out only where rank 0
+does not have the fault.
+"""
+
+GRACE_S = 3.0
+"""How long a rank whose collective broke looks for the one that is gone."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and did, in good order.
+
+    Args:
+        signal_number: of the signal that asked.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.signal_number = signal_number
+
+
+class StopRequest:
+    """Turns the first SIGINT or SIGTERM into a request, which the loop reads between steps.
+
+    A second signal acts at once. While the request is installed, torchrun's SIGTERM after another rank's
+    death does not cut off the report of it either; torchrun waits 30 s before it kills.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+
+def end(error: BaseException, place: Place, stop: StopRequest) -> int:
+    """Reports why the job ends and returns the exit code; to be called while the process group stands.
+
+    The rank that first leaves the group makes the collectives of the others fail, with errors that hide
+    the cause; so each rank reports before it leaves.
+    """
+    match error:
+        case SystemExit(code=int(code)):
+            if code != EXIT_DONE:
+                _rank_0_has_not_spoken(place, stop)
+            return code
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT
+        case Interrupted():
+            return 128 + error.signal_number
+        case RankLost():
+            _say(place, f"RankLost: {error}")  # at once: the lost one may be rank 0
+            return EXIT_FAILED
+        case AotdistError():
+            if _rank_0_has_not_spoken(place, stop):
+                _say(place, f"{type(error).__name__}: {error}")
+            return EXIT_USAGE if isinstance(error, BadSettings) else EXIT_FAILED
+        case _:
+            _say(place, "".join(traceback.format_exception(error)))
+            return EXIT_FAILED
+
+
+def _rank_0_has_not_spoken(place: Place, stop: StopRequest) -> bool:
+    """Waits on other ranks than 0; False when the launcher ended the job meanwhile."""
+    deadline = time.monotonic() + (FIRST_WORD_S if place.rank else 0.0)
+    while stop.signal_number is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return place.rank == 0 or stop.signal_number is None
+
+
+def _say(place: Place, text: str) -> None:
+    prefix = f"[rank {place.rank}] " if place.rank else ""
+    lines = (prefix + line for line in text.rstrip().splitlines(keepends=True))
+    print("".join(lines), file=sys.stderr, flush=True)
+
+
+def naming_lost_ranks() -> AbstractContextManager[None]:
+    """Around what the ranks do together: a collective that breaks raises `RankLost` with the culprit.
+
+    Compiled graphs are watched by the runtime; this is for the collectives between them (the norm of the
+    gradients, the loss) and for a model that was not compiled. All ranks must come here together.
+    """
+    board = board_of_this_process()
+    if board is None:
+        return nullcontext()
+    report(board, "training")
+    dist.barrier()  # everyone's address is on the board before anyone reads them
+    peers = [rank for rank in range(dist.get_world_size()) if rank != board.rank]
+    return LossWatch(board, "train", addresses(board, peers), GRACE_S)

@@ -1,0 +1,28 @@
+"""Entry point of the training job: `torchrun --nproc-per-node 2 -m aotdist.launch.train`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from aotdist.launch import shutdown
+from aotdist.launch.config import parse_options
+from aotdist.launch.job import run_job
+from aotdist.launch.parallel import Place, leave
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the job and returns the exit code: 0 done, 1 failed, 2 wrong options, 128 + n on signal n."""
+    place = Place.from_environment()
+    with shutdown.StopRequest() as stop:
+        try:
+            run_job(parse_options(arguments, speaks=place.rank == 0), place, stop)
+            return shutdown.EXIT_DONE
+        except BaseException as error:  # the last door: every fault leaves through one report
+            return shutdown.end(error, place, stop)
+        finally:
+            leave()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""DTensor: a local shard, and a spec that says of what.
+
+The general protocol already takes a DTensor apart (its `device_mesh` is an attribute that is no
+tensor) and puts it together. This rule adds what is special: a quick constructor, the layout to
+expect of a tangent, and the conversion of one that is laid out otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from aotdist.subclasses.protocol import Constant, Wrapper, rebuild
+from aotdist.torch_seam import dtensor_spec, make_dtensor, with_placements
+
+
+class _DTensorRule:
+    """See `aotdist.subclasses.protocol.WrapperRule`."""
+
+    def owns(self, cls: type[torch.Tensor]) -> bool:
+        return cls is DTensor
+
+    def convert(self, tensor: torch.Tensor, recipe: Wrapper) -> torch.Tensor | None:
+        if not isinstance(tensor, DTensor):
+            return None
+        spec = _spec(recipe)
+        if tensor.device_mesh == spec.mesh and tensor.placements != spec.placements:
+            tensor = tensor.redistribute(placements=spec.placements)
+        return tensor
+
+    def tangent_recipe(self, recipe: Wrapper) -> Wrapper:
+        """Autograd gives the summands of a partial sum the whole gradient: `Partial` becomes `Replicate`."""
+        whole = tuple(Replicate() if p.is_partial() else p for p in _spec(recipe).placements)
+        return replace(recipe, context=with_placements(recipe.context, whole))
+
+    def same_layout(self, a: Wrapper, b: Wrapper) -> bool:
+        first, second = _spec(a), _spec(b)
+        return first.placements == second.placements and first.mesh == second.mesh
+
+    def process_groups(self, recipe: Wrapper) -> Iterable[str]:
+        return [group.group_name for group in _spec(recipe).mesh.get_all_groups()]
+
+    def unwrap_source(self, tensor: str) -> Sequence[str]:
+        return (f"{tensor}._local_tensor",)
+
+    def context_of(self, tensor: torch.Tensor) -> Any:
+        return tensor._spec  # type: ignore[attr-defined]
+
+    def same_context_source(self, tensor: str, expected: str) -> str:
+        # Parameters keep their spec object, so the comparison (0.5 us) is rarely reached.
+        return f"({tensor}._spec is {expected} or {tensor}._spec == {expected})"
+
+    def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
+        inner = dict(recipe.attributes)["_local_tensor"]
+        if isinstance(inner, Wrapper):
+            return lambda *plains: rebuild(recipe, plains)
+        spec = _spec(recipe)
+        return partial(make_dtensor, spec=spec)
+
+
+def _spec(recipe: Wrapper) -> Any:
+    mesh = dict(recipe.attributes).get("device_mesh")
+    return dtensor_spec(
+        recipe.context, mesh.value if isinstance(mesh, Constant) else None, recipe.size, recipe.stride
+    )
+
+
+WRAPPER_RULE = _DTensorRule()

@@ -1,0 +1,172 @@
+"""FSDP2: a module given to `fully_shard`, its hooks replaced by collectives that land in the graph.
+
+What FSDP2 does in eager, unit by unit (a *unit* is the parameters of one `fully_shard` call that no inner
+call took; hooks of the module do all of it)::
+
+    pre-forward    move the root's inputs to the device; cast inputs to param_dtype
+                   all-gather the unit into a flat buffer; register whole parameters on the module
+    post-forward   register the shards again and free the buffer, if reshard_after_forward
+                   cast outputs to output_dtype; hook the outputs
+    pre-backward   (a hook of the outputs' gradients) all-gather again
+    post-backward  (the backward of a node put before the inputs) free; then either reduce-scatter the
+                   unit's gradients, all-reduce them among replicas, and set or add to `.grad` of the shards;
+                   or, with set_requires_gradient_sync(False), keep them whole on FSDP2's record
+
+What is recorded instead. The two forward hooks are swapped, in place, for `fsdp_hooks.UnitHooks`, which
+casts and registers as eager does but gathers through `fsdp_unshard.Unshard`, an autograd function of one
+parameter. There is no backward hook: reducing *is* the backward of gathering::
+
+    shard ─[to param_dtype]─[pad]─ all_gather_into_tensor ─ wait_tensor ─[chunk, cat]─[narrow]─► whole
+                                                                                                   │ module
+    .grad ◄─[narrow]─[to]─[div]─[all_reduce ─ wait]─ wait_tensor ─ reduce_scatter_tensor ─[pad]─[to]─ its grad
+
+Every node of a chain carries the unit's name (`node.meta["unit"]`); a chain that gathers also carries what
+`reshard_after_forward` means to a partitioner: `must_recompute` (gather again in backward) when True,
+`must_save` when False. Graph passes merge the chains of a unit and move them to where they overlap with
+computation, which is what FSDP2's flat buffers, streams and prefetching are for; so the methods that only
+steer those are accepted and change nothing: `set_modules_to_*_prefetch`, `set_is_last_backward`,
+`set_reshard_after_backward`, `set_unshard_in_backward`, `set_reduce_scatter_max_input_buffers`.
+
+Values are equal bit for bit to eager's (`fsdp_unshard` says why), except that
+
+- more than two ranks add in an order that a collective may choose by the place in its buffer (gloo does):
+  equal to rounding until a pass merges a unit's reductions into the buffer that FSDP2 would make;
+- a divide factor other than the number of shards multiplies before the collective where NCCL does inside;
+- with tensor parallelism and no synchronisation, a gradient that is a partial sum over the tensor-parallel
+  ranks is summed at every step, by eager at the last.
+
+Accumulation without synchronisation keeps whole gradients where eager keeps them, so eager and compiled steps
+mix in any order. `prepare` allocates what backward will add to; `lifted` names it for the program; the step
+that reduces takes it along, also for a parameter that it does not use, and `after_backward` forgets it.
+Whether gradients are reduced is read when forward is called.
+
+What is refused, by name and before anything is changed, stands in `fsdp_refusals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Iterable
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from aotdist.subclasses.fsdp_hooks import Capture
+from aotdist.subclasses.fsdp_refusals import refuse, refuse_accumulation_inside_eager_root, refuse_switches
+from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
+from aotdist.subclasses.fsdp_unshard import local_part, new_accumulator
+from aotdist.subclasses.protocol import Annotate
+from aotdist.torch_seam import fsdp_state
+
+
+class _FsdpRule:
+    """See `aotdist.subclasses.protocol.ModuleRule`."""
+
+    name = "FSDP2"
+
+    def __init__(self) -> None:
+        self._new: WeakSet[Any] = WeakSet()
+        """Records whose accumulator `prepare` made, and whose backward has not run yet."""
+
+    def claims(self, root: nn.Module) -> bool:
+        return any(isinstance(module, FSDPModule) for module in root.modules())
+
+    def check(self, root: nn.Module) -> None:
+        refuse(root)
+
+    def flags(self, root: nn.Module) -> Hashable:
+        return tuple(_group_flags(group) for _, group in groups(root))
+
+    def prepare(self, root: nn.Module) -> None:
+        for prefix, module in outermost(root):
+            state = fsdp_state(module)
+            state._lazy_init()
+            refuse_accumulation_inside_eager_root(module, prefix.rstrip(".") or "(root)")
+            _wait_for_optimizer(state)
+        for prefix, group in groups(root):
+            refuse_switches(group, unit_name(group, prefix))
+            _reshard(group)
+            _adopt_eager_gradients(group)
+            if torch.is_grad_enabled() and not group.reduce_grads:
+                self._allocate(group)
+
+    @contextmanager
+    def capturing(self, root: nn.Module, annotate: Annotate) -> Generator[None]:
+        with Capture(annotate).hooked(units(root)):
+            yield
+
+    def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:
+        if not torch.is_grad_enabled():
+            return
+        for prefix, group in groups(root):
+            for record in _accumulating(group):
+                yield f"{param_path(record, prefix)}.accumulated_grad", record, "unsharded_accumulated_grad"
+
+    def after_backward(self, root: nn.Module) -> None:
+        accumulating = [(group, record) for _, group in groups(root) for record in _accumulating(group)]
+        written = {record for _, record in accumulating if _was_written(record)}
+        for group, record in accumulating:
+            # Backward reaches something: if no write shows, versions tell nothing, and everything counts.
+            untouched = written and record in self._new and record not in written
+            if group.reduce_grads or untouched:
+                record.unsharded_accumulated_grad = None
+            self._new.discard(record)
+
+    def _allocate(self, group: Any) -> None:
+        for record in group.fsdp_params:
+            if record.sharded_param.requires_grad and record.unsharded_accumulated_grad is None:
+                record.unsharded_accumulated_grad = new_accumulator(record)
+                self._new.add(record)
+
+
+def _group_flags(group: Any) -> Hashable:
+    return (
+        group.reduce_grads,
+        group._reshard_after_forward,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+        group._reduce_scatter_process_group.group_name,
+        tuple(_accumulates(record) for record in group.fsdp_params) if torch.is_grad_enabled() else (),
+    )
+
+
+def _accumulating(group: Any) -> list[Any]:
+    return [record for record in group.fsdp_params if _accumulates(record)]
+
+
+def _accumulates(record: Any) -> bool:
+    return record.unsharded_accumulated_grad is not None
+
+
+def _was_written(record: Any) -> bool:
+    # A write to a DTensor counts on the DTensor, one to the tensor inside it only there.
+    accumulated = record.unsharded_accumulated_grad
+    return accumulated._version + local_part(accumulated)._version > 0
+
+
+def _reshard(group: Any) -> None:
+    """Give up what an eager run, or the user's `unshard()`, left gathered."""
+    group.wait_for_unshard()
+    group._to_sharded()
+
+
+def _adopt_eager_gradients(group: Any) -> None:
+    """Where no cast is due, eager accumulates on the whole parameter instead of on the record."""
+    for record in group.fsdp_params:
+        whole = getattr(record, "_unsharded_param", None)
+        if whole is not None and whole.grad is not None:
+            record.unsharded_accumulated_grad, whole.grad = whole.grad, None
+
+
+def _wait_for_optimizer(state: Any) -> None:
+    """Honour `set_post_optim_event`: the optimizer may run on a stream of its own."""
+    context = state._state_ctx
+    if context.post_optim_event is not None:
+        state._device_handle.current_stream().wait_event(context.post_optim_event)
+        context.post_optim_event = None
+
+
+MODULE_RULE = _FsdpRule()

@@ -1,0 +1,267 @@
+"""What stands in for FSDP2's hooks while a module is captured.
+
+One `UnitHooks` replaces the two hooks of one FSDP state, under the same keys and so at the same place among
+the user's own hooks. It keeps FSDP2's order of events (move and cast the inputs, gather, compute, reshard,
+cast the outputs) and leaves out what only eager needs: streams, prefetching, freeing of storage, and the
+backward hooks, whose work is the backward of `Unshard`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.subclasses.fsdp_unshard import GatherAgain, LeaveSharded, ReachAll, ShardedParam, Unshard
+from aotdist.subclasses.protocol import Annotate
+from aotdist.torch_seam import in_backward, map_tensors, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A parameter whose `whole` tensor stands, or stood, in the place of the `sharded` one.
+
+    `leaf` is the first whole tensor of this forward: the gradients of every use meet there.
+    """
+
+    param: ShardedParam
+    sharded: Any
+    whole: torch.Tensor
+    leaf: torch.Tensor
+
+
+class UnitHooks:
+    """The traced hooks of one FSDP state: one module, or several that `fully_shard([...])` groups."""
+
+    def __init__(self, state: Any, params: tuple[ShardedParam, ...], capture: Capture) -> None:
+        self.state = state
+        self.params = params
+        self._capture = capture
+        self._gathered: list[_Gathered] = []
+        self._running = False
+        self._recomputing = False
+        self._went_backward = False
+        self._to_run: set[nn.Module] = set()
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Move and cast the inputs; gather, unless another module of the group already did."""
+        self._recomputing = bool(self._gathered) and in_backward()
+        if self._recomputing:
+            self._register_whole()
+            return self._cast_inputs(args), self._cast_inputs(kwargs)
+        self._to_run = self._to_run or set(self.state._modules)
+        entering, self._running = not self._running, True
+        if entering:
+            args, kwargs = self._capture.enter(self, args, kwargs)
+        args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
+        if entering:
+            self._unshard()
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard after the last module of the group, and cast the output."""
+        self._to_run.discard(module)
+        if self._recomputing or self._to_run:
+            return self._cast_output(output)
+        output = self._complete(output)
+        output = self._capture.leave(self, output)
+        return self._cast_output(output)
+
+    def complete_early(self, output: Any) -> Any:
+        """End a forward in which some modules of the group did not run; the root's forward is over."""
+        if not self._to_run:
+            return output
+        self._to_run.clear()
+        return self._cast_output(self._complete(output))
+
+    def restore(self) -> None:
+        """Put the sharded parameters back wherever a whole one is still registered."""
+        for gathered in self._gathered:
+            for module, name in gathered.param.places():
+                if module._parameters.get(name) is gathered.whole:
+                    module._parameters[name] = gathered.sharded
+
+    def leaf(self, param: ShardedParam) -> torch.Tensor:
+        """Where the gradients of `param` meet in this forward, also when it was not gathered."""
+        for gathered in self._gathered:
+            if gathered.param is param and gathered.leaf.requires_grad:
+                return gathered.leaf
+        return LeaveSharded.apply(_registered(param), param, self._capture)
+
+    def _complete(self, output: Any) -> Any:
+        self._reshard()
+        if torch.is_grad_enabled():
+            map_tensors(self._register_before_backward, output)
+        self._running = False
+        return output
+
+    def _unshard(self) -> None:
+        self.restore()
+        earlier = [None] * len(self.params) if self._went_backward else self._gathered
+        self._gathered = [
+            self._gather(param, before) for param, before in itertools.zip_longest(self.params, earlier)
+        ]
+        self._went_backward = False
+        self._register_whole()
+
+    def _gather(self, param: ShardedParam, before: _Gathered | None) -> _Gathered:
+        sharded = _registered(param)
+        needs_grad = sharded.requires_grad and torch.is_grad_enabled()
+        if before is None or before.leaf.requires_grad != needs_grad:
+            whole = _as_parameter(Unshard.apply(sharded, param, self._capture))
+            return _Gathered(param, sharded, whole, leaf=whole)
+        if param.policy == "must_save":
+            return before
+        whole = _as_parameter(GatherAgain.apply(before.leaf, sharded, param, self._capture))
+        return _Gathered(param, sharded, whole, before.leaf)
+
+    def _reshard(self) -> None:
+        for gathered in self._gathered:
+            if gathered.param.policy == "must_recompute":
+                _register(gathered.param, gathered.sharded)
+
+    def _register_whole(self) -> None:
+        for gathered in self._gathered:
+            _register(gathered.param, gathered.whole)
+
+    def _register_before_backward(self, output: torch.Tensor) -> torch.Tensor:
+        # A checkpoint inside the unit runs its forward again, in backward, with what is registered then.
+        if output.requires_grad:
+            output.register_hook(self._before_backward)
+        return output
+
+    def _before_backward(self, _: torch.Tensor) -> None:
+        self._went_backward = True
+        if self._capture.is_open:
+            self._register_whole()
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        policy = self.state._mp_policy
+        return _cast(inputs, policy.param_dtype if policy.cast_forward_inputs else None)
+
+    def _cast_output(self, output: Any) -> Any:
+        return _cast(output, self.state._mp_policy.output_dtype)
+
+
+class Capture:
+    """What the units of one captured module share.
+
+    Args:
+        annotate: tags the nodes of collectives, in forward and in backward.
+    """
+
+    def __init__(self, annotate: Annotate) -> None:
+        self.annotate = annotate
+        self._units: tuple[UnitHooks, ...] = ()
+        self._forward_root: UnitHooks | None = None
+        self._taken: set[ShardedParam] = set()
+        self.is_open = False
+
+    def enter(self, unit: UnitHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A unit starts; the first to start is the root, whose inputs FSDP2 moves to the device."""
+        if self._forward_root is not None:
+            return args, kwargs
+        self._forward_root = unit
+        if unit.state._device.type == "cpu" or not (args or kwargs):
+            return args, kwargs
+        return to_device(args, kwargs, unit.state._device)
+
+    def leave(self, unit: UnitHooks, output: Any) -> Any:
+        """A unit is done; when it is the root, so are all others, whether all their modules ran or not."""
+        if self._forward_root is not unit:
+            return output
+        for other in reversed(self._units):
+            if other is not unit:
+                output = other.complete_early(output)
+        self._forward_root = None
+        return self._reach_accumulated(output)
+
+    def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
+        """See `Reductions`."""
+        if param in self._taken:
+            return None
+        self._taken.add(param)
+        return param.accumulated
+
+    @contextmanager
+    def hooked(self, units: Iterable[tuple[Any, tuple[ShardedParam, ...]]]) -> Generator[None]:
+        """Replace the hooks of these states; put them back at the end, and the sharded parameters too."""
+        self._units = tuple(UnitHooks(state, params, self) for state, params in units)
+        undo = [put for unit in self._units for put in _replace_hooks(unit)]
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+            for unit in self._units:
+                unit.restore()
+            for hooks, key, hook in undo:
+                hooks[key] = hook
+            for unit in self._units:
+                vars(unit.state).pop("_pre_forward", None)
+                vars(unit.state).pop("_post_forward", None)
+
+    def _reach_accumulated(self, output: Any) -> Any:
+        """Let backward reduce what earlier steps accumulated, also where this forward used no parameter."""
+        if not torch.is_grad_enabled():
+            return output
+        owed = [unit.leaf(param) for unit in self._units for param in unit.params if _is_owed(param)]
+
+        def reach(tensor: torch.Tensor) -> torch.Tensor:
+            if not owed or not tensor.requires_grad:
+                return tensor
+            reaching: torch.Tensor = ReachAll.apply(tensor, *owed)
+            owed.clear()
+            return reaching
+
+        return map_tensors(reach, output)
+
+
+def _replace_hooks(unit: UnitHooks) -> Iterator[tuple[Any, int, Any]]:
+    """Swap the hooks in place; yields what must be put back as (hooks, key, hook)."""
+    ids = {handle.id for handle in _handles(unit.state)}
+    for module in unit.state._modules:
+        for hooks, hook in (
+            (module._forward_pre_hooks, unit.pre_forward),
+            (module._forward_hooks, unit.post_forward),
+        ):
+            for key in ids & hooks.keys():
+                yield hooks, key, hooks[key]
+                hooks[key] = hook
+    # Methods given to `register_fsdp_forward_method` call the state, not the hooks.
+    unit.state._pre_forward, unit.state._post_forward = unit.pre_forward, unit.post_forward
+
+
+def _handles(state: Any) -> Iterator[Any]:
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        yield from getattr(handle, "handles", (handle,))
+
+
+def _is_owed(param: ShardedParam) -> bool:
+    return not param.accumulates and param.accumulated is not None
+
+
+def _registered(param: ShardedParam) -> Any:
+    module, name = param.places()[0]
+    return module._parameters[name]
+
+
+def _register(param: ShardedParam, tensor: Any) -> None:
+    for module, name in param.places():
+        module._parameters[name] = tensor
+
+
+def _as_parameter(whole: Any) -> torch.Tensor:
+    whole._is_param = True  # `isinstance(_, nn.Parameter)`, as in eager
+    return whole
+
+
+def _cast(container: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return container
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, container)

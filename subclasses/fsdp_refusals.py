@@ -1,0 +1,118 @@
+"""What of FSDP2 cannot be captured, refused by name before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.fsdp_units import groups, outermost
+from aotdist.torch_seam import fsdp_default_comms, fsdp_groups, fsdp_state, local_tensor
+
+
+def refuse(root: nn.Module) -> None:
+    """Refuse what `root` was given by `fully_shard`, or by a method of `FSDPModule`, and cannot be captured.
+
+    Raises:
+        UnsupportedProgram: names the module or parameter and the feature.
+    """
+    paths = {module: path or "(root)" for path, module in root.named_modules()}
+    for module, path in paths.items():
+        for group in fsdp_groups(fsdp_state(module)) if isinstance(module, FSDPModule) else ():
+            _refuse_group(group, path)
+            for record in group.fsdp_params:
+                owner = record._module_info
+                _refuse_param(record, f"{paths[owner.module]}.{owner.param_name}".removeprefix("(root)."))
+            refuse_switches(group, path)
+    for _, module in outermost(root):
+        if len(fsdp_state(module)._modules) > 1:
+            raise _refusal(
+                paths[module],
+                "is sharded together with others, outside of any FSDP root",
+                "shard the root module too",
+            )
+
+
+def _refuse_group(group: Any, path: str) -> None:
+    mesh = group.mesh_info
+    if not hasattr(mesh, "shard_process_group"):
+        raise _refusal(
+            path, "is replicated (`replicate`), not sharded", "use `fully_shard`, or DistributedDataParallel"
+        )
+    if getattr(mesh, "is_spmd_mesh", False):
+        raise _refusal(
+            path, "is sharded with `dp_mesh_dims`", "pass `fully_shard` the data-parallel mesh alone"
+        )
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise _refusal(path, "uses `CPUOffloadPolicy`", "leave out `offload_policy`")
+
+
+def _refuse_param(record: Any, path: str) -> None:
+    local = local_tensor(record.sharded_param)
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise _refusal(
+            path,
+            f"is a {type(local).__name__}, which gathers itself (`fsdp_pre_all_gather`)",
+            "shard plain tensors",
+        )
+    if type(local) is not torch.Tensor:
+        raise _refusal(path, f"is sharded around a {type(local).__name__}", "shard plain tensors")
+
+
+def refuse_switches(group: Any, path: str) -> None:
+    """Refuse what may be switched at any time, by a method of `FSDPModule`.
+
+    Raises:
+        UnsupportedProgram: names the module and the method.
+    """
+    comms = (type(group._all_gather_comm), type(group._reduce_scatter_comm))
+    for condition, what, fix in (
+        (
+            group._use_post_forward_mesh,
+            "reshards to a smaller mesh after forward",
+            "set `reshard_after_forward` to a bool",
+        ),
+        (
+            comms != fsdp_default_comms(),
+            "has a custom all-gather or reduce-scatter",
+            "leave FSDP2's own in place",
+        ),
+        (group._all_reduce_hook is not None, "has an all-reduce hook", "do not call `set_all_reduce_hook`"),
+        (
+            getattr(group, "reduce_scatter_unused_params", False),
+            "reduces parameters that no gradient reached (`set_reduce_scatter_unused_params`)",
+            "switch it off: compiled ranks run one program, so what one rank leaves unused all ranks do",
+        ),
+        (
+            group._is_hsdp and group.reduce_grads and not group.all_reduce_grads,
+            "reduces gradients within a shard group only (`set_requires_all_reduce(False)`)",
+            "use `set_requires_gradient_sync(False)` to accumulate",
+        ),
+        (
+            group._partial_reduce_output is not None,
+            "holds gradients that are reduced within a shard group only",
+            "finish that accumulation uncompiled",
+        ),
+    ):
+        if condition:
+            raise _refusal(path, what, fix)
+
+
+def refuse_accumulation_inside_eager_root(module: Any, path: str) -> None:
+    """Refuse to accumulate without synchronisation while the hooks of an uncompiled FSDP root run around.
+
+    Its last backward hook would take the accumulators for gradients of its own.
+
+    Raises:
+        UnsupportedProgram: names the module.
+    """
+    if fsdp_state(module)._is_root or all(group.reduce_grads for _, group in groups(module)):
+        return
+    raise _refusal(path, "accumulates gradients inside an uncompiled FSDP model", "compile the whole model")
+
+
+def _refusal(path: str, what: str, fix: str) -> UnsupportedProgram:
+    return UnsupportedProgram(f"`{path}` {what}, which cannot be compiled", stage="capture", fix=fix)

@@ -1,0 +1,359 @@
+"""One FSDP2 parameter as graph nodes: the gather of its shards, the reduction of its gradient.
+
+FSDP2 gathers and reduces a whole unit at once, in flat buffers that its hooks fill and empty. Here each
+parameter has a chain of its own, made of operators that a graph can hold; merging the chains of a unit
+is a graph pass's work. Bracketed nodes are there only when the parameter needs them::
+
+    forward   shard ─[to param_dtype]─[pad rows]─ all_gather_into_tensor ─ wait_tensor ─
+              [chunk, cat]─[narrow]─ whole
+    backward  grad ─[redistribute over TP]─[add accumulated]─[to reduce_dtype]─[chunk, cat]─[pad rows]─[div]─
+              reduce_scatter_tensor ─ wait_tensor ─[all_reduce ─ wait_tensor]─
+              [div]─[to original dtype]─[narrow]─ shard
+
+Rows are padded where the first dimension does not divide by the number of shards: every rank brings
+`ceil(rows / shards)` rows, of which the last ranks own fewer or none. A parameter sharded on another
+dimension (always evenly) is gathered as rows and then put side by side. Every step computes, element by
+element, what FSDP2 computes on its flat buffers, so values are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from aotdist.subclasses.protocol import Annotate, Policy
+from aotdist.torch_seam import fsdp_divide_factors, fsdp_unsharded_spec, local_tensor, make_dtensor
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of one mesh axis, as a functional collective names them."""
+
+    group: str
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        """The ranks of a process group."""
+        return cls(group.group_name, group.size())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedParam:
+    """What the two chains of one parameter need to know.
+
+    Args:
+        path: where the parameter lives, seen from the compiled module: `blocks.3.attention.wq.weight`.
+        unit: the FSDP unit that it is communicated with.
+        policy: `must_recompute` when the unit reshards after forward, so that backward gathers again.
+        record: FSDP2's own record of the parameter (its `FSDPParam`).
+        group: FSDP2's own record of the unit (its `FSDPParamGroup`).
+        gather: the ranks among which the parameter is sharded.
+        scatter: the same ranks, over the process group that FSDP2 reduces with.
+        replicas: the ranks that hold the same shard (HSDP), if any.
+        shard_dim: the dimension that is cut.
+        rows: size of the first dimension of the whole parameter, of a padded shard, of this rank's shard.
+    """
+
+    path: str
+    unit: str
+    policy: Policy
+    record: Any
+    group: Any
+    gather: Ranks
+    scatter: Ranks
+    replicas: Ranks | None
+    shard_dim: int
+    rows: Rows
+
+    @classmethod
+    def of(cls, record: Any, group: Any, *, path: str, unit: str) -> ShardedParam:
+        """Read the facts off FSDP2's records; `FSDPModule`'s lazy initialisation must have run."""
+        mesh = record.mesh_info
+        scatter = getattr(mesh, "reduce_scatter_process_group", None) or mesh.shard_process_group
+        replicas = getattr(mesh, "replicate_process_group", None)
+        return cls(
+            path=path,
+            unit=unit,
+            policy="must_recompute" if group._reshard_after_forward else "must_save",
+            record=record,
+            group=group,
+            gather=Ranks.of(mesh.shard_process_group),
+            scatter=Ranks.of(scatter),
+            replicas=None if replicas is None else Ranks.of(replicas),
+            shard_dim=record.fsdp_placement.dim,
+            rows=Rows(record._orig_size[0], record.padded_sharded_param_size[0], record.sharded_size[0]),
+        )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether backward only adds to an accumulator (`set_requires_gradient_sync(False)`)."""
+        return not self.group.reduce_grads
+
+    @property
+    def accumulated(self) -> torch.Tensor | None:
+        """The unreduced gradient of earlier backwards, which FSDP2 keeps on its record."""
+        return self.record.unsharded_accumulated_grad
+
+    def places(self) -> list[tuple[Any, str]]:
+        """Every module attribute that holds this parameter; several when it is tied."""
+        owner = self.record._module_info
+        tied = zip(owner.shared_modules, owner.shared_param_names, strict=True)
+        return [(owner.module, owner.param_name), *tied]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Sizes of the first dimension."""
+
+    whole: int
+    padded_shard: int
+    shard: int
+
+
+class Reductions(Protocol):
+    """What `Unshard` asks of the capture that it belongs to."""
+
+    annotate: Annotate
+
+    def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
+        """The accumulated gradient of `param`, if any; handed out once."""
+        ...
+
+
+class Unshard(torch.autograd.Function):
+    """The sharded parameter as the module computes with it; its gradient as the optimizer takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: Any, param: ShardedParam, capture: Reductions) -> torch.Tensor:
+        """The whole parameter: a plain tensor, or a DTensor on the mesh that it had before `fully_shard`."""
+        _remember(ctx, param, capture)
+        with capture.annotate(param.unit, policy=param.policy):
+            return gather(local_tensor(sharded), param)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the names
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None]:
+        """The sharded gradient; None when there is none, or when it is accumulated."""
+        (grad,) = grads
+        with ctx.capture.annotate(ctx.param.unit):
+            return _sharded_grad(grad, ctx.param, ctx.capture), None, None
+
+
+class LeaveSharded(Unshard):
+    """A parameter that this forward does not use: nothing is gathered, but its backward can be reached."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: Any, param: ShardedParam, capture: Reductions) -> torch.Tensor:
+        """A tensor without elements."""
+        _remember(ctx, param, capture)
+        return local_tensor(sharded).new_empty(0)
+
+
+class ReachAll(torch.autograd.Function):
+    """An output whose backward also runs, without a gradient, that of parameters which it does not use."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *unsharded: torch.Tensor) -> torch.Tensor:
+        """`output`; `unsharded` are results of `Unshard` or `LeaveSharded`."""
+        ctx.num_unsharded = len(unsharded)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient for the output; autograd runs the other nodes all the same."""
+        return *grads, *[None] * ctx.num_unsharded
+
+
+class GatherAgain(torch.autograd.Function):
+    """A second use of a parameter that was resharded in between: new nodes, but the same gradient.
+
+    FSDP2 has one leaf for both uses, so their gradients are added before they are reduced, once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: torch.Tensor, sharded: Any, param: ShardedParam, capture: Reductions
+    ) -> torch.Tensor:
+        """The whole parameter, gathered anew; `whole` is the result of `Unshard`."""
+        with capture.annotate(param.unit, policy=param.policy):
+            return gather(local_tensor(sharded), param)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient, for `Unshard` to reduce."""
+        return *grads, None, None, None
+
+
+def _remember(ctx: Any, param: ShardedParam, capture: Reductions) -> None:
+    ctx.param, ctx.capture = param, capture
+    ctx.set_materialize_grads(False)  # a gradient that does not come is no gradient of zero
+
+
+def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reductions) -> torch.Tensor | None:
+    if param.accumulates:
+        _accumulate(grad, param)
+        return None
+    accumulated = capture.take_accumulated(param)
+    total = grad if accumulated is None else _sum(accumulated, grad)
+    if total is None:
+        return None
+    local = param.record._get_grad_inner_tensor(total)
+    return make_dtensor(reduce(local, param), param.record._sharding_spec)
+
+
+def _accumulate(grad: torch.Tensor | None, param: ShardedParam) -> None:
+    assert param.accumulated is not None, (
+        "prepare() allocates accumulators before a call that does not reduce"
+    )
+    if grad is not None:
+        param.accumulated.add_(_placed_like(grad, param.accumulated))
+
+
+def _sum(accumulated: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    return accumulated if grad is None else accumulated + _placed_like(grad, accumulated)
+
+
+def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    """All ranks' shards put together, in the dtype that the module computes in."""
+    dtype = param.record.param_dtype
+    shard = shard if dtype is None else shard.to(dtype)
+    whole = _all_gather(_padded(shard, param.rows.padded_shard), param.gather)
+    if param.shard_dim != 0:
+        whole = torch.cat(whole.chunk(param.gather.size), param.shard_dim)
+    whole = _first_rows(whole, param.rows.whole)
+    spec = unsharded_spec(param.record, whole.dtype)
+    return whole if spec is None else make_dtensor(whole, spec)
+
+
+def reduce(grad: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    """This rank's shard of the gradient, averaged over all ranks, in the parameter's own dtype."""
+    group = param.group
+    grad = grad.to(group._reduce_dtype or grad.dtype)
+    reduction = Reduction.of(param, grad)
+    if param.shard_dim != 0:
+        grad = torch.cat(grad.chunk(param.scatter.size, param.shard_dim))
+    grad = _padded(grad, param.rows.padded_shard * param.scatter.size).contiguous()
+    grad = reduction.scattered(grad, param.scatter)
+    if param.replicas is not None:
+        grad = reduction.all_reduced(grad, param.replicas)
+    grad = _divided(grad, reduction.postdivide).to(param.record.orig_dtype)
+    return _first_rows(grad, param.rows.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How gradients are averaged: FSDP2 lets the collective divide, or divides itself to keep fp16 in range.
+
+    Args:
+        prescale: factor applied before the collective in place of `PREMUL_SUM`, which functional
+            collectives do not have. Same value up to rounding: NCCL multiplies by it as well.
+        predivide: divisor before the collective.
+        scatter_op: operation of the reduce-scatter.
+        all_reduce_op: operation of the all-reduce among replicas.
+        postdivide: divisor after the collectives.
+        alone: divisor when there is one shard, so nothing to scatter.
+    """
+
+    prescale: float | None
+    predivide: float | None
+    scatter_op: str
+    all_reduce_op: str
+    postdivide: float | None
+    alone: float | None
+
+    @classmethod
+    def of(cls, param: ShardedParam, grad: torch.Tensor) -> Reduction:
+        """The reduction that FSDP2 would choose for `grad`."""
+        factor = param.group.gradient_divide_factor
+        predivide, postdivide, scatter_op, all_reduce_op = fsdp_divide_factors(
+            param.group._reduce_scatter_process_group,
+            param.group._all_reduce_process_group if param.replicas else None,
+            grad.dtype,
+            grad.device.type,
+            factor,
+            param.group.force_sum_reduction_for_comms,
+        )
+        names = {dist.ReduceOp.AVG: "avg", dist.ReduceOp.SUM: "sum"}
+        scatter_name = next((name for op, name in names.items() if scatter_op == op), None)
+        return cls(
+            prescale=1 / factor if scatter_name is None else None,
+            predivide=predivide,
+            scatter_op=scatter_name or "sum",
+            all_reduce_op="avg" if all_reduce_op == dist.ReduceOp.AVG else "sum",
+            postdivide=postdivide,
+            alone=factor,
+        )
+
+    def scattered(self, grad: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """The reduce-scatter, with what comes before it."""
+        grad = _divided(grad, self.predivide)
+        if ranks.size == 1:
+            return grad.clone() if self.alone is None else grad / self.alone
+        if self.prescale is not None:
+            grad = grad * self.prescale
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad, self.scatter_op, ranks.size, ranks.group))
+
+    def all_reduced(self, grad: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """The all-reduce among replicas."""
+        return _c10d.wait_tensor(_c10d.all_reduce(grad, self.all_reduce_op, ranks.group))
+
+
+def unsharded_spec(record: Any, dtype: torch.dtype) -> Any | None:
+    """The DTensor spec of the gathered parameter, None for a plain one (no TP)."""
+    spec = fsdp_unsharded_spec(record)
+    if spec is None or spec.tensor_meta.dtype == dtype:
+        return spec
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
+def new_accumulator(record: Any) -> torch.Tensor:
+    """An accumulator to which the first gradient can be added without changing a bit of it.
+
+    It is filled with -0.0, the only number that adds nothing: 0.0 + -0.0 would turn -0.0 into 0.0.
+    """
+    dtype = record.reduce_dtype or record.param_dtype or record.orig_dtype
+    local = torch.full(record._orig_size, -0.0, dtype=dtype, device=record.device)
+    spec = unsharded_spec(record, dtype)
+    return local if spec is None else make_dtensor(local, spec)
+
+
+def _all_gather(shard: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    # One shard is copied, as FSDP2 does: the optimizer may write the parameter while backward still reads it.
+    if ranks.size == 1:
+        return shard.clone()
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, ranks.size, ranks.group))
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    missing = rows - tensor.size(0)
+    return tensor if missing == 0 else nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing])
+
+
+def _first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows)
+
+
+def _divided(tensor: torch.Tensor, divisor: float | None) -> torch.Tensor:
+    return tensor if divisor is None or divisor == 1 else tensor / divisor
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a DTensor; a plain tensor itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _placed_like(grad: torch.Tensor, accumulated: torch.Tensor) -> torch.Tensor:
+    if isinstance(grad, DTensor) and isinstance(accumulated, DTensor):
+        return grad.redistribute(placements=accumulated.placements)
+    return grad

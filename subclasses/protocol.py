@@ -1,0 +1,279 @@
+"""What aotdist asks of a wrapper tensor, and of a module whose hooks communicate.
+
+This file is all that `aotdist` knows of subclasses. A *wrapper* is a tensor subclass with
+`__tensor_flatten__` and `__tensor_unflatten__` (DTensor, Float8, 2:4 sparse, nested ones): it is
+taken apart into plain tensors before the graph and put together again after it. A `Recipe` is the
+frozen description of how; it is part of an artifact's signature.
+
+A *module rule* says how a module that communicates in hooks (FSDP2) is captured: its hooks are
+replaced, while tracing, by collectives that land in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import (
+    dispatches,
+    flatten_protocol,
+    is_traceable_wrapper_subclass,
+    stands_for_another,
+)
+
+_SPECIALISTS = ("aotdist.subclasses.dtensor", "aotdist.subclasses.fsdp", "aotdist.subclasses.ddp")
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A leaf of a recipe: one plain tensor of the graph."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of a recipe: an attribute that is no tensor (`DTensor.device_mesh`)."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """How to rebuild a wrapper tensor: its class, its context and a recipe for each attribute."""
+
+    cls: type[torch.Tensor]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    attributes: tuple[tuple[str, Recipe], ...]
+
+
+Recipe: TypeAlias = Plain | Constant | Wrapper
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether `tensor` is taken apart before the graph."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds data, rather than standing in for one that does."""
+    if is_wrapper(tensor):
+        return any(is_real(plain) for plain in plain_tensors(tensor))
+    return not stands_for_another(tensor)
+
+
+def recipe_of(tensor: torch.Tensor) -> Recipe:
+    """How to rebuild `tensor` from its plain tensors."""
+    if not is_wrapper(tensor):
+        return Plain(tensor.size(), tensor.stride() if tensor.layout is torch.strided else (), tensor.dtype)
+    names, context = flatten_protocol(tensor)
+    attributes: list[tuple[str, Recipe]] = []
+    for name in names:
+        value = getattr(tensor, name)
+        attributes.append((name, recipe_of(value) if isinstance(value, torch.Tensor) else Constant(value)))
+    return Wrapper(type(tensor), context, tensor.size(), tensor.stride(), tuple(attributes))
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors beneath `tensor`, depth first: `[tensor]` itself when it is plain."""
+    if not is_wrapper(tensor):
+        return [tensor]
+    names, _ = flatten_protocol(tensor)
+    values = (getattr(tensor, name) for name in names)
+    return [plain for value in values if isinstance(value, torch.Tensor) for plain in plain_tensors(value)]
+
+
+def leaves(recipe: Recipe) -> Iterator[tuple[str, Plain]]:
+    """Attribute path (`._local_tensor`, empty for a plain tensor) and metadata of every plain tensor."""
+    match recipe:
+        case Plain():
+            yield "", recipe
+        case Constant():
+            return
+        case Wrapper(attributes=attributes):
+            for name, part in attributes:
+                for path, plain in leaves(part):
+                    yield f".{name}{path}", plain
+
+
+def rebuild(recipe: Recipe, plains: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put a tensor together around `plains`; the inverse of `plain_tensors`.
+
+    No autograd history is attached: the result does not require grad.
+    """
+    remaining = iter(plains)
+    tensor = _rebuild(recipe, remaining)
+    assert next(remaining, None) is None, "more plain tensors than the recipe has leaves"
+    # A context may carry `requires_grad` (DTensor's does); autograd decides that anew.
+    return tensor.requires_grad_(False) if isinstance(recipe, Wrapper) and tensor.is_leaf else tensor
+
+
+def _rebuild(recipe: Recipe, remaining: Iterator[torch.Tensor]) -> Any:
+    match recipe:
+        case Plain():
+            return next(remaining)
+        case Constant(value=value):
+            return value
+        case Wrapper(cls=cls, context=context, size=size, stride=stride, attributes=attributes):
+            inner = {name: _rebuild(part, remaining) for name, part in attributes}
+            return cls.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
+
+
+class WrapperRule(Protocol):
+    """What a specialist of one wrapper class knows better than the general protocol."""
+
+    def owns(self, cls: type[torch.Tensor]) -> bool:
+        """Whether this rule speaks for `cls`."""
+        ...
+
+    def convert(self, tensor: torch.Tensor, recipe: Wrapper) -> torch.Tensor | None:
+        """`tensor` with the metadata of `recipe` (a tangent laid out otherwise), or None if it cannot."""
+        ...
+
+    def tangent_recipe(self, recipe: Wrapper) -> Wrapper:
+        """The metadata to assume of a tangent for an output with metadata `recipe`."""
+        ...
+
+    def same_layout(self, a: Wrapper, b: Wrapper) -> bool:
+        """Whether two recipes describe interchangeable tangents."""
+        ...
+
+    def process_groups(self, recipe: Wrapper) -> Iterable[str]:
+        """Names of the process groups that operations on such a tensor may communicate in."""
+        ...
+
+    def unwrap_source(self, tensor: str) -> Sequence[str]:
+        """Python expressions for the plain tensors beneath the variable `tensor`."""
+        ...
+
+    def context_of(self, tensor: torch.Tensor) -> Any:
+        """What `same_context_source` compares with."""
+        ...
+
+    def same_context_source(self, tensor: str, expected: str) -> str:
+        """Python expression: does the variable `tensor` have the context that `expected` names?"""
+        ...
+
+    def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
+        """A quick `(*plains) -> wrapper`; the printed runtime calls it."""
+        ...
+
+
+Policy: TypeAlias = Literal["must_save", "must_recompute"]
+
+
+class Annotate(Protocol):
+    """Tags the graph nodes that are recorded inside the context."""
+
+    def __call__(self, unit: str, policy: Policy | None = None) -> AbstractContextManager[None]:
+        """Set `node.meta["unit"]` and, if given, `node.meta["policy"]`."""
+        ...
+
+
+class ModuleRule(Protocol):
+    """How a module whose hooks communicate is captured."""
+
+    name: str
+
+    def claims(self, root: nn.Module) -> bool:
+        """Whether this rule has work to do in `root`."""
+        ...
+
+    def check(self, root: nn.Module) -> None:
+        """Raise `UnsupportedProgram`, naming module and feature, before anything is changed."""
+        ...
+
+    def flags(self, root: nn.Module) -> Hashable:
+        """What else an artifact is specialised on; evaluated at every call, so cheap."""
+        ...
+
+    def prepare(self, root: nn.Module) -> None:
+        """Bring the module into the state that a compiled call expects; cheap."""
+        ...
+
+    def capturing(self, root: nn.Module, annotate: Annotate) -> AbstractContextManager[None]:
+        """Replace the module's hooks while it is traced; restore them exactly."""
+        ...
+
+    def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:
+        """Extra tensors that the program reads: display name, owner, attribute."""
+        ...
+
+    def after_backward(self, root: nn.Module) -> None:
+        """What eager's last backward hook would do to the module's own state."""
+        ...
+
+
+@functools.cache
+def _specialists() -> tuple[Any, ...]:
+    return tuple(importlib.import_module(name) for name in _SPECIALISTS)
+
+
+def wrapper_rule(cls: type[torch.Tensor]) -> WrapperRule | None:
+    """The specialist for `cls`, if there is one."""
+    for module in _specialists():
+        rule: WrapperRule | None = getattr(module, "WRAPPER_RULE", None)
+        if rule is not None and rule.owns(cls):
+            return rule
+    return None
+
+
+def module_rules(root: nn.Module) -> list[ModuleRule]:
+    """Every rule that has work to do in `root`, checked.
+
+    Raises:
+        UnsupportedProgram: a rule refuses a feature that `root` uses.
+    """
+    rules = [getattr(module, "MODULE_RULE", None) for module in _specialists()]
+    claimed: list[ModuleRule] = [rule for rule in rules if rule is not None and rule.claims(root)]
+    for rule in claimed:
+        rule.check(root)
+    return claimed
+
+
+def tangent_recipe(recipe: Recipe) -> Recipe:
+    """The metadata to assume of a tangent for an output like `recipe`: the same, unless a rule differs."""
+    if not isinstance(recipe, Wrapper):
+        return recipe
+    rule = wrapper_rule(recipe.cls)
+    return recipe if rule is None else rule.tangent_recipe(recipe)
+
+
+def process_groups(recipes: Iterable[Recipe]) -> set[str]:
+    """Names of the process groups that a program with such inputs may communicate in."""
+    wrappers = [recipe for recipe in recipes if isinstance(recipe, Wrapper)]
+    rules = {recipe.cls: wrapper_rule(recipe.cls) for recipe in wrappers}
+    return {
+        name
+        for recipe in wrappers
+        if (rule := rules[recipe.cls]) is not None
+        for name in rule.process_groups(recipe)
+    }
+
+
+def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
+    """Raise for a tensor subclass that dispatches but cannot be taken apart.
+
+    Raises:
+        UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol.
+    """
+    cls = type(tensor)
+    if is_wrapper(tensor) or not dispatches(cls):
+        return
+    raise UnsupportedProgram(
+        f"`{path}` is a {cls.__name__}, which has no `__tensor_flatten__`/`__tensor_unflatten__`",
+        stage="capture",
+        fix=f"give {cls.__name__} the two methods, or pass the plain tensor inside it",
+    )

@@ -1,0 +1,68 @@
+"""The arithmetic and the bookkeeping of the benches; what they measure is no test's business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.record import Record
+from benchmarks.tables import section
+from benchmarks.timing import Contender, Pace, Series, as_series, take_turns
+from benchmarks.verdicts import Target, judge, ratio, spread_of
+
+TARGET = Target("case*", "step", "ours", ("slow", "fast"), limit=0.9, prediction=0.8)
+
+
+def series(contender: str, *samples: float, case: str = "case a") -> Series:
+    return Series(case, contender, "step", "ms", samples)
+
+
+def test_contenders_take_turns() -> None:
+    log: list[str] = []
+    contenders = [Contender(name, lambda name=name: log.append(name)) for name in "AB"]
+    samples = take_turns(contenders, Pace(rounds=3, calls=2, warmup=1))
+    assert "".join(log) == "AB" + "AABB" * 3
+    assert {name: len(each) for name, each in samples.items()} == {"A": 3, "B": 3}
+
+
+def test_preparation_comes_before_each_run() -> None:
+    log: list[str] = []
+    take_turns([Contender("A", lambda: log.append("run"), lambda: log.append("prepare"))], Pace(2, warmup=0))
+    assert log == ["prepare", "run"] * 2
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    found = ratio(series("ours", 1.0, 10.0, 3.0), series("peer", 2.0, 20.0, 6.0))
+    assert (found.low, found.median, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_the_spread_of_one_sample_is_that_sample() -> None:
+    assert spread_of([4.0]) == spread_of([4.0, 4.0])
+
+
+@pytest.mark.parametrize(("mine", "verdict"), [(0.9, "met"), (0.91, "missed")])
+def test_the_best_peer_counts(mine: float, verdict: str) -> None:
+    (found,) = judge([TARGET], [series("ours", mine), series("slow", 5.0), series("fast", 1.0)])
+    assert (found.peer, found.verdict) == ("fast", verdict)
+
+
+def test_a_target_covers_every_case_that_starts_so() -> None:
+    found = [
+        series(name, 1.0, case=case) for case in ("case a", "case b", "other") for name in ("ours", "fast")
+    ]
+    assert [judgement.case for judgement in judge([TARGET], found)] == ["case a", "case b"]
+
+
+def test_seconds_become_the_unit() -> None:
+    assert as_series({"A": [0.5]}, case="c", quantity="q", unit="us")[0].samples == (5e5,)
+
+
+def test_a_record_survives_its_file_and_shows_failures(tmp_path: Path) -> None:
+    samples = (series("slow", 2.0, 4.0), series("ours", 1.0, 2.0))
+    written = Record("step", "cmd", "2026-01-01", {"torch": "2"}, {"cores": "2"}, samples, ("case z",))
+    written.save(tmp_path)
+    read = Record.load(tmp_path / "step.json")
+    assert read == written
+    text = section(read, "Purpose.", [TARGET])
+    assert "0.50 (0.50-0.50) | met" in text and "**Failed: case z.**" in text

@@ -1,0 +1,130 @@
+"""What a function merely closes over: gradients reach it, later changes are seen, nothing is baked in."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+
+compiled = functools.partial(aotdist.compile, backend="fx")
+
+WEIGHT = torch.ones(3, requires_grad=True)
+SCALE = 2.0
+
+
+def num_artifacts(target: object) -> int:
+    return len(aotdist.api.compiled_call(target).artifacts)
+
+
+def test_gradients_reach_a_cell() -> None:
+    weight = torch.randn(3, requires_grad=True)
+    fn = compiled(lambda x: (x * weight).sum())
+    fn(torch.ones(3)).backward()
+    assert torch.equal(weight.grad, torch.ones(3))
+
+
+def test_gradients_reach_a_global() -> None:
+    WEIGHT.grad = None
+    fn = compiled(lambda x: (x * WEIGHT).sum())
+    fn(torch.full((3,), 4.0)).backward()
+    assert torch.equal(WEIGHT.grad, torch.full((3,), 4.0))
+
+
+def test_a_write_between_calls_is_seen() -> None:
+    offset = torch.zeros(2)
+    fn = compiled(lambda x: x + offset)
+    assert torch.equal(fn(torch.ones(2)), torch.ones(2))
+    offset.fill_(5)
+    assert torch.equal(fn(torch.ones(2)), torch.full((2,), 6.0))
+    assert num_artifacts(fn) == 1
+
+
+def test_rebinding_is_seen() -> None:
+    offset = torch.zeros(2)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + offset
+
+    call = compiled(fn)
+    call(torch.ones(2))
+    offset = torch.full((2,), 7.0)
+    assert torch.equal(call(torch.ones(2)), torch.full((2,), 8.0))
+    assert num_artifacts(call) == 1
+
+
+def test_a_changed_global_constant_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = compiled(lambda x: x * SCALE)
+    assert torch.equal(fn(torch.ones(2)), torch.full((2,), 2.0))
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert torch.equal(fn(torch.ones(2)), torch.full((2,), 3.0))
+    assert num_artifacts(fn) == 2
+
+
+def test_an_int_is_not_a_bool_is_not_a_float() -> None:
+    fn = compiled(lambda x, n: x * n)
+    x = torch.ones(2, dtype=torch.int64)
+    assert [fn(x, n).dtype for n in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+    assert num_artifacts(fn) == 3
+
+
+def test_partial_methods_and_containers() -> None:
+    holder = SimpleNamespace()
+
+    class Scaler:
+        def __init__(self) -> None:
+            self.weight = torch.full((2,), 3.0, requires_grad=True)
+            self.parts = {"bias": torch.ones(2)}
+
+        def apply(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            return x * self.weight * factor + self.parts["bias"]
+
+    scaler = Scaler()
+    holder.call = functools.partial(scaler.apply, factor=torch.full((2,), 2.0))
+    fn = compiled(holder.call)
+    assert torch.equal(fn(torch.ones(2)), torch.full((2,), 7.0))
+    scaler.parts["bias"] = torch.zeros(2)
+    out = fn(torch.ones(2))
+    assert torch.equal(out, torch.full((2,), 6.0))
+    out.sum().backward()
+    assert torch.equal(scaler.weight.grad, torch.full((2,), 2.0))
+
+
+def test_a_module_that_is_closed_over_gets_gradients_and_keeps_its_parameters() -> None:
+    model = nn.Linear(3, 1)
+    weight = model.weight
+    fn = compiled(lambda x: model(x).sum())
+    fn(torch.ones(2, 3)).backward()
+    assert model.weight is weight
+    assert torch.equal(weight.grad, torch.full((1, 3), 2.0))
+
+
+def test_a_replaced_module_compiles_again() -> None:
+    models = {"m": nn.Linear(2, 2, bias=False)}
+    fn = compiled(lambda x: models["m"](x))
+    fn(torch.ones(1, 2))
+    models["m"] = nn.Linear(2, 2, bias=False)
+    assert torch.equal(fn(torch.ones(1, 2)), models["m"](torch.ones(1, 2)))
+
+
+def test_a_nonlocal_tensor_is_reassigned_at_every_call() -> None:
+    count = torch.zeros(())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count = count + 1
+        return x * count
+
+    call = compiled(step)
+    assert [call(torch.ones(())).item() for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert count.item() == 3
+    assert num_artifacts(call) == 1
+
+
+def test_constants_made_inside_are_fine() -> None:
+    fn = compiled(lambda x: x + torch.tensor([1.0, 2.0]) + torch.arange(2))
+    assert torch.equal(fn(torch.zeros(2)), torch.tensor([1.0, 3.0]))

@@ -1,0 +1,202 @@
+"""Assignments that the program makes: repeated at every call, wherever they go; undone when capture fails."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from tests.semantics.observation import Scene, same_as_eager
+
+TOTAL = torch.zeros(3)
+LAST = None
+
+
+class Stateful(nn.Module):
+    """A module of which each test replaces the step."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor], Any]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("optional", None)
+        self.cache = [torch.zeros(3), torch.zeros(3)]
+        self.table = {"a": torch.zeros(3), "n": 1}
+        self.state = types.SimpleNamespace(hidden=torch.zeros(3))
+        self.step = step
+
+    def forward(self, x):
+        self.step(self, x)
+        return x * self.weight
+
+
+def held(model: Stateful) -> dict[str, Any]:
+    return {"cache": model.cache, "table": model.table, "state": vars(model.state)}
+
+
+def assign(model: Any, name: str, value: Any) -> None:
+    setattr(model, name, value)
+
+
+STEPS = {
+    "a buffer": lambda m, x: assign(m, "steps", m.steps + 1),
+    "a buffer that was None": lambda m, x: assign(m, "optional", x * 2),
+    "an attribute that did not exist": lambda m, x: assign(m, "last", x * 2),
+    "an attribute, with history": lambda m, x: assign(m, "last", x * m.weight),
+    "an attribute, with an input": lambda m, x: assign(m, "last", x),
+    "an attribute, with a view of an input": lambda m, x: assign(m, "last", x[1:]),
+    "an attribute, with a tuple": lambda m, x: assign(m, "last", (x * 2, {"x": x, "n": 3})),
+    "two names for one tensor": lambda m, x: (assign(m, "last", x * 2), assign(m, "also", m.last)),
+    "an item of a list": lambda m, x: m.cache.__setitem__(0, m.cache[0] + x),
+    "every item of a list": lambda m, x: m.cache.__setitem__(slice(None), [c + x for c in m.cache]),
+    "an item of a dictionary": lambda m, x: m.table.__setitem__("a", m.table["a"] + x),
+    "an attribute of an object": lambda m, x: assign(m.state, "hidden", m.state.hidden + x),
+    "a buffer twice": lambda m, x: (assign(m, "steps", m.steps + 1), assign(m, "steps", m.steps * 2)),
+    "what is read back": lambda m, x: (assign(m, "last", x * 2), assign(m, "steps", m.last.sum())),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_kind_of_place(name):
+    def build():
+        model = Stateful(STEPS[name])
+        return Scene(model, (torch.randn(3),), held=held(model))
+
+    compiled = same_as_eager(build, calls=3, compilations=None)
+    # One more where the first call brings a place into being that the program then reads.
+    assert len(compiled.artifacts) <= 2
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_kind_of_place_without_gradients(name):
+    def build():
+        model = Stateful(STEPS[name])
+        return Scene(model, (torch.randn(3),), held=held(model))
+
+    same_as_eager(build, calls=3, compilations=None, around=torch.no_grad)
+
+
+def test_a_key_that_did_not_exist():
+    def build():
+        model = Stateful(lambda m, x: m.table.__setitem__("new", x * 2))
+        return Scene(model, (torch.randn(3),), held=held(model))
+
+    same_as_eager(build, calls=3, compilations=2)
+
+
+def test_globals_and_cells():
+    def accumulate(x):
+        global TOTAL, LAST
+        TOTAL, LAST = TOTAL + x, x * 2
+        return x
+
+    compiled = aotdist.compile(accumulate, backend="fx")
+    try:
+        for _ in range(3):
+            compiled(torch.ones(3))
+        assert torch.equal(TOTAL, torch.full((3,), 3.0)) and torch.equal(LAST, torch.full((3,), 2.0))
+    finally:
+        globals().update(TOTAL=torch.zeros(3), LAST=None)
+
+
+def test_a_global_that_does_not_exist_yet():
+    def program(x):
+        global CREATED
+        CREATED = x * 2
+        return x
+
+    compiled = aotdist.compile(program, backend="fx")
+    try:
+        compiled(torch.ones(3))
+        assert torch.equal(globals()["CREATED"], torch.full((3,), 2.0))
+        compiled(torch.zeros(3))
+        assert torch.equal(globals()["CREATED"], torch.zeros(3))
+    finally:
+        globals().pop("CREATED", None)
+
+
+def test_a_cell_that_is_still_empty():
+    def build():
+        def program(x):
+            nonlocal last
+            last = x * 2
+            return x
+
+        if build is None:
+            last = None
+        return program, lambda: last
+
+    program, read = build()
+    compiled = aotdist.compile(program, backend="fx")
+    compiled(torch.ones(3))
+    compiled(torch.zeros(3))
+    assert torch.equal(read(), torch.zeros(3))
+
+
+def test_a_recurrent_module():
+    """It assigns itself the list of its own parameters."""
+
+    def build():
+        return Scene(nn.GRU(3, 4, batch_first=True), (torch.randn(2, 5, 3),))
+
+    same_as_eager(build, calls=2, compilations=None)
+
+
+def test_python_numbers_are_assigned_at_capture_only():
+    model = aotdist.compile(
+        Stateful(lambda m, x: assign(m, "calls", getattr(m, "calls", 0) + 1)), backend="fx"
+    )
+    for _ in range(3):
+        model(torch.ones(3))
+    assert model.calls == 1
+
+
+REFUSED = {
+    "a list that grows": (lambda m, x: m.cache.append(x * 2), "the list `cache` grows or shrinks"),
+    "a list that is emptied and filled": (
+        lambda m, x: (m.cache.clear(), m.cache.append(x * 2)),
+        "the list `cache` grows or shrinks",
+    ),
+    "an object that hides tensors": (
+        lambda m, x: assign(m, "last", types.SimpleNamespace(x=x * 2)),
+        "`last` is assigned a SimpleNamespace that holds tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_repeated_is_refused(name):
+    step, message = REFUSED[name]
+    model = Stateful(step)
+    cache, attributes = list(model.cache), set(vars(model))
+    aotdist.compile(model, backend="fx")
+    with pytest.raises(UnsupportedProgram, match=message):
+        model(torch.ones(3))
+    assert len(model.cache) == len(cache) and all(a is b for a, b in zip(model.cache, cache, strict=True))
+    assert set(vars(model)) - attributes <= {"_compiled_call_impl", "source", "graphs", "explain"}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_assignments_are_undone_when_capture_fails(name):
+    def step_and_fail(model, x):
+        STEPS[name](model, x)
+        raise KeyError("mine")
+
+    model = Stateful(step_and_fail)
+    before = {**vars(model), **model._buffers, **held(model)}
+    items = list(model.cache), dict(model.table), dict(vars(model.state))
+    aotdist.compile(model, backend="fx")
+    with pytest.raises(KeyError, match="mine"):
+        model(torch.ones(3))
+    assert all(
+        {**vars(model), **model._buffers, **held(model)}[key] is value for key, value in before.items()
+    )
+    assert not hasattr(model, "last")
+    after = list(model.cache), dict(model.table), dict(vars(model.state))
+    assert str(after) == str(items)

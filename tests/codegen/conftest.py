@@ -1,0 +1,14 @@
+"""Inductor's files go to a folder of the test session."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture
+def inductor_cache(compiler_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that one test compiled are there for the next, and for no other run."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", compiler_cache)

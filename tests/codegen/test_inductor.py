@@ -1,0 +1,323 @@
+"""The inductor backend: right numbers, told strides, nothing leaked, nothing changed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from aotdist.codegen.contract import Emitted, Kind
+from aotdist.codegen.inductor import InductorBackend
+from aotdist.errors import BadSettings
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam import inductor_config, inductor_counters
+from tests.codegen.captured import branching, calls, captured, emission
+
+pytestmark = pytest.mark.usefixtures("inductor_cache")
+
+
+def emit(graph: Graph, kind: Kind = "inference", static_ins: frozenset[int] = frozenset()) -> Emitted:
+    return InductorBackend().emit(graph, emission(graph, kind, static_ins))
+
+
+def assert_close(actual: Sequence[Any], expected: Sequence[Any]) -> None:
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def mlp(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    hidden = torch.nn.functional.gelu(x @ w)
+    return [hidden / hidden.norm(), hidden.softmax(-1).sum(0)]
+
+
+@pytest.mark.parametrize("kind", ["inference", "forward", "backward"])
+def test_close_to_eager(kind: Kind):
+    inputs = [torch.randn(5, 8), torch.randn(8, 16)]
+    graph = captured(mlp, inputs, decompositions=InductorBackend().decompositions())
+    emitted = emit(graph, kind, frozenset({1}))
+    arguments = list(inputs)
+    results = emitted.call(arguments)
+    assert arguments == []
+    assert_close(results, mlp(*inputs))
+
+
+def test_constants_of_the_program():
+    graph = captured(lambda x: [x[:, [1, 0]] * torch.tensor(2.5)], [torch.ones(3, 2)])
+    x = torch.arange(6.0).reshape(3, 2)
+    assert_close(emit(graph).call([x]), [x[:, [1, 0]] * 2.5])
+
+
+def test_a_branch():
+    emitted = emit(captured(branching, [torch.ones(3)]))
+    for x in (torch.ones(3), -torch.ones(3)):
+        assert_close(emitted.call([x]), [x.sin() if x.sum() > 0 else x.cos()])
+
+
+def test_several_graphs_compile_in_the_background_and_finish():
+    inputs = [torch.randn(64, 64)]
+    programs: list[Callable[..., list[torch.Tensor]]] = [
+        lambda x: [x.sin() + i for i in range(3)],
+        lambda x: [x.cos().cumsum(0), x.exp().mean()],
+    ]
+    emitted = [emit(captured(program, inputs)) for program in programs]
+    for each in emitted:
+        each.finish()
+    for each, program in zip(emitted, programs, strict=True):
+        assert_close(each.call(list(inputs)), program(*inputs))
+
+
+def test_a_call_before_finish_waits():
+    emitted = emit(captured(lambda x: [x.sinh() * 3], [torch.ones(8)]))
+    assert_close(emitted.call([torch.ones(8)]), [torch.ones(8).sinh() * 3])
+
+
+def test_source_is_what_runs():
+    assert "def call(args)" in emit(captured(lambda x: [x.tan()], [torch.ones(8)])).source
+
+
+def test_a_graph_without_operators():
+    x, y = torch.ones(2), torch.zeros(3)
+    emitted = emit(captured(lambda x, y: [y, x], [x, y]))
+    assert "def forward(args)" in emitted.source
+    results = emitted.call([x, y])
+    assert results[0] is y and results[1] is x
+
+
+def saved_convolution(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    hidden = torch.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    return [hidden.sum(), hidden.relu()]
+
+
+def test_strides_of_saved_values_are_reported_as_they_are():
+    inputs = [torch.randn(2, 8, 8, 8), torch.randn(8, 8, 3, 3).to(memory_format=torch.channels_last)]
+    graph = captured(saved_convolution, inputs, out_roles=["output", "saved"])
+    emitted = emit(graph, "forward")
+    results = emitted.call(list(inputs))
+    assert emitted.output_strides == tuple(result.stride() for result in results)
+    assert_close(results, saved_convolution(*inputs))
+
+
+def test_strides_of_what_the_user_sees_are_eagers():
+    inputs = [torch.randn(2, 8, 8, 8), torch.randn(8, 8, 3, 3).to(memory_format=torch.channels_last)]
+    graph = captured(saved_convolution, inputs)
+    results = emit(graph, "inference").call(list(inputs))
+    for result, node in zip(results, graph.results(), strict=True):
+        assert node is not None and result.stride() == node.meta["val"].stride()
+
+
+def test_an_absent_result_has_no_strides():
+    graph = captured(lambda x: [x + 1, x + 2], [torch.ones(4)], out_roles=["grad", "grad"])
+    first, _ = graph.results()
+    graph.gm.graph.output_node().args = ((first, None),)
+    emitted = emit(graph, "backward")
+    assert emitted.output_strides == ((1,), None)
+    assert emitted.call([torch.ones(4)])[1] is None
+
+
+def state(graph: Graph) -> list[Any]:
+    nodes = graph.gm.graph.nodes
+    return [(node.name, node.target, node.args, node.kwargs, dict(node.meta)) for node in nodes]
+
+
+def test_the_graph_is_not_changed():
+    inputs = [torch.randn(4, 6, 8), torch.randn(4, 8, 3)]
+    graph = captured(lambda x, y: [(x @ y).view(24, 3) * 1.0], inputs)
+    before = state(graph)
+    InductorBackend().prepare_joint(graph)
+    emit(graph)
+    assert state(graph) == before
+
+
+def test_operators_that_a_pass_introduced_are_broken_up():
+    graph = captured(lambda x: [x.sin() @ x], [torch.ones(3, 3)])
+    sine, _ = calls(graph)
+    sine.target = torch.ops.aten.logit.default
+    emitted = emit(graph)
+    assert "logit" not in emitted.source and "extern_kernels.mm" in emitted.source
+    x = torch.rand(3, 3)
+    assert_close(emitted.call([x]), [x.logit() @ x])
+
+
+def test_the_same_graph_comes_from_inductors_cache():
+    hits = inductor_counters()["fxgraph_cache_hit"]
+    x = torch.randn(7)
+    for expected_hits in (hits, hits + 1):
+        graph = captured(lambda x: [x.sigmoid() * 7, x + 7], [x], out_roles=["output", "saved"])
+        emitted = emit(graph, "forward")
+        assert inductor_counters()["fxgraph_cache_hit"] == expected_hits
+        assert emitted.output_strides == ((1,), (1,))
+        assert "def call(args)" in emitted.source
+        assert_close(emitted.call([x]), [x.sigmoid() * 7, x + 7])
+
+
+def test_a_gpu_graph_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch):
+    graph = captured(lambda x: [x + 1], [torch.ones(2)])
+    (placeholder,) = graph.placeholders()
+    with placeholder.meta["val"].fake_mode:
+        placeholder.meta["val"] = torch.empty(2, device="cuda")
+    monkeypatch.setattr("aotdist.codegen.inductor.find_spec", lambda name: None)
+    with pytest.raises(BadSettings, match="Triton, which is not installed"):
+        InductorBackend().prepare_joint(graph)
+
+
+def test_users_settings_of_inductor_are_respected_and_kept():
+    with inductor_config(cpp__simdlen=0):
+        emitted = emit(captured(lambda x: [x.atan()], [torch.ones(32)]))
+        assert "Vectorized" not in emitted.source
+    assert "Vectorized" in emit(captured(lambda x: [x.atan() + 1], [torch.ones(32)])).source
+
+
+def test_nothing_of_ours_stays_in_inductor():
+    inductor = sys.modules["torch._inductor"]
+    emit(captured(lambda x: [x.acos()], [torch.ones(32)]))
+    before = (inductor.config.get_config_copy(), inductor.async_compile.AsyncCompile)
+    emit(captured(lambda x: [x.asin()], [torch.ones(32)]))
+    assert (inductor.config.get_config_copy(), inductor.async_compile.AsyncCompile) == before
+    compiled = torch.compile(lambda x: x.asinh() + 2)
+    assert_close([compiled(torch.ones(32))], [torch.ones(32).asinh() + 2])
+
+
+def test_compiling_under_autocast_and_grad_mode_changes_nothing():
+    inputs = [torch.randn(4, 4), torch.randn(4, 4)]
+    graph = captured(lambda x, y: [x @ y], inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+        emitted = emit(graph)
+    assert_close(emitted.call(list(inputs)), [inputs[0] @ inputs[1]])
+
+
+def test_random_numbers_of_the_user_are_untouched():
+    torch.manual_seed(3)
+    expected = torch.get_rng_state()
+    graph = captured(lambda x: [x.tanh()], [torch.ones(16)])
+    InductorBackend().prepare_joint(graph)
+    emit(graph)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_compiling_inside_a_compiled_call():
+    inner: list[Emitted] = []
+
+    def compile_another() -> None:
+        inner.append(emit(captured(lambda x: [x.erf() * 2], [torch.ones(8)])))
+
+    graph = captured(lambda x: [x.square()], [torch.ones(8)])
+    outer = emit(graph)
+
+    class Compiling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return outer.call([x])[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            compile_another()
+            return inner[0].call([grad.contiguous()])[0]
+
+    x = torch.ones(8, requires_grad=True)
+    Compiling.apply(x).sum().backward()
+    assert x.grad is not None
+    assert_close([x.grad], [torch.ones(8).erf() * 2])
+
+
+@pytest.fixture
+def lone_group(tmp_path: Any) -> Iterator[str]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+def test_collectives_compile(lone_group: str):
+    ops = torch.ops._c10d_functional
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        gathered = ops.wait_tensor(ops.all_gather_into_tensor(x * 2, 1, lone_group))
+        reduced = ops.wait_tensor(ops.reduce_scatter_tensor(gathered + 1, "avg", 1, lone_group))
+        total = ops.wait_tensor(ops.all_reduce(reduced.sum(), "sum", lone_group))
+        return [reduced, total]
+
+    x = torch.randn(4, 4)
+    untouched = x.clone()
+    emitted = emit(captured(program, [x]))
+    for _ in range(2):
+        assert_close(emitted.call([x]), [x * 2 + 1, (x * 2 + 1).sum()])
+    assert torch.equal(x, untouched)
+
+
+def written_out_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) / 4.0, -1) @ v
+
+
+def test_prepare_joint_finds_attention_and_keeps_provenance():
+    def joint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tangent: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = written_out_attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, tangent)]
+
+    inputs = [torch.randn(2, 4, 32, 16) for _ in range(4)]
+    graph = captured(
+        joint,
+        inputs,
+        in_roles=["primal", "primal", "primal", "tangent"],
+        out_roles=["output", "grad", "grad", "grad"],
+        decompositions=InductorBackend().decompositions(),
+    )
+    for node in calls(graph):
+        node.meta["phase"] = "backward" if "autograd_backward" in node.meta else "forward"
+    ready = InductorBackend().prepare_joint(graph)
+    flash = [node for node in calls(ready) if "flash_attention" in str(node.target)]
+    assert [node.meta["phase"] for node in flash] == ["forward", "backward"]
+    assert all("val" in node.meta and "phase" in node.meta for node in calls(ready))
+    assert ready.ins == graph.ins and ready.outs == graph.outs
+    assert_close(emit(ready, "forward").call(list(inputs)), joint(*inputs))
+
+
+NO_COMPILER = """
+from aotdist.codegen.backend import resolve
+from aotdist.errors import BadSettings
+assert resolve("auto").name == "fx"
+try:
+    resolve("inductor").check()
+except BadSettings as error:
+    print(error)
+"""
+
+
+def test_a_missing_compiler_is_a_clear_error_before_anything_is_traced(tmp_path: Any):
+    environment = os.environ | {"CXX": str(tmp_path / "no-compiler"), "PATH": str(tmp_path)}
+    shown = subprocess.run(
+        [sys.executable, "-c", NO_COMPILER], env=environment, capture_output=True, text=True, cwd=os.getcwd()
+    )
+    assert "needs a C++ compiler" in shown.stdout, shown.stderr
+    assert "fix: install one" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("complaint", "fix"),
+    [
+        ("fatal error: Python.h: No such file or directory", "install Python's headers"),
+        ("fatal error: omp.h: No such file or directory", "OpenMP"),
+        ("internal compiler error", "repair it"),
+    ],
+)
+def test_a_compiler_that_cannot_build_says_why(
+    complaint: str, fix: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho '{complaint}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr("aotdist.codegen.cpp_toolchain.find_cpp_compiler", lambda: str(compiler))
+    with pytest.raises(Exception, match="cannot build a Python extension") as caught:
+        InductorBackend().check()
+    assert complaint in str(caught.value) and fix in str(caught.value)
+
+
+def test_slots_of_saved_values_alone_may_change_layout():
+    graph = captured(lambda x: [x + 1, x + 2, x + 3], [torch.ones(2)])
+    roles = [Slot("output", "out"), Slot("saved", "s"), Slot("write", "w")]
+    emitted = emit(Graph(graph.gm, graph.ins, tuple(roles)), "forward")
+    assert emitted.output_strides == ((1,), (1,), (1,))

@@ -1,0 +1,30 @@
+"""What holds for every test: search profiles, markers that skip or group, a clean environment."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("sweep", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks a test as its markers ask; here, because xdist reads the groups before any later hook of ours."""
+    if item.get_closest_marker("ranks"):
+        # Each starts 2 to 4 processes: two of them at once on two cores run into their own timeouts.
+        item.add_marker(pytest.mark.xdist_group("ranks"))
+    if item.get_closest_marker("device") and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No `AOTDIST_*` of the developer's shell, and the same random numbers in every order of tests."""
+    for name in os.environ:
+        if name.startswith("AOTDIST_"):
+            monkeypatch.delenv(name)
+    torch.manual_seed(0)

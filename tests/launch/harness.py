@@ -1,0 +1,146 @@
+"""What the launcher's tests share: a small text, a small job, and torchrun around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aotdist.launch.metrics import METRICS_FILE, Record, StepRecord, ValidationRecord, read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+SMALL_MODEL = (
+    "--model.dim=32",
+    "--model.num-layers=2",
+    "--model.num-heads=4",
+    "--model.num-kv-heads=2",
+    "--model.hidden-dim=64",
+    "--data.seq-len=32",
+    "--data.batch-size=4",
+    "--optim.warmup-steps=2",
+    "--run.validation-batches=2",
+    "--run.validate-every=0",
+    "--run.sample-bytes=4",
+    "--parallel.device=cpu",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Where a test's runs read and write."""
+
+    text: Path
+    folder: Path
+
+    def arguments(self, name: str, *options: str, backend: str = "eager", steps: int = 4) -> list[str]:
+        """The small job's options, then `options`, which may override them."""
+        return [
+            *SMALL_MODEL,
+            f"--data.root={self.text}",
+            f"--data.cache-folder={self.folder / 'cache'}",
+            f"--run.folder={self.folder}",
+            f"--run.name={name}",
+            f"--compile.backend={backend}",
+            f"--optim.steps={steps}",
+            *options,
+        ]
+
+    def records(self, name: str) -> list[Record]:
+        """What a run recorded so far."""
+        return read_metrics(self.folder / name / METRICS_FILE)
+
+
+class Runs:
+    """Many small jobs; all with the same number of ranks run in one torchrun, when the first is asked for.
+
+    Args:
+        text: what they train on.
+        folder: where they write.
+        table: options by name, for each number of ranks.
+    """
+
+    def __init__(self, text: Path, folder: Path, table: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+        self.job = Job(text, folder)
+        self._table = table
+        self._printed: dict[int, str] = {}
+
+    def __getitem__(self, name: str) -> list[Record]:
+        """What a job recorded.
+
+        Raises:
+            AssertionError: it failed; the message is all that its ranks printed.
+        """
+        (num_ranks,) = (ranks for ranks, jobs in self._table.items() if name in jobs)
+        if num_ranks not in self._printed:
+            self._printed[num_ranks] = self._run(num_ranks)
+        code = self.job.folder / f"{name}.code"
+        assert code.exists() and code.read_text() == "0", f"{name} failed\n{self._printed[num_ranks]}"
+        return self.job.records(name)
+
+    def _run(self, num_ranks: int) -> str:
+        jobs = [
+            {"name": name, "arguments": self.job.arguments(name, *options)}
+            for name, options in self._table[num_ranks].items()
+        ]
+        table = self.job.folder / f"jobs-{num_ranks}.json"
+        table.write_text(json.dumps(jobs))
+        script = str(REPOSITORY / "tests" / "launch" / "run_jobs.py")
+        finished = run_torchrun(script, str(table), num_ranks=num_ranks, timeout_s=250)
+        return finished.stdout + finished.stderr
+
+
+def run_torchrun(*words: str, num_ranks: int, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    """`torchrun` with a free port; what it left running after `timeout_s` is ended with it."""
+    process = start_torchrun(*words, num_ranks=num_ranks)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun passes it on to its ranks
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"torchrun hung for {timeout_s} s\n{stdout}\n{stderr}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def start_torchrun(*words: str, num_ranks: int) -> subprocess.Popen[str]:
+    """`torchrun` under way, its output piped."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *words
+    ]  # fmt: skip
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
+    )
+
+
+def wait_for_steps(job: Job, name: str, count: int, timeout_s: float = 90) -> None:
+    """Returns when a run has recorded `count` steps."""
+    path = job.folder / name / METRICS_FILE
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if path.exists() and len(step_records(read_metrics(path))) >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{name} did not record {count} steps within {timeout_s} s")
+
+
+def step_records(records: list[Record]) -> list[StepRecord]:
+    """The records of steps."""
+    return [record for record in records if isinstance(record, StepRecord)]
+
+
+def losses(records: list[Record]) -> list[float]:
+    """The loss of each step."""
+    return [record.loss for record in step_records(records)]
+
+
+def held_out_losses(records: list[Record]) -> list[float]:
+    """The loss of each validation."""
+    return [record.loss for record in records if isinstance(record, ValidationRecord)]

@@ -1,0 +1,102 @@
+"""The command line: everything is listed, wrong options are named, once."""
+
+import dataclasses
+
+import pytest
+
+from aotdist import BadSettings, Settings
+from aotdist.launch.config import (
+    CompileOptions,
+    DataOptions,
+    JobOptions,
+    ModelOptions,
+    OptimOptions,
+    ParallelOptions,
+    RunOptions,
+    parse_options,
+)
+
+
+def flags(options=JobOptions):
+    """Every flag that the dataclasses define."""
+    sections = {field.name: field.default_factory for field in dataclasses.fields(options)}
+    return [
+        f"--{section}.{field.name.replace('_', '-')}"
+        for section, kind in sections.items()
+        for field in dataclasses.fields(kind)
+    ]
+
+
+def help_text(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as leaving:
+        parse_options(["--help"], speaks=True)
+    assert leaving.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_lists_every_option(capsys, monkeypatch):
+    shown = help_text(capsys, monkeypatch)
+    assert [flag for flag in flags() if flag not in shown] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [ModelOptions, DataOptions, OptimOptions, ParallelOptions, CompileOptions, RunOptions],
+)
+def test_every_option_is_explained(options):
+    described = options.__doc__.split("Args:")[1]
+    assert [f.name for f in dataclasses.fields(options) if f"\n        {f.name}: " not in described] == []
+
+
+def test_nested_options_reach_their_place():
+    words = "--model.dim 64 --compile.partition min_cut --parallel.no-reshard-after-forward".split()
+    options = parse_options(words, speaks=True)
+    assert (options.model.dim, options.compile.partition) == (64, "min_cut")
+    assert not options.parallel.reshard_after_forward
+
+
+def test_an_unknown_option_is_named_with_a_near_one(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse_options(["--model.dmi", "3"], speaks=True)
+    assert leaving.value.code == 2
+    message = capsys.readouterr().err
+    assert "--model.dmi" in message
+    assert "--model.dim" in message
+
+
+def test_other_ranks_leave_silently(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse_options(["--model.dmi", "3"], speaks=False)
+    assert leaving.value.code == 2
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--model.dim 100", "dim 100"),
+        ("--model.num-kv-heads 3", "3 key/value heads"),
+        ("--model.num-layers 0", "--model.num-layers is 0"),
+        ("--data.validation-percent 100", "--data.validation-percent is 100"),
+        ("--optim.steps 0", "--optim.steps is 0"),
+        ("--optim.min-lr-ratio 2", "--optim.min-lr-ratio is 2"),
+        ("--optim.clip-norm -1", "--optim.clip-norm is -1"),
+        ("--optim.lr nan", "--optim.lr is nan"),
+        ("--parallel.dp-shard 0", "--parallel.dp-shard is 0"),
+        ("--compile.bucket-bytes 0", "bucket_bytes is 0"),
+        ("--run.name a/b", "'a/b'"),
+        ("--run.validate-every -1", "--run.validate-every is -1"),
+    ],
+)
+def test_values_out_of_range_are_named(words, named):
+    with pytest.raises(BadSettings, match="fix: ") as caught:
+        parse_options(words.split(), speaks=True)
+    assert named in str(caught.value)
+
+
+def test_compile_settings_that_were_not_given_follow_the_environment():
+    base = Settings.from_environment({"AOTDIST_PARTITION": "default", "AOTDIST_BUCKET_BYTES": "1000"})
+    settings = CompileOptions(partition="min_cut", disabled_passes=("bucket",)).settings(base)
+    assert (settings.partition, settings.bucket_bytes) == ("min_cut", 1000)
+    assert settings.disabled_passes == {"bucket"}

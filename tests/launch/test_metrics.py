@@ -1,0 +1,60 @@
+"""Records survive the disk: exactly, and one by one."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aotdist.launch.metrics import (
+    EndRecord,
+    MetricsLog,
+    StepRecord,
+    ValidationRecord,
+    from_line,
+    read_metrics,
+    to_line,
+)
+
+STEP = StepRecord(1, 5.5, 1.25, 1e-3, 512, 0.5, 1024.0, 2**28)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_read_back_as_the_same_bits(loss):
+    record = from_line(to_line(ValidationRecord(step=1, loss=loss, tokens=2)))
+    assert record.loss.hex() == loss.hex()
+
+
+@pytest.mark.parametrize("record", [STEP, ValidationRecord(3, 2.5, 9), EndRecord("stopped", 3, 1.5)])
+def test_every_kind_reads_back(record):
+    assert from_line(to_line(record)) == record
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_what_json_cannot_say_becomes_null(loss):
+    line = to_line(ValidationRecord(1, loss, 2))
+    assert json.loads(line)["loss"] is None
+    assert math.isnan(from_line(line).loss)
+
+
+def test_a_line_is_on_disk_when_record_returns(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.record(STEP)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [STEP]
+    log.record(EndRecord("finished", 1, 2.0))
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    log.close()
+
+
+def test_a_line_that_was_cut_short_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_line(STEP) + "\n" + to_line(STEP)[:20])
+    assert read_metrics(path) == [STEP]
+
+
+def test_a_damaged_line_in_between_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("{broken\n" + to_line(STEP) + "\n")
+    with pytest.raises(ValueError, match="Expecting"):
+        read_metrics(path)

@@ -1,0 +1,51 @@
+"""Bytes drawn from a model."""
+
+import torch
+
+from aotdist.launch.config import ModelOptions, ParallelOptions, RunOptions
+from aotdist.launch.model import build_decoder
+from aotdist.launch.parallel import Place, join
+from aotdist.launch.sample import draw_byte, write_sample
+
+
+class Echo(torch.nn.Module):
+    """Predicts the byte after the one it sees, and notes which shapes it was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def forward(self, tokens):
+        self.shapes.add(tuple(tokens.shape))
+        return torch.nn.functional.one_hot((tokens + 1) % 256, 256).float()
+
+
+def write(model, **options):
+    world = join(ParallelOptions(device="cpu"), Place())
+    return write_sample(model, world, RunOptions(**options), seq_len=8)
+
+
+def test_the_likeliest_bytes_continue_the_prompt_beyond_the_window():
+    model = Echo()
+    text = write(model, sample_prompt="abc", sample_bytes=12, sample_temperature=0.0)
+    assert text == "abcdefghijklmno"
+    assert model.shapes == {(1, 8)}
+
+
+def test_a_prompt_longer_than_the_window_is_kept():
+    text = write(Echo(), sample_prompt="0123456789a", sample_bytes=2, sample_temperature=0.0)
+    assert text == "0123456789abc"
+
+
+def test_the_same_seed_writes_the_same():
+    model = build_decoder(ModelOptions(dim=16, num_layers=1), seq_len=8, seed=0)
+    texts = [write(model, seed=seed, sample_bytes=20) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_low_temperature_prefers_the_likeliest():
+    logits = torch.zeros(256)
+    logits[65] = 5.0
+    generator = torch.Generator().manual_seed(0)
+    assert {draw_byte(logits, 0.1, generator) for _ in range(50)} == {65}
+    assert len({draw_byte(logits, 10.0, generator) for _ in range(50)}) > 10

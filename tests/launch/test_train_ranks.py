@@ -1,0 +1,100 @@
+"""The job on several ranks: what it computes, and on which mesh."""
+
+import pytest
+
+from tests.launch.harness import Runs, held_out_losses, losses, step_records
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LEARN = ["--optim.steps=30", "--optim.lr=1e-2"]
+
+MESHES = {
+    "fsdp": (2, ["--data.batch-size=4"]),
+    "no-reshard": (2, ["--data.batch-size=4", "--parallel.no-reshard-after-forward"]),
+    "tp": (2, ["--data.batch-size=8", "--parallel.tp=2"]),
+    "hsdp": (4, ["--data.batch-size=2", "--parallel.dp-replicate=2"]),
+    "fsdp+tp": (4, ["--data.batch-size=4", "--parallel.tp=2"]),
+    "replicate+tp": (4, ["--data.batch-size=4", "--parallel.tp=2", "--parallel.dp-replicate=2"]),
+}
+"""Ranks and options by name; all have the same global batch."""
+
+VARIANTS = {
+    "untied": (2, ["--model.no-tie-head"]),
+    "bf16": (2, ["--parallel.precision=bf16"]),
+    "tp-bf16": (2, ["--parallel.precision=bf16", *MESHES["tp"][1]]),
+    "accumulate": (2, ["--data.batch-size=2", "--optim.accumulate=2"]),
+    "accumulate-sync": (2, ["--data.batch-size=2", "--optim.accumulate=2", "--optim.sync-every-micro-step"]),
+}
+
+
+def table():
+    """Every job of this file, by its number of ranks: each mesh and variant runs in eager and with `fx`."""
+    jobs = {ranks: {} for ranks in (1, 2, 4)}
+    jobs[1] = {"alone": ["--data.batch-size=8"]}
+    for name, (ranks, options) in (MESHES | VARIANTS).items():
+        jobs[ranks][name] = options
+        jobs[ranks][f"{name}-fx"] = [*options, "--compile.backend=fx"]
+    jobs[2]["learns"] = LEARN
+    jobs[2]["learns-again"] = LEARN
+    jobs[2]["min-cut"] = [*MESHES["fsdp"][1], "--compile.backend=fx", "--compile.partition=min_cut"]
+    jobs[2]["inductor"] = [*MESHES["fsdp"][1], "--compile.backend=inductor", "--optim.steps=2"]
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def runs(text, tmp_path_factory):
+    return Runs(text, tmp_path_factory.mktemp("runs"), table())
+
+
+def exactly(values):
+    return [value.hex() for value in values]
+
+
+def test_two_ranks_learn(runs):
+    first, *_, last = held_out_losses(runs["learns"])
+    assert last < 0.6 * first
+    files = {path.name for path in (runs.job.folder / "learns").iterdir()}
+    assert files == {"config.json", "metrics.jsonl", "loss.png", "sample.txt"}
+
+
+def test_the_same_seed_repeats_every_loss(runs):
+    assert exactly(losses(runs["learns"])) == exactly(losses(runs["learns-again"]))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_computes_what_one_rank_does(runs, name):
+    assert losses(runs[name]) == pytest.approx(losses(runs["alone"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["accumulate", "accumulate-sync"])
+def test_accumulated_micro_steps_equal_one_large_step(runs, name):
+    large, micro = step_records(runs["fsdp"]), step_records(runs[name])
+    assert [r.loss for r in micro] == pytest.approx([r.loss for r in large], rel=1e-5)
+    assert [r.grad_norm for r in micro] == pytest.approx([r.grad_norm for r in large], rel=1e-4)
+
+
+@pytest.mark.parametrize(("rounded", "exact"), [("bf16", "fsdp"), ("tp-bf16", "tp")])
+def test_mixed_precision_stays_near_fp32(runs, rounded, exact):
+    assert losses(runs[rounded]) == pytest.approx(losses(runs[exact]), rel=2e-2)
+    assert losses(runs[rounded]) != losses(runs[exact])
+
+
+@pytest.mark.parametrize("name", [*MESHES, *VARIANTS])
+def test_fx_gives_the_losses_of_eager_bit_for_bit(runs, name):
+    eager, compiled = runs[name], runs[f"{name}-fx"]
+    assert exactly(losses(compiled)) == exactly(losses(eager))
+    assert exactly(held_out_losses(compiled)) == exactly(held_out_losses(eager))
+    assert [r.grad_norm for r in step_records(compiled)] == [r.grad_norm for r in step_records(eager)]
+
+
+def test_min_cut_with_fx_is_bit_equal_too(runs):
+    assert exactly(losses(runs["min-cut"])) == exactly(losses(runs["fsdp"]))
+
+
+def test_inductor_gives_nearly_the_losses_of_eager(runs):
+    assert losses(runs["inductor"]) == pytest.approx(losses(runs["fsdp"])[:2], rel=1e-4)
+
+
+def test_what_was_compiled_is_kept(runs):
+    assert runs["fsdp-fx"]
+    assert "all_gather" in (runs.job.folder / "fsdp-fx" / "compiled.txt").read_text()

@@ -1,0 +1,143 @@
+"""The law of each layer, alone: `plan.lift(inner.fn)` behaves as `program.fn`, in results and in writes.
+
+Nothing is compiled: programs run eagerly, and the facts come from one trace of the same program.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, event, given, settings
+
+from aotdist.convention import dedupe
+from aotdist.convention.epilogue import EPILOGUE
+from aotdist.convention.layer import Call
+from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN
+from aotdist.convention.stack import lower_all
+from aotdist.convention.subclass import UNWRAP
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import plain_tensors
+from tests.laws.lowering import call_of, facts_of, program_of
+from tests.semantics.observation import Scene, assert_same, play
+from tests.semantics.programs import INPUTS, WRAPPERS, programs
+from tests.semantics.programs import Program as GeneratedProgram
+
+search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+Arguments = Callable[[], Sequence[torch.Tensor]]
+DISTINCT = tuple(INPUTS.values())
+
+
+def behaves_as(lifted: Call, original: Call, arguments: Arguments, *, backward: bool) -> None:
+    """Both calls, each on arguments of its own, look the same to whoever holds the arguments."""
+    sights = []
+    for call in (original, lifted):
+        torch.manual_seed(0)
+        scene = Scene(call, tuple(arguments()))
+        torch.manual_seed(1)
+        sights.append(play(scene, lambda *args, call=call: call(list(args)), backward=backward))
+    assert_same(*sights)
+
+
+def laws_hold(fn: Callable[..., Any], arguments: Arguments, *, training: bool = True) -> None:
+    """Every layer's law in turn, each on what the layer above it left; then that of the whole stack."""
+    torch.manual_seed(0)
+    program = program_of(fn, arguments())
+    facts = facts_of(program, training=training)
+    with torch.set_grad_enabled(training):
+        bases, epilogue = EPILOGUE.lower(program, facts)
+        behaves_as(epilogue.lift(call_of(bases)), call_of(program), arguments, backward=training)
+        constant, writes = DIFFERENTIABLE.lower(bases, facts)
+        behaves_as(writes.lift(call_of(constant)), call_of(bases), arguments, backward=training)
+
+    def plains() -> list[torch.Tensor]:
+        return [plain.detach() for tensor in arguments() for plain in plain_tensors(tensor)]
+
+    def detached() -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in arguments()]
+
+    with torch.no_grad():  # as inside of the autograd node
+        plain, unwrap = UNWRAP.lower(constant, facts)
+        behaves_as(unwrap.lift(call_of(plain)), call_of(constant), detached, backward=False)
+        functional, plain_writes = PLAIN.lower(plain, facts)
+        behaves_as(plain_writes.lift(call_of(functional)), call_of(plain), plains, backward=False)
+        leaves_arguments_alone(call_of(functional), plains)
+
+        composed, plans = lower_all(program, facts)
+        lifted = plans.unwrap.lift(plans.plain_writes.lift(call_of(composed)))
+        behaves_as(plans.epilogue.lift(plans.writes.lift(lifted)), call_of(program), detached, backward=False)
+
+
+def leaves_arguments_alone(call: Call, arguments: Arguments) -> None:
+    """What the innermost program is: it writes nothing that it is given."""
+    torch.manual_seed(0)
+    given_to_it = list(arguments())
+    before = [tensor.clone() for tensor in given_to_it]
+    call(given_to_it)
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, given_to_it, strict=True))
+
+
+def generated_laws_hold(program: GeneratedProgram, *, training: bool = True) -> None:
+    around = nullcontext if training else torch.no_grad
+    assume(program.runs_in_eager(around, backward=training))
+    try:
+        laws_hold(program.load(), lambda: list(program.arguments().values()), training=training)
+    except UnsupportedProgram as refusal:
+        event(f"refused: {refusal.what}")
+
+
+@search
+@given(programs(inputs=DISTINCT, repeat_inputs=False))
+def test_generated_programs(program):
+    generated_laws_hold(program)
+
+
+@search
+@given(programs(inputs=DISTINCT, repeat_inputs=False, modes=("",)))
+def test_generated_programs_without_gradients(program):
+    generated_laws_hold(program, training=False)
+
+
+@search
+@given(programs(inputs=WRAPPERS, repeat_inputs=False))
+def test_generated_programs_of_wrappers(program):
+    generated_laws_hold(program)
+
+
+@search
+@given(programs())
+def test_repeated_arguments(program):
+    """Dedupe needs no facts: its law holds for every program."""
+    assume(program.runs_in_eager())
+
+    def arguments() -> list[torch.Tensor]:
+        return list(program.arguments().values())
+
+    original = program_of(program.load(), arguments())
+    inner, plan = dedupe.lower(original)
+    assert len({id(example) for example in inner.examples}) == len(inner.examples)
+    behaves_as(plan.lift(call_of(inner)), call_of(original), arguments, backward=True)
+
+
+PROGRAMS = {
+    "an input": lambda x: [x, x],
+    "a view of an input": lambda x: [x.t(), x.t()[0], x],
+    "views of an intermediate": lambda x: [(y := x * 2).t(), y[0]],
+    "a view and its base": lambda x: [(y := x * 2)[0], y],
+    "a view of a view that is returned": lambda x: [(v := (x * 2).t()), v[0], v[0]],
+    "several results of one view": lambda x: [*(x * 2).split(2, 1), *x.unbind(0)],
+    "a view without gradient": lambda x: [x.detach(), (x * 2).detach()],
+    "a write": lambda x: [x.add_(1)],
+    "a write through a view": lambda x: [x.t()[0].mul_(2)],
+    "a write without gradient": lambda x: [x.detach().mul_(2), x.sum()],
+    "a write, then a view": lambda x: [x.mul_(2), x.t(), x.detach()],
+    "nothing": lambda x: [],
+    "constants": lambda x: [1, None, x * 2, "text"],
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_kind_of_output_and_write(name, training):
+    laws_hold(PROGRAMS[name], lambda: [torch.randn(3, 4, requires_grad=True) * 1.0], training=training)

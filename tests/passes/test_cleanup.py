@@ -1,0 +1,152 @@
+"""Cleanup: what goes, what must stay, and that no bit of any result changes."""
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import given
+from torch.fx import Node
+
+from aotdist.partition.storage import storage_root
+from aotdist.passes.cleanup import cleanup
+from aotdist.passes.context import PassContext
+from aotdist.passes.verify import verify
+from aotdist.program import Graph
+from aotdist.settings import Settings
+from tests.partition.joint_graphs import record_joint
+from tests.partition.random_joints import Recipe, build_joint, random_arguments, recipes
+from tests.partition.running import assert_same_bits, run_joint
+
+ATEN = torch.ops.aten
+
+
+def clean(graph: Graph) -> Graph:
+    return cleanup(graph, PassContext("joint", Settings()))
+
+
+def joint_of(fn: Callable[..., object], *primals: torch.Tensor) -> Graph:
+    def flat(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = fn(*args)
+        return out if isinstance(out, tuple) else (out,)  # type: ignore[return-value]
+
+    return record_joint(flat, primals)
+
+
+def count(graph: Graph, target: object) -> int:
+    return sum(n.target is target for n in graph.gm.graph.nodes)
+
+
+def grad(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+@given(recipe=recipes(most=20))
+def test_results_are_the_same_bit_by_bit(recipe: Recipe) -> None:
+    joint = build_joint(recipe)
+    cleaned = clean(joint)
+    verify(cleaned, after="cleanup")
+    args = random_arguments(joint)
+    torch.manual_seed(3)
+    expected = run_joint(joint, args)
+    torch.manual_seed(3)
+    assert_same_bits(run_joint(cleaned, args), expected)
+
+
+@given(recipe=recipes(most=20))
+def test_no_result_comes_to_share_memory(recipe: Recipe) -> None:
+    joint = build_joint(recipe)
+    assert sharing(clean(joint)) == sharing(joint)
+
+
+def sharing(graph: Graph) -> list[tuple[int, str]]:
+    """For each result, the first result in the same memory, and the argument that it lives in, if any."""
+    roots = [None if n is None else storage_root(n) for n in graph.results()]
+    return [(roots.index(root), _argument(root)) for root in roots]
+
+
+def _argument(root: Node | None) -> str:
+    return root.name if root is not None and root.op in ("placeholder", "get_attr") else ""
+
+
+def test_detaches_go() -> None:
+    joint = joint_of(lambda x: x.tanh().sum(), grad(4))
+    assert count(joint, ATEN.detach.default) > 1
+    assert count(clean(joint), ATEN.detach.default) == 0
+
+
+def test_a_detached_argument_that_is_returned_stays_a_value_of_its_own() -> None:
+    cleaned = clean(joint_of(lambda x: (x.detach(), x.sin().sum()), grad(4)))
+    result = cleaned.results()[0]
+    assert result is not None and result.target is ATEN.detach.default
+
+
+def test_two_results_never_become_one() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.sin()
+        return y.detach(), y.detach()
+
+    first, second = clean(joint_of(fn, torch.ones(4))).results()[:2]
+    assert first is not second
+
+
+def test_a_copy_between_operators_goes() -> None:
+    assert count(clean(joint_of(lambda x: x.sin().clone().cos().sum(), grad(4))), ATEN.clone.default) == 0
+
+
+def test_a_copy_that_changes_the_layout_stays() -> None:
+    joint = joint_of(
+        lambda x: x.sin().t().clone(memory_format=torch.contiguous_format).cos().sum(), grad(4, 2)
+    )
+    assert count(clean(joint), ATEN.clone.default) == 1
+
+
+def test_a_copy_that_the_caller_receives_stays_even_under_a_view() -> None:
+    joint = joint_of(lambda x: x.sin().clone().view(2, 2), torch.ones(4))
+    assert count(clean(joint), ATEN.clone.default) == 1
+
+
+def test_a_copy_that_protects_from_the_caller_stays() -> None:
+    joint = joint_of(
+        lambda x, y: ((x.clone() * y).sum(), (s := y.sin()), (s.clone() * y).sum()), grad(4), grad(4)
+    )
+    assert count(clean(joint), ATEN.clone.default) == 2
+
+
+def test_equal_views_become_one_but_equal_computations_and_draws_do_not() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        views = x.view(2, 2) @ x.view(2, 2)
+        draws = torch.rand_like(x) + torch.rand_like(x)
+        return views.sum() + draws.sum() + x.sin().sum() + x.sin().sum()
+
+    cleaned = clean(joint_of(fn, torch.ones(4)))
+    assert count(cleaned, ATEN.view.default) == 1
+    assert count(cleaned, ATEN.rand_like.default) == 2
+    assert count(cleaned, ATEN.sin.default) == 2
+
+
+def test_a_constant_of_the_forward_is_not_shared_with_the_backward() -> None:
+    class Constants(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.full([4], 2.0) + torch.full([4], 2.0)
+
+        @staticmethod
+        def backward(ctx: object, g: torch.Tensor) -> torch.Tensor:
+            return g * torch.full([4], 2.0)
+
+    assert count(clean(joint_of(lambda x: Constants.apply(x).sum(), grad(4))), ATEN.full.default) == 2
+
+
+def test_dead_nodes_go_but_draws_stay() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.cos()
+        torch.rand_like(x)
+        return x.sin().sum()
+
+    cleaned = clean(joint_of(fn, torch.ones(4)))
+    assert count(cleaned, ATEN.cos.default) == 0
+    assert count(cleaned, ATEN.rand_like.default) == 1
+
+
+def test_a_clean_graph_is_returned_as_it_is() -> None:
+    cleaned = clean(joint_of(lambda x: x.tanh().sum(), grad(4)))
+    assert clean(cleaned) is cleaned

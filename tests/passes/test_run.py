@@ -1,0 +1,57 @@
+"""Running the passes of a stage: order, records, switches, verification."""
+
+import pytest
+import torch
+
+from aotdist.errors import BadSettings, InternalError
+from aotdist.passes import order, run
+from aotdist.passes.context import PassContext
+from aotdist.passes.order import ORDER, PASS_NAMES, Pass
+from aotdist.passes.run import run_passes
+from aotdist.program import Graph
+from aotdist.settings import Settings
+from tests.partition.joint_graphs import record_joint
+
+
+def graph() -> Graph:
+    return record_joint(lambda x: (x.tanh().sum(),), [torch.ones(4, requires_grad=True)])
+
+
+def test_every_pass_is_recorded_with_its_size_and_time() -> None:
+    joint = graph()
+    cleaned, (record,) = run_passes(joint, "joint", Settings())
+    assert (record.stage, record.name) == ("joint", "cleanup")
+    assert record.nodes_before == len(joint.gm.graph.nodes)
+    assert record.nodes_after == len(cleaned.gm.graph.nodes) < record.nodes_before
+    assert record.seconds > 0 and record.verify_seconds > 0
+
+
+def test_a_disabled_pass_does_not_run() -> None:
+    joint = graph()
+    assert run_passes(joint, "joint", Settings(disabled_passes=frozenset({"cleanup"}))) == (joint, ())
+
+
+def test_an_unknown_name_is_refused_with_a_near_miss() -> None:
+    with pytest.raises(BadSettings, match="did you mean `bucket`"):
+        run_passes(graph(), "joint", Settings(disabled_passes=frozenset({"buckets"})))
+    with pytest.raises(BadSettings, match=f"passes are {', '.join(PASS_NAMES)}"):
+        run_passes(graph(), "joint", Settings(disabled_passes=frozenset({"xyz"})))
+
+
+def test_every_stage_lists_its_passes_once() -> None:
+    for steps in ORDER.values():
+        assert len({step.name for step in steps}) == len(steps)
+        assert all(step.purpose for step in steps)
+
+
+def test_a_pass_that_breaks_the_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(given: Graph, context: PassContext) -> Graph:
+        for node in given.gm.graph.nodes:
+            node.meta.pop("val", None)
+        return given
+
+    monkeypatch.setattr(run, "ORDER", {"joint": (Pass("spoil", spoil, "breaks things"),)})
+    with pytest.raises(InternalError, match="after joint pass `spoil`"):
+        run_passes(graph(), "joint", Settings())
+    run_passes(graph(), "joint", Settings(verify=False))
+    assert order.ORDER is ORDER

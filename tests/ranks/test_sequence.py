@@ -1,0 +1,155 @@
+"""Parties, views, differences and verdicts: everything about agreement that needs no other rank."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aotdist.passes.collectives import Collective
+from aotdist.runtime.ranks.sequence import (
+    Group,
+    Step,
+    describe_difference,
+    digest,
+    parties_of,
+    steps_from_notice,
+    steps_of,
+    steps_to_notice,
+    view,
+    widest,
+)
+from aotdist.runtime.ranks.verdict import (
+    Agreed,
+    Differ,
+    Entry,
+    Refused,
+    judge,
+    verdict_from_notice,
+    verdict_to_notice,
+)
+
+GROUPS = {
+    "everyone": Group("everyone", (0, 1, 2, 3), 0),
+    "row": Group("row", (0, 1), 0),
+    "row again": Group("row again", (0, 1), 1),
+}
+FOUND = Collective(
+    "all_reduce", "row", 2, "sum", "bfloat16", 1024, 2048, None, "all_reduce_1", "model.py:7   x.sum()"
+)
+
+
+def steps(*groups: str) -> tuple[Step, ...]:
+    return steps_of([replace(FOUND, group=group, numel=n) for n, group in enumerate(groups)], GROUPS)
+
+
+def test_groups_without_peers_have_no_steps():
+    assert [step.group.name for step in steps("row", "alone", "everyone")] == ["row", "everyone"]
+
+
+def test_parties_are_groups_and_what_groups_share():
+    groups = [Group("a", (0, 1, 2, 3), 0), Group("b", (0, 1, 4, 5), 0), Group("c", (0, 6), 0)]
+    assert parties_of(groups) == ((0, 1, 2, 3), (0, 1, 4, 5), (0, 1), (0, 6))
+
+
+@given(st.lists(st.sets(st.integers(0, 9), min_size=2, max_size=6), max_size=5))
+def test_parties_are_closed_under_sharing(members):
+    parties = parties_of(Group("g", tuple(sorted(ranks)), 0) for ranks in members)
+    assert len(set(parties)) == len(parties)
+    for a in parties:
+        for b in parties:
+            common = tuple(sorted(set(a) & set(b)))
+            assert len(common) < 2 or common in parties
+
+
+def test_the_widest_parties_stand_in_no_other():
+    assert set(widest([(0, 1, 2, 3), (0, 1), (0, 4)])) == {(0, 1, 2, 3), (0, 4)}
+
+
+def test_a_party_sees_the_steps_that_all_of_it_takes_part_in():
+    mine = steps("everyone", "row", "everyone")
+    assert view(mine, (0, 1)) == mine
+    assert view(mine, (0, 1, 2, 3)) == (mine[0], mine[2])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": "all_gather_into_tensor"},
+        {"reduce_op": "avg"},
+        {"dtype": "float32"},
+        {"numel": 1},
+        {"group": "everyone"},
+        {"group": "row again"},
+    ],
+)
+def test_what_must_be_equal(change):
+    assert digest(steps_of([FOUND], GROUPS)) != digest(steps_of([replace(FOUND, **change)], GROUPS))
+
+
+@pytest.mark.parametrize("change", [{"node": "n"}, {"source": None}, {"unit": "blocks.3"}])
+def test_what_may_differ(change):
+    assert digest(steps_of([FOUND], GROUPS)) == digest(steps_of([replace(FOUND, **change)], GROUPS))
+
+
+def test_names_of_groups_may_differ():
+    renamed = {"other": replace(GROUPS["row"], name="other")}
+    assert digest(steps_of([FOUND], GROUPS)) == digest(steps_of([replace(FOUND, group="other")], renamed))
+
+
+def test_ranks_may_send_unequal_parts_of_an_all_to_all():
+    one, two = (replace(FOUND, op="all_to_all_single", numel=n) for n in (3, 5))
+    assert digest(steps_of([one], GROUPS)) == digest(steps_of([two], GROUPS))
+
+
+def shown(*found: Collective):
+    """Steps as they come back from the board, which keeps JSON."""
+    return steps_from_notice(json.loads(json.dumps(steps_to_notice(steps_of(found, GROUPS)))))
+
+
+def test_a_difference_names_both_sides():
+    left, right = shown(FOUND, FOUND), shown(FOUND, replace(FOUND, numel=1025, source=None))
+    assert describe_difference({0: left, 5: right}) == (
+        "they part at collective 2, after all_reduce sum of 1,024 bfloat16 (2,048 bytes) over ranks 0, 1\n"
+        "  rank 0 runs all_reduce sum of 1,024 bfloat16 (2,048 bytes) over ranks 0, 1 (node all_reduce_1)\n"
+        "         at model.py:7   x.sum()\n"
+        "  rank 5 runs all_reduce sum of 1,025 bfloat16 (2,048 bytes) over ranks 0, 1 (node all_reduce_1)"
+    )
+
+
+def test_a_sequence_may_end_early():
+    assert describe_difference({0: shown(FOUND), 1: shown()}).splitlines() == [
+        "they part at collective 1",
+        "  rank 0 runs all_reduce sum of 1,024 bfloat16 (2,048 bytes) over ranks 0, 1 (node all_reduce_1)",
+        "         at model.py:7   x.sum()",
+        "  rank 1 runs none: its sequence ends after 0",
+    ]
+
+
+def entry(reach: int = 1, **digests: str) -> Entry:
+    return {
+        "digests": {key.strip("p").replace("_", "-"): text for key, text in digests.items()},
+        "reach": reach,
+    }
+
+
+def test_equal_entries_agree_for_the_rounds_of_the_farthest():
+    assert judge({0: entry(1, p0_1="x"), 1: entry(3, p0_1="x")}) == Agreed(3)
+
+
+def test_the_most_common_side_comes_first():
+    entries = {0: entry(p0_3="odd"), 1: entry(p0_3="x"), 2: entry(p0_3="x"), 3: entry(p0_3="other")}
+    assert judge(entries) == Differ((0, 1, 2, 3), ((1, 2), (0,), (3,)))
+
+
+def test_a_party_that_one_of_its_ranks_does_not_know_is_a_difference():
+    entries = {0: entry(p0_2="x", p0_1="y"), 1: entry(p0_2="x"), 2: entry(p0_2="x")}
+    assert judge(entries) == Differ((0, 1), ((0,), (1,)))
+
+
+@pytest.mark.parametrize(
+    "verdict", [Agreed(2), Differ((0, 8, 16), ((0, 16), (8,))), Refused("lost", "rank 1 died", "look")]
+)
+def test_verdicts_travel(verdict):
+    assert verdict_from_notice(verdict_to_notice(verdict)) == verdict

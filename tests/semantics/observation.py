@@ -1,0 +1,273 @@
+"""Runs the same program eagerly and compiled, and compares everything that its user can see.
+
+A *scene* is built twice from the same seed: once for eager, once for the compiled call. What a user
+can see of a set of tensors (bits, layout, autograd state, who shares memory with whom, who is whose
+`_base`) is written down as plain data, so that a difference reads as a difference of two dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+import aotdist
+from aotdist.api import Compiled, compiled_call
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.torch_seam import pytree, storage_id
+
+Sight: TypeAlias = dict[str, Any]
+"""What is seen at one moment, by name."""
+Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
+"""A context for each call: a grad mode, autocast."""
+
+
+@dataclass
+class Scene:
+    """A callable with what it is called with, and whatever else the user holds.
+
+    Args:
+        fn: function or module.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        held: further things whose tensors the user can look at: modules, containers, tensors.
+    """
+
+    fn: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    held: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the user holds, by name."""
+        things = {"args": self.args, "kwargs": dict(self.kwargs), **self.held}
+        if isinstance(self.fn, nn.Module):
+            things["fn"] = self.fn
+        return {
+            name: tensor for prefix, thing in things.items() for name, tensor in tensors_in(prefix, thing)
+        }
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """The tensors among the arguments, by name."""
+        return dict(tensors_in("args", (self.args, dict(self.kwargs))))
+
+
+def tensors_in(prefix: str, thing: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a module or of any pytree, by name."""
+    if isinstance(thing, nn.Module):
+        found = [*thing.named_parameters(prefix), *thing.named_buffers(prefix)]
+        for path, module in thing.named_modules(prefix=prefix):
+            found += [(f"{path}.{k}", v) for k, v in vars(module).items() if isinstance(v, torch.Tensor)]
+        return found
+    pairs, _ = pytree.tree_flatten_with_path(thing)
+    return [(prefix + pytree.keystr(path), leaf) for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The exact data: NaN equals NaN, and 0.0 is not -0.0."""
+    plains = [p.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for p in plain_tensors(tensor)]
+    return b"|".join(p.view(torch.uint8).numpy().tobytes() if p.numel() else b"" for p in plains)
+
+
+def look(tensor: torch.Tensor) -> Sight:
+    """What one tensor shows of itself."""
+    seen: Sight = {
+        "type": type(tensor),
+        "dtype": tensor.dtype,
+        "size": tuple(tensor.size()),
+        "stride": tensor.stride(),
+        "requires_grad": tensor.requires_grad,
+        "is_leaf": tensor.is_leaf,
+        "has_grad_fn": tensor.grad_fn is not None,
+        "is_view": tensor._is_view(),
+        "is_inference": tensor.is_inference(),
+        "numbers": str([plain.detach().tolist() for plain in plain_tensors(tensor)]),
+        "bits": bits(tensor),
+    }
+    if is_wrapper(tensor):
+        return seen | {"context": str(tensor.__tensor_flatten__()[1])}  # type: ignore[attr-defined]
+    return seen | {"offset": tensor.storage_offset()}
+
+
+def relations(named: Mapping[str, torch.Tensor]) -> Sight:
+    """Who is who, who shares memory with whom, who is whose base: each by the first name."""
+    same: dict[int, str] = {}
+    memory: dict[int, str] = {}
+    seen: Sight = {}
+    for name, tensor in named.items():
+        seen[f"{name} is"] = same.setdefault(id(tensor), name)
+        owners = enumerate(storage_id(plain) for plain in plain_tensors(tensor))
+        seen[f"{name} lives in"] = [memory.setdefault(owner, f"{name}#{k}") for k, owner in owners]
+    bases = {id(t._base): name for name, t in reversed(list(named.items())) if t._base is not None}
+    for name, tensor in named.items():
+        if tensor._base is not None:
+            base = same.get(id(tensor._base), f"the base of {bases[id(tensor._base)]}")
+            seen[f"{name} is a view of"] = base
+    return seen
+
+
+def observe(named: Mapping[str, torch.Tensor]) -> Sight:
+    """Everything that the user can see of these tensors."""
+    return {name: look(tensor) for name, tensor in named.items()} | relations(named)
+
+
+def gradients(named: Mapping[str, torch.Tensor]) -> Sight:
+    """What hangs on `.grad` of every leaf."""
+    leaves = {name: t for name, t in named.items() if t.is_leaf}
+    return {f"{name}.grad": None if t.grad is None else look(t.grad) for name, t in leaves.items()}
+
+
+def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """A gradient for one output: fixed numbers, laid out as the output is.
+
+    In another layout eager's own formulas add up in another order; see `test_autograd.py` for those.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, *tensor.shape) if tensor.dtype.is_complex else tensor.shape
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+    tangent = (torch.complex(*numbers) if tensor.dtype.is_complex else numbers).to(tensor.dtype)
+    return (
+        torch.ones_like(tensor) * tangent if is_wrapper(tensor) else torch.empty_like(tensor).copy_(tangent)
+    )
+
+
+def differentiable(named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The distinct tensors with history among `named`."""
+    return list({id(t): t for t in named.values() if t.requires_grad and not t.is_leaf}.values())
+
+
+def backward_through(outputs: Sequence[torch.Tensor], **options: Any) -> None:
+    """Run autograd from `outputs`, each with a tangent of its own."""
+    if outputs:
+        tangents = [tangent_for(t, seed) for seed, t in enumerate(outputs)]
+        torch.autograd.backward(list(outputs), tangents, **options)
+
+
+def shape_of(result: Any) -> Sight:
+    """What is no tensor in a result."""
+    leaves, spec = pytree.tree_flatten(result)
+    return {
+        "structure": str(spec),
+        "constants": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
+    }
+
+
+def play(
+    scene: Scene,
+    call: Callable[..., Any],
+    *,
+    calls: int = 1,
+    backward: bool = True,
+    around: Around = nullcontext,
+) -> list[Sight]:
+    """Call, look, differentiate, look; as often as asked."""
+    sights: list[Sight] = []
+    for _ in range(calls):
+        histories = {name: tensor.grad_fn for name, tensor in scene.arguments().items()}
+        with around():
+            result = call(*scene.args, **scene.kwargs)
+        outputs = dict(tensors_in("out", result))
+        everything = scene.tensors() | outputs
+        sights.append(observe(everything) | shape_of(result))
+        if backward:
+            as_before = [t for n, t in scene.arguments().items() if t.grad_fn is histories.get(n)]
+            sights += differentiate(everything, differentiable(outputs | scene.arguments()), as_before)
+    return sights
+
+
+def differentiate(
+    everything: Mapping[str, torch.Tensor],
+    ends: Sequence[torch.Tensor],
+    arguments: Sequence[torch.Tensor],
+) -> list[Sight]:
+    """Run autograd first from what the function made, then from what merely shows its arguments.
+
+    Not from both at once: gradients that meet outside of the compiled region are added up in another
+    order than eager's, and floating-point sums of three show it.
+
+    Args:
+        everything: what to look at.
+        ends: where to start.
+        arguments: those that have the history that they came with.
+    """
+    sights: list[Sight] = []
+    memory = {storage_id(plain) for tensor in arguments for plain in plain_tensors(tensor)}
+    shows_argument = [storage_id(plain_tensors(end)[0]) in memory for end in ends]
+    for shown in (False, True):
+        group = [end for end, shows in zip(ends, shows_argument, strict=True) if shows is shown]
+        backward_through(group, retain_graph=not shown)
+        sights.append(gradients(everything) | observe(everything))
+        for tensor in everything.values():
+            if tensor.is_leaf:
+                tensor.grad = None
+    return sights
+
+
+def differences(eager: Sequence[Sight], compiled: Sequence[Sight]) -> list[str]:
+    """Every fact in which two lists of sights differ, in words."""
+    return [
+        f"step {step}: {name}: {_contrast(a.get(name), b.get(name))}"
+        for step, (a, b) in enumerate(zip(eager, compiled, strict=True))
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    ]
+
+
+def _contrast(a: Any, b: Any) -> str:
+    if isinstance(a, dict) and isinstance(b, dict):
+        shown = [k for k in a if a[k] != b.get(k) and k != "bits"] or ["bits"]
+        return ", ".join(f"{k} {a[k]} in eager, {b.get(k)} compiled" for k in shown)
+    return f"{a} in eager, {b} compiled"
+
+
+def assert_same(eager: Sequence[Sight], compiled: Sequence[Sight]) -> None:
+    found = differences(eager, compiled)
+    assert not found, "\n".join(found)
+
+
+def same_as_eager(
+    build: Callable[[], Scene | Sequence[Scene]],
+    *,
+    calls: int = 1,
+    backward: bool = True,
+    around: Around = nullcontext,
+    backend: Any = "fx",
+    compilations: int | None = 1,
+    seed: int = 0,
+    **settings: Any,
+) -> Compiled:
+    """Play a scene eagerly and compiled, and assert that nobody can tell the difference.
+
+    Args:
+        build: makes the scene, or several of one function; called twice, with the same seed.
+        calls: how often the function is called on the same arguments.
+        backward: whether autograd runs after each call.
+        around: a context for each call.
+        backend: what to compile with.
+        compilations: how many artifacts the calls may need; None for any number.
+        seed: of torch's random numbers, before building and before playing.
+        settings: fields of `aotdist.Settings`.
+    """
+    played: list[list[Sight]] = []
+    for compiles in (False, True):
+        torch.manual_seed(seed)
+        built = build()
+        scenes = [built] if isinstance(built, Scene) else built
+        target = scenes[0].fn
+        if compiles:
+            target = aotdist.compile(target, backend=backend, settings=settings)
+        torch.manual_seed(seed + 1)
+        sights = [
+            sight
+            for scene in scenes
+            for sight in play(scene, target, calls=calls, backward=backward, around=around)
+        ]
+        played.append([*sights, {"random numbers": torch.get_rng_state().tolist()}])
+    assert_same(*played)
+    compiled = compiled_call(target)
+    assert compilations in (None, len(compiled.artifacts)), f"compiled {len(compiled.artifacts)} times"
+    return compiled

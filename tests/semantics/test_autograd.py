@@ -1,0 +1,447 @@
+"""Gradients: which, when, how often, through hooks, custom functions and checkpoints."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from tests.semantics.observation import Scene, same_as_eager
+
+
+def leaf(*size: int, **options) -> torch.Tensor:
+    return torch.randn(*(size or (3, 4)), requires_grad=True, **options)
+
+
+def compiled(fn):
+    return aotdist.compile(fn, backend="fx")
+
+
+def both(fn, use):
+    """What `use` returns for the eager and for the compiled function."""
+    return use(fn), use(compiled(fn))
+
+
+def assert_equal_grads(fn, use):
+    eager, ours = both(fn, use)
+    for a, b in zip(eager, ours, strict=True):
+        assert (a is None) == (b is None), (a, b)
+        assert a is None or torch.equal(a, b)
+
+
+# --- how often, and from where -------------------------------------------------------------------
+
+
+def test_retained_graphs_may_be_used_again():
+    def use(call):
+        x = torch.arange(4.0, requires_grad=True)
+        y = call(x)
+        for _ in range(2):
+            y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        return [x.grad]
+
+    assert_equal_grads(lambda x: x.exp().sin(), use)
+
+
+def test_a_graph_that_was_not_retained_may_not():
+    y = compiled(lambda x: x.exp().sin())(leaf())
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+def test_two_calls_before_their_backwards():
+    def use(call):
+        x = torch.arange(4.0, requires_grad=True)
+        first, second = call(x), call(x * 2)
+        second.sum().backward()
+        first.sum().backward()
+        return [x.grad]
+
+    assert_equal_grads(lambda x: x.exp() * x, use)
+
+
+def test_grad_with_respect_to_some_inputs():
+    def use(call):
+        a, b = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+        return torch.autograd.grad(call(a, b).sum(), b)
+
+    assert_equal_grads(lambda a, b: (a * b).exp(), use)
+
+
+def test_inputs_that_nothing_depends_on_get_no_gradient():
+    def use(call):
+        a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        call(a, b).sum().backward()
+        return [a.grad, b.grad]
+
+    assert_equal_grads(lambda a, b: a * b.detach(), use)
+
+
+def test_outputs_that_are_left_out_send_no_gradient():
+    """None, not zeros: optimizers skip the one and step on the other."""
+
+    def use(call):
+        a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        first, _ = call(a, b)
+        first.sum().backward()
+        return [a.grad, b.grad]
+
+    assert_equal_grads(lambda a, b: (a * 2, b * 3), use)
+
+
+def test_outputs_that_are_left_out_do_not_poison_the_others():
+    """Zero times infinity is no number; eager never computes it."""
+
+    def use(call):
+        x = torch.zeros(3, requires_grad=True)
+        first, _ = call(x)
+        first.sum().backward()
+        return [x.grad]
+
+    assert_equal_grads(lambda x: (x * 2, x.sqrt()), use)
+
+
+def test_outputs_that_are_left_out_keep_the_sign_of_zero():
+    def use(call):
+        x = torch.zeros(3, requires_grad=True)
+        call(x)[0].backward(torch.full((3,), -0.0))
+        return [x.grad]
+
+    eager, ours = both(lambda x: (x * 2, x * 3), use)
+    assert torch.equal(eager[0].signbit(), ours[0].signbit())
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+def test_every_choice_of_outputs(chosen):
+    def program(a, b, c):
+        shared = a * b
+        return shared.sum(), (shared @ c).exp(), c.sin()
+
+    def use(call):
+        torch.manual_seed(0)
+        inputs = [leaf(3, 3), leaf(3, 3), leaf(3, 3)]
+        outputs = call(*inputs)
+        torch.autograd.backward([outputs[k].sum() for k in chosen])
+        return [x.grad for x in inputs]
+
+    assert_equal_grads(program, use)
+
+
+def test_a_choice_of_outputs_of_a_retained_graph():
+    def use(call):
+        x = torch.arange(1.0, 4.0, requires_grad=True)
+        first, second = call(x)
+        first.sum().backward(retain_graph=True)
+        second.sum().backward(retain_graph=True)
+        (first.sum() + second.sum()).backward()
+        return [x.grad]
+
+    assert_equal_grads(lambda x: (x.exp(), x.sin()), use)
+
+
+def test_a_detached_output_is_no_end_of_the_backward():
+    """The base of `y.detach()` requires grad, and nobody can send it any."""
+    program = compiled(lambda x: ((y := x.exp()).sum(), y.detach()))
+    program(leaf())
+    (artifact,) = program.artifacts
+    assert [str(slot) for slot in artifact.compilation.traced.graph.ins if slot.role == "tangent"] == [
+        "out[0]"
+    ]
+
+
+TANGENTS = {
+    "expanded": lambda: torch.ones(()).expand(3, 4),
+    "transposed": lambda: torch.randn(4, 3).t(),
+    "with gaps": lambda: torch.randn(3, 8)[:, ::2],
+    "with an offset": lambda: torch.randn(6, 4)[3:],
+}
+
+
+@pytest.mark.parametrize("layout", TANGENTS)
+def test_layouts_of_tangents(layout):
+    def use(call):
+        torch.manual_seed(0)
+        x = leaf()
+        call(x).backward(TANGENTS[layout]())
+        return [x.grad]
+
+    assert_equal_grads(lambda x: x.exp().cumsum(0), use)
+
+
+@pytest.mark.parametrize(
+    "twist", [torch.conj, lambda t: torch.complex(-t.imag, t.real).conj()], ids=["conjugate", "both"]
+)
+def test_tangents_that_are_conjugated_lazily(twist):
+    def use(call):
+        torch.manual_seed(0)
+        x = leaf()
+        call(x).backward(twist(torch.randn(3, 4, dtype=torch.complex64)))
+        return [x.grad]
+
+    assert_equal_grads(lambda x: torch.complex(x, x * 2), use)
+
+
+def test_tangents_that_are_negated_lazily():
+    def use(call):
+        x = torch.arange(3.0, requires_grad=True)
+        call(x).backward(torch.randn(3, dtype=torch.complex64).conj().imag)
+        return [x.grad]
+
+    torch.manual_seed(0)
+    eager = use(lambda x: x.exp())
+    torch.manual_seed(0)
+    assert torch.equal(eager[0], use(compiled(lambda x: x.exp()))[0])
+
+
+# --- versions ------------------------------------------------------------------------------------
+
+
+def test_a_saved_input_that_is_written_before_the_backward_is_an_error():
+    a, b = leaf(3), leaf(3)
+    y = compiled(lambda a, b: a * b)(a, b)
+    with torch.no_grad():
+        b.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_saved_output_that_is_written_before_the_backward_is_an_error():
+    x = leaf(3)
+    y = compiled(lambda x: x.exp())(x)
+    y.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_an_output_that_is_not_saved_may_be_written():
+    def use(call):
+        x = torch.arange(3.0, requires_grad=True)
+        y = call(x)
+        y.add_(1).mul_(2)
+        y.sum().backward()
+        return [x.grad]
+
+    assert_equal_grads(lambda x: x * 3, use)
+
+
+def test_a_buffer_that_the_program_itself_writes_is_no_error():
+    model = compiled(nn.BatchNorm1d(4))
+    y = model(leaf(5, 4))
+    model(leaf(5, 4))
+    y.sum().backward()
+
+
+# --- hooks, custom functions, checkpoints --------------------------------------------------------
+
+
+def test_tensor_hooks_inside():
+    def program(x):
+        y = x.exp()
+        y.register_hook(lambda grad: grad * 10)
+        return y.sin()
+
+    same_as_eager(lambda: Scene(program, (leaf(),)), calls=2)
+
+
+def test_hooks_on_inputs_and_outputs():
+    def use(call):
+        seen = []
+        x = torch.arange(3.0, requires_grad=True)
+        x.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
+        y = call(x)
+        y.register_hook(lambda grad: seen.append(grad.clone()) or grad * 3)
+        y.sum().backward()
+        return [*seen, x.grad]
+
+    assert_equal_grads(lambda x: x.exp(), use)
+
+
+def test_module_hooks_inside():
+    def build():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        model[1].register_forward_hook(lambda module, args, output: output * 2)
+        model[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        model[0].register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 5,))
+        return Scene(model, (leaf(3, 4),))
+
+    same_as_eager(build, calls=2)
+
+
+class Tripled(torch.autograd.Function):
+    """Its backward is not its forward's derivative, so that nobody can make it up."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x * ctx.factor, None
+
+
+def test_a_custom_function_keeps_its_backward():
+    same_as_eager(lambda: Scene(lambda x: Tripled.apply(x.sin(), 3).exp(), (leaf(),)), calls=2)
+
+
+class Flat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.view(3, 4) * 7
+
+
+def test_a_custom_function_that_returns_a_view_keeps_its_backward():
+    x = leaf()
+    y = compiled(Flat.apply)(x * 1)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 7.0))
+
+
+class TwoOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        index = x.argmax(-1)
+        ctx.mark_non_differentiable(index)
+        return x * 2, index
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad * 5
+
+
+def test_a_custom_function_with_an_output_without_gradient():
+    same_as_eager(lambda: Scene(TwoOutputs.apply, (leaf(),)))
+
+
+def test_gradients_taken_inside():
+    def program(x, w):
+        (grad,) = torch.autograd.grad((x * w).exp().sum(), w, create_graph=True)
+        return (grad**2).sum()
+
+    same_as_eager(lambda: Scene(program, (torch.randn(3), leaf(3))))
+
+
+def test_grad_mode_switched_on_inside():
+    def program(x):
+        with torch.enable_grad():
+            (grad,) = torch.autograd.grad(x.exp().sum(), x)
+        return grad * 2
+
+    same_as_eager(lambda: Scene(program, (leaf(),)), around=torch.no_grad)
+
+
+def test_history_that_begins_under_no_grad():
+    def program(x):
+        with torch.enable_grad():
+            y = x.exp()
+        return y, y * 2
+
+    same_as_eager(lambda: Scene(program, (leaf(),)), around=torch.no_grad)
+
+
+CHECKPOINTED = {
+    "a function": lambda x: checkpoint(lambda x: x.exp().sin(), x, use_reentrant=False),
+    "twice": lambda x: checkpoint(
+        torch.sin, checkpoint(torch.exp, x, use_reentrant=False), use_reentrant=False
+    ),
+    "nested": lambda x: checkpoint(
+        lambda x: checkpoint(torch.exp, x.sin(), use_reentrant=False).cos(), x, use_reentrant=False
+    ),
+    "with dropout": lambda x: checkpoint(lambda x: F.dropout(x.exp(), 0.5).sin(), x, use_reentrant=False),
+    "with dropouts around": lambda x: F.dropout(
+        checkpoint(lambda x: F.dropout(F.dropout(x).exp()).sin(), F.dropout(x, 0.1), use_reentrant=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpoints_inside(name):
+    same_as_eager(lambda: Scene(CHECKPOINTED[name], (leaf(),)), calls=2)
+
+
+def test_a_checkpoint_saves_nothing_but_its_input():
+    program = compiled(CHECKPOINTED["a function"])
+    program(leaf())
+    (artifact,) = program.explain().artifacts
+    assert artifact.saved_bytes == 0
+
+
+def test_a_checkpoint_around():
+    def use(call):
+        x = torch.arange(3.0, requires_grad=True)
+        checkpoint(call, x, use_reentrant=False).sum().backward()
+        return [x.grad]
+
+    assert_equal_grads(lambda x: x.exp().sin(), use)
+
+
+def test_saved_tensor_hooks_around():
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor.clone()
+
+    x = leaf()
+    program = compiled(lambda x: x.exp().sin())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = program(x)
+    assert packed and all(type(tensor) is torch.Tensor for tensor in packed)
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp().cos() * x.exp())
+
+
+# --- autocast ------------------------------------------------------------------------------------
+
+
+def bfloat16():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def under_autocast(x, w):
+    with bfloat16():
+        y = x @ w
+        return y, (y @ w).float().softmax(-1)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, bfloat16], ids=["without", "autocast"])
+def test_autocast_inside(around):
+    same_as_eager(lambda: Scene(under_autocast, (torch.randn(3, 3), leaf(3, 3))), around=around, calls=2)
+
+
+def test_autocast_around():
+    """The cast weights that autocast keeps for the next call must not be those of the trace."""
+    same_as_eager(lambda: Scene(lambda x, w: (x @ w) @ w, (leaf(3, 3), leaf(3, 3))), around=bfloat16, calls=2)
+
+
+def test_autocast_switched_off_inside():
+    def program(x, w):
+        with torch.autocast("cpu", enabled=False):
+            return x @ w
+
+    same_as_eager(lambda: Scene(program, (leaf(3, 3), leaf(3, 3))), around=bfloat16)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_second_derivatives_are_refused():
+    x = leaf()
+    y = compiled(lambda x: (x**3).sum())(x)
+    with pytest.raises(UnsupportedProgram, match="create_graph=True"):
+        torch.autograd.grad(y, x, create_graph=True)
+    # What was refused did no harm: the first derivative is still there to be taken.
+    (grad,) = torch.autograd.grad(y, x)
+    assert torch.equal(grad, 3 * x**2)

@@ -1,0 +1,76 @@
+"""Random programs: the compiled call and eager cannot be told apart."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, event, given, settings
+
+from aotdist.errors import UnsupportedProgram
+from tests.semantics.observation import Around, same_as_eager
+from tests.semantics.programs import RESHAPES, WRITES, Program, programs
+
+REFUSALS = (
+    "writes through an expanded tensor",
+    "reads a tensor's data",
+    "is written and shares memory with",
+    "size, strides or storage written in place",
+    "`requires_grad` changed in place",
+    "its size or strides written in place after the view",
+)
+"""What a random program may be refused for."""
+
+search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+
+
+def compare(program: Program, around: Around = nullcontext, **options) -> None:
+    assume(program.runs_in_eager(around))
+    try:
+        same_as_eager(program.scenes, around=around, seed=1, **options)
+    except UnsupportedProgram as refusal:
+        event(f"refused: {refusal.what}")
+        assert any(reason in refusal.what for reason in REFUSALS), refusal
+
+
+@search
+@given(programs())
+def test_with_gradients(program):
+    compare(program)
+
+
+@search
+@given(programs())
+def test_under_no_grad(program):
+    compare(program, torch.no_grad)
+
+
+@search
+@given(programs(modes=("",)))
+def test_in_inference_mode(program):
+    compare(program, torch.inference_mode)
+
+
+@search
+@given(programs(writes=(*WRITES, *RESHAPES)))
+def test_with_writes_of_metadata(program):
+    compare(program)
+
+
+@search
+@given(programs())
+def test_without_graph_passes(program):
+    """The passes change nothing: what they leave is what the trace recorded."""
+    compare(program, disabled_passes=frozenset({"cleanup"}))
+
+
+@search
+@given(programs())
+def test_with_the_fewest_bytes_saved(program):
+    compare(program, partition="min_cut")
+
+
+@pytest.mark.sweep
+@search
+@given(programs(max_statements=20))
+def test_long_programs(program):
+    compare(program)

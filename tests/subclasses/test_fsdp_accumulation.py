@@ -1,0 +1,172 @@
+"""`set_requires_gradient_sync(False)`: eager and captured steps mix, in any order, and lose no gradient."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from aotdist.subclasses.fsdp import MODULE_RULE
+from tests.ranks.harness import World
+from tests.subclasses.fsdp_models import (
+    Net,
+    captured,
+    captured_step,
+    different_grads,
+    eager_step,
+    fsdp_modules,
+    line,
+    same_bits,
+    seeded,
+    shard_blocks,
+    tokens,
+)
+
+pytestmark = pytest.mark.ranks
+
+STEPS = {"e": eager_step, "c": captured_step}
+POLICIES = {
+    "fp32": {},
+    "bf16": {"param_dtype": torch.bfloat16},
+    "bf16 reduced in fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+
+
+def accumulate(model: Net, kinds: str, cycles: int) -> list[torch.Tensor]:
+    """Cycles of steps of these kinds, of which only the last reduces."""
+    losses = []
+    for step, kind in enumerate(kinds * cycles):
+        model.set_requires_gradient_sync((step + 1) % len(kinds) == 0)
+        losses.append(STEPS[kind](model, tokens(step)))
+    return losses
+
+
+def mixed_case(kinds: str, policy: dict[str, Any]) -> None:
+    def make() -> Net:
+        return shard_blocks(Net(), line(2), mp_policy=MixedPrecisionPolicy(**policy))
+
+    eager, mixed = seeded(make), seeded(make)
+    theirs = accumulate(eager, "e" * len(kinds), cycles=2)
+    ours = accumulate(mixed, kinds, cycles=2)
+    assert all(same_bits(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert not (names := different_grads(eager, mixed)), names
+    assert mixed.unused.grad is None
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("kinds", ["".join(kinds) for kinds in product("ec", repeat=3)][1:])
+def test_eager_and_captured_steps_mix(world2: World, kinds: str, policy: dict[str, Any]) -> None:
+    world2.run(mixed_case, kinds, policy)
+
+
+class Skipping(Net):
+    """Leaves out its last block when told so."""
+
+    skip = False
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[: 1 if self.skip else 2]:
+            x = block(x)
+        return x * self.gain
+
+
+def used_in_one_step_case() -> None:
+    """A block that only some accumulating steps use keeps what it has, and zeros are no gradients."""
+
+    def make() -> Skipping:
+        return shard_blocks(Skipping(), line(2))
+
+    eager, compiled = seeded(make), seeded(make)
+    for model, step in ((eager, eager_step), (compiled, captured_step)):
+        for number, (sync, skip) in enumerate([(False, True), (False, False), (False, True), (True, False)]):
+            model.skip = skip
+            model.set_requires_gradient_sync(sync)
+            step(model, tokens(number))
+    assert not (names := different_grads(eager, compiled)), names
+    for model, step in ((eager, eager_step), (compiled, captured_step)):
+        model.zero_grad()
+        model.skip = True
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            step(model, tokens())
+    assert not (names := different_grads(eager, compiled)), names
+    assert eager.blocks[1].up.weight.grad is None
+
+
+def test_a_block_that_some_steps_use(world2: World) -> None:
+    world2.run(used_in_one_step_case)
+
+
+def forgotten_case() -> None:
+    """The step that reduces leaves out a block, and gives it the gradients of the steps before."""
+    eager, compiled = (seeded(lambda: shard_blocks(Skipping(), line(2))) for _ in range(2))
+    for model, step in ((eager, eager_step), (compiled, captured_step)):
+        for sync in (False, True):
+            model.skip = sync
+            model.set_requires_gradient_sync(sync)
+            step(model, tokens())
+    assert not (names := different_grads(eager, compiled)), names
+    assert compiled.blocks[1].up.bias.grad is not None
+
+
+def test_an_accumulated_gradient_is_never_forgotten(world2: World) -> None:
+    world2.run(forgotten_case)
+
+
+def evaluation_case() -> None:
+    """An evaluation between accumulating steps changes nothing, and is specialised on nothing."""
+    model = seeded(lambda: shard_blocks(Net(), line(2)))
+    with torch.no_grad():
+        MODULE_RULE.prepare(model)
+        before = MODULE_RULE.flags(model)
+    model.set_requires_gradient_sync(False)
+    captured_step(model, tokens())
+    kept = {id(record): record.unsharded_accumulated_grad for record in records(model)}
+    with torch.no_grad():
+        with captured(model):
+            model(tokens())
+        assert list(MODULE_RULE.lifted(model)) == []
+        model.set_requires_gradient_sync(True)
+        assert MODULE_RULE.flags(model) == before
+    assert all(record.unsharded_accumulated_grad is kept[id(record)] for record in records(model))
+
+
+def records(model: Net) -> list[Any]:
+    groups = [
+        group for module in fsdp_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    return [record for group in groups for record in group.fsdp_params]
+
+
+def test_evaluation_while_accumulating(world2: World) -> None:
+    world2.run(evaluation_case)
+
+
+def flags_case() -> None:
+    """The flags tell apart the programs; the accumulators are lifted under their parameters' names."""
+    model = seeded(lambda: shard_blocks(Net(), line(2)))
+    MODULE_RULE.prepare(model)
+    seen = [MODULE_RULE.flags(model)]
+    assert list(MODULE_RULE.lifted(model)) == []
+    model.set_requires_gradient_sync(False)
+    MODULE_RULE.prepare(model)
+    seen.append(MODULE_RULE.flags(model))
+    lifted = {path: getattr(owner, attribute) for path, owner, attribute in MODULE_RULE.lifted(model)}
+    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert sorted(lifted) == sorted(f"{name}.accumulated_grad" for name in trainable)
+    assert all(torch.signbit(tensor).all() and not tensor.any() for tensor in lifted.values())
+    model.set_requires_gradient_sync(True)
+    seen.append(MODULE_RULE.flags(model))
+    model.set_reshard_after_forward(False)
+    seen.append(MODULE_RULE.flags(model))
+    model.set_gradient_divide_factor(2.0)
+    seen.append(MODULE_RULE.flags(model))
+    assert len(set(seen)) == 5 and all(isinstance(hash(flags), int) for flags in seen)
+
+
+def test_flags(world2: World) -> None:
+    world2.run(flags_case)

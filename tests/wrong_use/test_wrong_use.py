@@ -1,0 +1,169 @@
+"""Wrong use: one clear error of ours, with the user's line, and everything as it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+from aotdist import BadSettings, UnsupportedProgram
+
+compiled = functools.partial(aotdist.compile, backend="fx")
+
+
+class Writes(nn.Module):
+    """Writes a buffer and draws a random number before it fails."""
+
+    def __init__(self, fail: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(2))
+        self.fail = fail
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.count.add_(1)
+        self.extra = x + torch.rand(2)
+        return self.fail(x * self.weight)
+
+
+def item(x: torch.Tensor) -> Any:
+    return x.sum().item() * x
+
+
+def branch(x: torch.Tensor) -> Any:
+    return x if x.sum() > 0 else -x
+
+
+def shape(x: torch.Tensor) -> Any:
+    return x.nonzero()
+
+
+@pytest.mark.parametrize(
+    ("fail", "line"),
+    [(item, "x.sum().item()"), (branch, "if x.sum() > 0"), (shape, "x.nonzero()")],
+)
+def test_needing_data_names_the_line_and_leaves_everything_alone(fail: Callable[..., Any], line: str) -> None:
+    model = compiled(Writes(fail))
+    x = torch.randn(2, requires_grad=True)
+    rng, parameters = torch.get_rng_state(), dict(model.named_parameters())
+    with pytest.raises(UnsupportedProgram) as raised:
+        model(x)
+    assert line in str(raised.value) and "test_wrong_use.py" in str(raised.value)
+    assert "torch.where" in str(raised.value)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert dict(model.named_parameters()) == parameters
+    assert type(model.count) is torch.Tensor and torch.equal(model.count, torch.zeros(2))
+    assert not hasattr(model, "extra")
+    assert torch.is_grad_enabled() and x.grad is None
+    assert not model._forward_hooks and not nn.modules.module._global_forward_hooks
+
+
+def test_an_exception_of_the_users_passes_through() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    model = compiled(Writes(fails))
+    with pytest.raises(KeyError, match="mine"):
+        model(torch.ones(2))
+    assert torch.equal(model.count, torch.zeros(2))
+
+
+def test_a_leaf_that_cannot_be_lifted() -> None:
+    class Opaque:
+        pass
+
+    with pytest.raises(UnsupportedProgram, match=r"`options\['mode'\]` is a .*Opaque"):
+        compiled(lambda x, options: x)(torch.ones(1), options={"mode": Opaque()})
+
+
+def test_metadata_writes_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` has its size, strides or storage"):
+        compiled(lambda x: x.t_().sum())(torch.ones(2, 3))
+
+
+def test_overlapping_written_inputs_are_refused_by_name() -> None:
+    base = torch.zeros(4)
+    with pytest.raises(
+        UnsupportedProgram, match=r"`args\[0\]` is written and shares memory with `args\[1\]`"
+    ):
+        compiled(lambda a, b: a.add_(1) + b)(base[:3], base[1:])
+    assert torch.equal(base, torch.zeros(4))
+
+
+def test_disjoint_views_of_one_buffer_are_fine() -> None:
+    base, expected = torch.zeros(4), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    compiled(lambda a, b: a.add_(1) + b)(base[:2], base[2:])
+    assert torch.equal(base, expected)
+
+
+def test_sparse_inputs_are_refused() -> None:
+    with pytest.raises(UnsupportedProgram, match="layout torch.sparse_coo"):
+        compiled(lambda x: x)(torch.eye(2).to_sparse())
+
+
+def test_double_backward_is_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    out = compiled(lambda x: (x**3).sum())(x)
+    with pytest.raises(UnsupportedProgram, match="create_graph"):
+        torch.autograd.grad(out, x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        ({"backend": "inducto"}, "did you mean 'inductor'"),
+        ({"backend": 3}, "a backend cannot be a int"),
+        ({"backend": "fx", "settings": {"partitions": "default"}}, "did you mean `partition`"),
+        ({"backend": "fx", "settings": {"partition": "mincut"}}, "choose one of auto, default, min_cut"),
+        ({"backend": "fx", "settings": {"max_artifacts": 0}}, "positive"),
+    ],
+)
+def test_bad_settings_know_near_misses(options: dict[str, Any], near: str) -> None:
+    with pytest.raises(BadSettings, match=near):
+        aotdist.compile(lambda x: x, **options)
+
+
+def test_an_unknown_pass_is_named() -> None:
+    fn = compiled(lambda x: x * 2, settings={"disabled_passes": frozenset({"overlp"})})
+    with pytest.raises(BadSettings, match="did you mean `overlap`"):
+        fn(torch.ones(1))
+
+
+def test_what_is_not_callable() -> None:
+    with pytest.raises(BadSettings, match="cannot compile a Tensor"):
+        aotdist.compile(torch.ones(1))
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AOTDIST_PARTITION", "best")
+    with pytest.raises(BadSettings, match="settings.partition is 'best'"):
+        aotdist.compile(lambda x: x, backend="fx")
+
+
+def test_many_signatures_warn_once_and_say_what_changes() -> None:
+    fn = compiled(lambda x: x * 2, settings={"max_artifacts": 2})
+    fn(torch.ones(1))
+    fn(torch.ones(2))
+    with pytest.warns(UserWarning, match=r"`args\[0\]` .*float32\[2\].*float32\[3\]"):
+        fn(torch.ones(3))
+    fn(torch.ones(4))
+
+
+def test_side_effects_are_reported_on_request() -> None:
+    class Logs(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x
+
+    model = compiled(Logs(), settings={"report_side_effects": True})
+    with pytest.warns(UserWarning, match="`calls` was assigned while capturing"):
+        model(torch.ones(1))
+    model(torch.ones(1))
+    assert model.calls == 1
