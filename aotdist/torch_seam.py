@@ -319,6 +319,16 @@ def record_on_fakes(
     return make_fx(call, decomposition_table=dict(table), tracing_mode="real")(*fakes)
 
 
+# --- codegen: which library runs a collective -----------------------------------------------------
+
+
+def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
+    """Whether collectives of tensors on `device` in this process group are gloo's."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group_name)._get_backend(device).name() == "gloo"
+
+
 # --- codegen: Inductor ----------------------------------------------------------------------------
 
 

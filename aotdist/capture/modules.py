@@ -181,7 +181,7 @@ class ModuleGuard:
 def _absent_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
     """Places where a tensor, or a forward of a module's own, may appear later."""
     for module in modules:
-        for owner in (module._parameters, module._buffers):
+        for owner in (vars(module)[kind] for kind in ("_parameters", "_buffers")):
             yield from ((owner, key) for key, value in owner.items() if value is None)
         if "forward" not in vars(module):
             yield vars(module), "forward"

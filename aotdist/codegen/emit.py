@@ -13,6 +13,7 @@ import torch
 
 from aotdist.codegen.any_strides import takes_any_strides
 from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides
+from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
@@ -89,6 +90,7 @@ class Emitter:
 
     def _emit(self, graph: Graph, kind: Kind, origins: Collection[Slot]) -> Emitted:
         static = frozenset(position for position, slot in enumerate(origins) if slot in self.static)
+        graph = gathers_into_buffers(graph)
         return self.backend.emit(graph, Emission(kind, self.fake_mode, self.settings, static, self.name))
 
 

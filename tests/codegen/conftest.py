@@ -1,6 +1,8 @@
-"""Inductor's files go to a folder of the test session."""
+"""Inductor's files go to a folder of the test session; ranks for what only they can show."""
 
 import pytest
+
+from tests.ranks.harness import world2 as world2
 
 
 @pytest.fixture(scope="session")

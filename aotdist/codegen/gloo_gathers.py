@@ -1,0 +1,48 @@
+"""Gathers into a buffer of the graph's own, where gloo gathers.
+
+On gloo, `all_gather_into_tensor` is a coalesced gather, which corrupts the heap once two are in flight: on
+torch 2.11 and 2.13, ranks that start two and then wait for both abort within some thousand rounds. Its `out`
+form is a plain gather, and is sound. We start gathers ahead, so every compiler is given that form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from aotdist.codegen.graph_copy import copied
+from aotdist.passes.collectives import group_name
+from aotdist.program import Graph
+from aotdist.torch_seam import runs_on_gloo
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+_EMPTY = torch.ops.aten.empty.memory_format
+
+
+def gathers_into_buffers(graph: Graph) -> Graph:
+    """`graph` with each gather of gloo's writing into a fresh `empty`; itself when there is none."""
+    if not any(_gathers_on_gloo(graph)):
+        return graph
+    safe = Graph(copied(graph), graph.ins, graph.outs)
+    for gather in list(_gathers_on_gloo(safe)):
+        _gather_into_buffer(safe.gm.graph, gather)
+    return safe
+
+
+def _gathers_on_gloo(graph: Graph) -> Iterator[Node]:
+    for node in graph.gm.graph.find_nodes(op="call_function", target=_GATHER):
+        if runs_on_gloo(group_name(node), node.meta["val"].device):
+            yield node
+
+
+def _gather_into_buffer(nodes: torch.fx.Graph, gather: Node) -> None:
+    value = gather.meta["val"]
+    with nodes.inserting_before(gather):
+        options = {"dtype": value.dtype, "device": value.device}
+        buffer = nodes.call_function(_EMPTY, (list(value.shape),), options)
+    buffer.meta = dict(gather.meta)
+    gather.target = _GATHER_INTO
+    gather.kwargs = {"out": buffer}

@@ -1,0 +1,55 @@
+"""Gloo's gathers write into buffers of the graph's own, and many may be in flight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import aotdist
+from aotdist.codegen.gloo_gathers import gathers_into_buffers
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam import make_fx
+from tests.ranks.harness import World
+
+pytestmark = pytest.mark.ranks
+C10D = torch.ops._c10d_functional
+
+
+def two_gathers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    started = [C10D.all_gather_into_tensor(part, dist.get_world_size(), "0") for part in (x + 1, x * 2)]
+    first, second = (C10D.wait_tensor(gather) for gather in started)
+    return first, second
+
+
+def rewritten_case() -> None:
+    x = torch.arange(6.0) * (dist.get_rank() + 1)
+    gm = make_fx(two_gathers, tracing_mode="fake")(x)
+    graph = Graph(gm, (Slot("primal", "x"),), (Slot("output", "out[0]"), Slot("output", "out[1]")))
+    before = gm.code
+    safe = gathers_into_buffers(graph)
+    assert gm.code == before and gathers_into_buffers(safe) is safe
+    assert "all_gather_into_tensor.default" not in safe.gm.code
+    for ours, expected in zip(safe.gm(x), two_gathers(x), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_the_graph_that_compilers_get(world2: World) -> None:
+    world2.run(rewritten_case)
+
+
+def in_flight_case() -> None:
+    """PyTorch's own operator aborts within some thousand rounds of this."""
+    compiled = aotdist.compile(two_gathers, backend="fx")
+    x = torch.full((33,), float(dist.get_rank()))
+    expected = [
+        torch.tensor([0.0, 1.0]).repeat_interleave(33) + 1,
+        torch.tensor([0.0, 2.0]).repeat_interleave(33),
+    ]
+    for _ in range(4000):
+        results = compiled(x)
+    assert all(torch.equal(ours, value) for ours, value in zip(results, expected, strict=True))
+
+
+def test_two_in_flight(world2: World) -> None:
+    world2.run(in_flight_case)
