@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.codegen.backend import Compiler, resolve
@@ -24,7 +23,7 @@ from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings
-from aotdist.subclasses.protocol import module_rules
+from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
 from aotdist.torch_seam import compiled_call_of, set_compiled_call, uncompiled_call
 
 M = TypeVar("M", bound=nn.Module)
@@ -153,6 +152,12 @@ class CompiledModule(Compiled):
             return uncompiled_call(target())(*args, **kwargs)
 
         super().__init__(target, run, backend, settings)
+        self._shown_on = weakref.WeakSet([module])
+        self._attach()
+
+    def show_on(self, module: nn.Module) -> None:
+        """Hang `source`, `graphs` and `explain` on another module too."""
+        self._shown_on.add(module)
         self._attach()
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
@@ -167,14 +172,40 @@ class CompiledModule(Compiled):
 
     def _attach(self) -> None:
         """Hang `source`, `graphs` and `explain` on the module, unless it has attributes of these names."""
-        module = self._target()
-        for name, value in (
-            ("source", PrintedSource(self.source)),
-            ("graphs", GraphList(self.graphs)),
-            ("explain", Explain(self.explain)),
-        ):
-            if isinstance(vars(module).get(name), ATTACHED) or not hasattr(module, name):
-                vars(module)[name] = value
+        shown = {
+            "source": PrintedSource(self.source),
+            "graphs": GraphList(self.graphs),
+            "explain": Explain(self.explain),
+        }
+        for module in self._shown_on:
+            for name, value in shown.items():
+                if isinstance(vars(module).get(name), ATTACHED) or not hasattr(module, name):
+                    vars(module)[name] = value
+
+
+class ContainerCall:
+    """The call of a module that runs its own forward around a compiled one (DDP).
+
+    Args:
+        container: the module that is called; not kept alive.
+        rule: what is done around each call.
+        contained: the compiled call of what it contains.
+    """
+
+    def __init__(self, container: nn.Module, rule: ContainerRule, contained: CompiledModule) -> None:
+        self._container = weakref.ref(container)
+        self._rule = rule
+        self.contained = contained
+        contained.show_on(container)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the container's own forward."""
+        container = self._container()
+        assert container is not None, "a module outlives its own call"
+        if _thread.eager:
+            return uncompiled_call(container)(*args, **kwargs)
+        with self._rule.calling(container):
+            return uncompiled_call(container)(*args, **kwargs)
 
 
 @overload
@@ -200,7 +231,7 @@ def compile(
     only its call is compiled. `.source`, `.graphs` and `.explain()` are on the result.
 
     Args:
-        target: an `nn.Module` (plain, FSDP2, tensor parallel) or any callable.
+        target: an `nn.Module` (plain, FSDP2, tensor parallel, DDP) or any callable.
         backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where it works, else `fx`),
             or a function `(graph_module, fake_arguments) -> callable`.
         settings: a `Settings`, a mapping of its fields, or None for `Settings.from_environment()`.
@@ -213,15 +244,23 @@ def compile(
     if not callable(target):
         raise BadSettings(f"cannot compile a {type(target).__name__}", fix="pass a module or a function")
     resolved, chosen = resolve(backend), _settings(settings)
-    if isinstance(target, DistributedDataParallel):
-        # Its reducer is driven by hooks around the call of what it wraps, and stays there.
-        compile(target.module, backend=resolved, settings=chosen)
-        return target
-    if isinstance(target, nn.Module):
-        module_rules(target)
-        set_compiled_call(target, CompiledModule(target, resolved, chosen))
-        return target
-    return CompiledFunction(target, resolved, chosen)
+    if not isinstance(target, nn.Module):
+        return CompiledFunction(target, resolved, chosen)
+    container = container_rule(target)
+    if container is None:
+        _compile_in_place(target, resolved, chosen)
+    else:
+        rule, contained = container
+        call = ContainerCall(target, rule, _compile_in_place(contained, resolved, chosen))
+        set_compiled_call(target, call)
+    return target
+
+
+def _compile_in_place(module: nn.Module, backend: Backend, settings: Settings) -> CompiledModule:
+    module_rules(module)
+    call = CompiledModule(module, backend, settings)
+    set_compiled_call(module, call)
+    return call
 
 
 def _settings(settings: Settings | Mapping[str, Any] | None) -> Settings:
@@ -236,9 +275,8 @@ def compiled_call(target: Any) -> Compiled:
     Raises:
         BadSettings: it did not.
     """
-    if isinstance(target, DistributedDataParallel):
-        target = target.module
     call = compiled_call_of(target) if isinstance(target, nn.Module) else target
+    call = call.contained if isinstance(call, ContainerCall) else call
     if not isinstance(call, Compiled):
         raise BadSettings(
             f"this {type(target).__name__} was not compiled", fix="call `aotdist.compile` on it first"

@@ -648,6 +648,25 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+# --- subclasses: DDP ------------------------------------------------------------------------------
+
+
+def reduces_plainly(ddp: Any) -> bool:
+    """Whether DDP's reducer averages gradients and does nothing else: no hooks, no `join()`."""
+    return not (
+        ddp._comm_hooks
+        or ddp._delay_all_reduce_params
+        or ddp._join_config.enable
+        or ddp._use_python_reducer
+        or ddp._get_ddp_logging_data().get("comm_hook")
+    )
+
+
+def has_grad_hooks(param: torch.Tensor) -> bool:
+    """Whether the user is called with this leaf's gradient, before or after it is accumulated."""
+    return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
 # --- runtime: the autograd node, and the store that ranks met in ----------------------------------
 
 

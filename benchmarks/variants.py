@@ -101,16 +101,16 @@ def make_step(layout: Layout, shape: LlamaShape, compiler: Compiler) -> TrainSte
 
 
 def _compiled(model: nn.Module, layout: Layout, compiler: Compiler) -> nn.Module:
-    """Each compiler where its users put it: `torch.compile` around DDP, aotdist inside."""
+    """The compiler around DDP, or around what else the layout makes."""
     match compiler:
         case "eager" | "torch.compile blocks":
             return _replicated(model, layout)
         case "torch.compile":
             return cast("nn.Module", torch.compile(_replicated(model, layout)))
         case "aotdist fx":
-            return _replicated(aotdist.compile(model, backend="fx"), layout)
+            return aotdist.compile(_replicated(model, layout), backend="fx")
         case "aotdist inductor":
-            return _replicated(aotdist.compile(model, backend="inductor"), layout)
+            return aotdist.compile(_replicated(model, layout), backend="inductor")
     assert_never(compiler)
 
 

@@ -1,29 +1,84 @@
-"""DistributedDataParallel: reduces gradients in hooks of its own, outside of what it wraps.
+"""DistributedDataParallel: gradients reduced by a C++ reducer, in hooks, bucket by bucket.
 
-Its forward prepares a C++ reducer at every call, which no graph can do. So it is never captured:
-`aotdist.compile` on a DDP module compiles the module inside it, and one that a compiled function
-reaches is refused.
+DDP's forward prepares that reducer at every call, which no graph can do. So it is never captured:
+`aotdist.compile` on a DDP module compiles the module inside it, and DDP's own forward goes on to run, with
+what it does before (buffers broadcast, inputs moved). Outside of the graph the reducer could only start once
+the whole backward is done. So the reductions are recorded, a bucket's as one unit for the passes to merge and
+overlap, and the reducer is kept from repeating them as `no_sync()` keeps it: by DDP's own switch, for the
+time of the call::
+
+    parameter ─────────────────────────────────────────────────────────► module
+    .grad ◄─ wait_tensor ◄─ all_reduce ◄─ 1 / ranks ◄───────────────────── its grad
+
+Values are equal bit for bit on two ranks; more add in an order that the collective may choose by the place in
+its buffer, which DDP itself changes after its first step.
+
+The reducer stays at work, outside, wherever it does more than that: where gradients are there already (it
+reduces the sum), for unused parameters, a static graph, gradients as views of buckets, communication hooks,
+mixed precision, `join()`, and where a parameter has hooks, which are to see what is not reduced yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Hashable, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Annotate
+from aotdist.torch_seam import has_grad_hooks, reduces_plainly
+
+_c10d = torch.ops._c10d_functional
+
+
+class _Replica:
+    """What is known of a module that DDP wraps.
+
+    Attributes:
+        reducing: whether the call that runs now reduces gradients in the graph.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.group = ddp.process_group
+        self.buckets = _buckets(ddp)
+        self.reducing = False
 
 
 class _DataParallelRule:
-    """See `aotdist.subclasses.protocol.ModuleRule`."""
+    """See `ModuleRule` and `ContainerRule` in `aotdist.subclasses.protocol`."""
 
     name = "ddp"
 
+    def __init__(self) -> None:
+        self._replicas: WeakKeyDictionary[nn.Module, _Replica] = WeakKeyDictionary()
+
+    def contained(self, module: nn.Module) -> nn.Module | None:
+        if not isinstance(module, DistributedDataParallel):
+            return None
+        self._replicas[module.module] = _Replica(module)
+        return module.module
+
+    @contextmanager
+    def calling(self, module: Any) -> Generator[None]:
+        replica = self._replicas[module.module]
+        if not _reduces_in_graph(module):
+            yield
+            return
+        replica.reducing, module.require_backward_grad_sync = True, False
+        try:
+            yield
+        finally:
+            # Buffers are broadcast before the next forward, as after any step that synchronises.
+            replica.reducing, module.require_backward_grad_sync = False, True
+            module.require_forward_param_sync = True
+
     def claims(self, root: nn.Module) -> bool:
-        return any(isinstance(module, DistributedDataParallel) for module in root.modules())
+        return root in self._replicas or any(isinstance(m, DistributedDataParallel) for m in root.modules())
 
     def check(self, root: nn.Module) -> None:
         for path, module in root.named_modules():
@@ -36,13 +91,17 @@ class _DataParallelRule:
                 )
 
     def flags(self, root: nn.Module) -> Hashable:
-        return None
+        replica = self._replicas.get(root)
+        return replica is not None and replica.reducing
 
     def prepare(self, root: nn.Module) -> None:
         return None
 
     def capturing(self, root: nn.Module, annotate: Annotate) -> AbstractContextManager[None]:
-        return nullcontext()
+        replica = self._replicas.get(root)
+        if replica is None or not replica.reducing:
+            return nullcontext()
+        return _reduced_parameters(root, replica, annotate)
 
     def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:
         return ()
@@ -51,4 +110,81 @@ class _DataParallelRule:
         return None
 
 
-MODULE_RULE = _DataParallelRule()
+MODULE_RULE = CONTAINER_RULE = _DataParallelRule()
+
+
+class _Reduce(torch.autograd.Function):
+    """A parameter; its gradient is averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, group: Any, bucket: str, annotate: Annotate) -> torch.Tensor:
+        """The parameter itself."""
+        ctx.group, ctx.bucket, ctx.annotate = group, bucket, annotate
+        ctx.set_materialize_grads(False)  # a parameter without a gradient is left alone
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        """The average, scaled before it is summed, as the reducer does."""
+        (grad,) = grads
+        if grad is None:
+            return None, None, None, None
+        with ctx.annotate(ctx.bucket):
+            scaled = grad * (1.0 / ctx.group.size())
+            reduced = _c10d.wait_tensor(_c10d.all_reduce(scaled, "sum", ctx.group.group_name))
+        return reduced, None, None, None
+
+
+@contextmanager
+def _reduced_parameters(root: nn.Module, replica: _Replica, annotate: Annotate) -> Generator[None]:
+    """Register, in the place of each parameter of a bucket, one whose gradient is reduced."""
+    registered = dict(root.named_parameters(remove_duplicate=False))
+    reduced: dict[int, torch.Tensor] = {}
+    for name, bucket in replica.buckets.items():
+        param = registered[name]
+        if param.requires_grad:
+            reduced[id(param)] = _Reduce.apply(param, replica.group, bucket, annotate)
+            vars(reduced[id(param)])["_is_param"] = True  # `isinstance(_, nn.Parameter)`, as in eager
+    places = [(name, param) for name, param in registered.items() if id(param) in reduced]
+    try:
+        for name, param in places:
+            _register(root, name, reduced[id(param)])
+        yield
+    finally:
+        for name, param in places:
+            _register(root, name, param)
+
+
+def _register(root: nn.Module, name: str, param: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    vars(root.get_submodule(path))["_parameters"][attribute] = param
+
+
+def _buckets(ddp: Any) -> dict[str, str]:
+    """The bucket of each parameter that DDP reduces, by name.
+
+    The last parameters, whose gradients come first, share the first bucket. Buckets hold as many bytes as
+    DDP's own do, but the first is no smaller: nothing waits for it here.
+    """
+    buckets: dict[str, str] = {}
+    count = held = 0
+    for name, param in reversed(list(ddp.module.named_parameters())):
+        if not param.requires_grad or name in ddp.parameters_to_ignore:
+            continue
+        size = param.numel() * param.element_size()
+        if held and held + size > ddp.bucket_bytes_cap:
+            count, held = count + 1, 0
+        held += size
+        buckets[name] = f"bucket_{count}"
+    return buckets
+
+
+def _reduces_in_graph(ddp: Any) -> bool:
+    """Whether this call's gradients are all that the reducer would reduce, and it would do nothing else."""
+    if not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
+        return False
+    if ddp.find_unused_parameters or ddp.static_graph or ddp.gradient_as_bucket_view or ddp.mixed_precision:
+        return False
+    return reduces_plainly(ddp) and not any(
+        param.grad is not None or has_grad_hooks(param) for param in ddp.module.parameters()
+    )

@@ -6,7 +6,8 @@ taken apart into plain tensors before the graph and put together again after it.
 frozen description of how; it is part of an artifact's signature.
 
 A *module rule* says how a module that communicates in hooks (FSDP2) is captured: its hooks are
-replaced, while tracing, by collectives that land in the graph.
+replaced, while tracing, by collectives that land in the graph. A *container rule* knows a module
+(DDP) that cannot be captured, but whose child can.
 """
 
 from __future__ import annotations
@@ -216,6 +217,18 @@ class ModuleRule(Protocol):
         ...
 
 
+class ContainerRule(Protocol):
+    """How a module is compiled that goes on to run its own forward around what it contains."""
+
+    def contained(self, module: nn.Module) -> nn.Module | None:
+        """What to compile in the place of `module`; None if the rule does not speak for it."""
+        ...
+
+    def calling(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around each compiled call of `module`."""
+        ...
+
+
 @functools.cache
 def _specialists() -> tuple[Any, ...]:
     return tuple(importlib.import_module(name) for name in _SPECIALISTS)
@@ -241,6 +254,16 @@ def module_rules(root: nn.Module) -> list[ModuleRule]:
     for rule in claimed:
         rule.check(root)
     return claimed
+
+
+def container_rule(module: nn.Module) -> tuple[ContainerRule, nn.Module] | None:
+    """The rule of a module that is compiled by compiling what it contains, and what that is."""
+    for specialist in _specialists():
+        rule: ContainerRule | None = getattr(specialist, "CONTAINER_RULE", None)
+        contained = None if rule is None else rule.contained(module)
+        if rule is not None and contained is not None:
+            return rule, contained
+    return None
 
 
 def tangent_recipe(recipe: Recipe) -> Recipe:

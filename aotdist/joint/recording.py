@@ -49,6 +49,7 @@ _ATOMS = (
     torch.device,
     torch.layout,
     torch.memory_format,
+    torch.Generator,
 )
 
 
