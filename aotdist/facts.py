@@ -38,7 +38,13 @@ class ViewStep:
 
 @dataclass(frozen=True, slots=True)
 class Untouched:
-    """The input is only read."""
+    """The input's data is as it was.
+
+    Args:
+        bumps: by how much the version counter goes up all the same (`x[0].t_()` counts as a write of `x`).
+    """
+
+    bumps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +54,12 @@ class DataWritten:
     Args:
         value: the node output that holds the new value.
         differentiable: whether the write takes part in the backward.
+        bumps: by how much the version counter goes up; 0 for a write behind autograd's back (`.data`).
     """
 
     value: NodeOutIdx
     differentiable: bool
+    bumps: int
 
 
 InputFact: TypeAlias = Untouched | DataWritten

@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from aotdist.capture.capture import Returned, capture
+import torch
+
+from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.capture.reassign import Reassignments
 from aotdist.codegen.contract import Backend, BoxedCall
 from aotdist.codegen.emit import Emitter
-from aotdist.convention import dedupe
+from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.stack import Plans, lower_all
+from aotdist.convention.synthetic_base import NO_BASES, BasePlan, plan_bases
 from aotdist.errors import InternalError
 from aotdist.facts import NotATensor
 from aotdist.joint.proxies import Recorder
@@ -23,7 +27,7 @@ from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.collectives import collectives
 from aotdist.passes.run import PassRecord, run_passes
-from aotdist.program import Graph, Slot
+from aotdist.program import DistinctIdx, Graph, Program, Row, Slot
 from aotdist.runtime.artifact import Artifact, load, refuse_overlap
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.node import node_plan
@@ -96,19 +100,13 @@ def _compile(
 ) -> Compilation:
     times = StageTimes()
     backend.check()
-    with ExitStack() as scope:
-        with times.stage("capture"):
-            captured = capture(target, run, args, kwargs, settings, scope)
-            program, deduped = dedupe.lower(captured.program)
-        with times.stage("trace"):
-            recorder = Recorder(backend.decompositions())
-            recorder.draws.allow(captured.environment.reached.generators)
-            traced = trace(
-                program,
-                recorder,
-                training=not captured.ambient.inference,
-                name_closed_over=captured.name_closed_over,
-            )
+    call = _Call(target, run, args, kwargs, backend, settings)
+    captured, deduped, traced, before = _trace(call, times)
+    bases = plan_bases(Program(traced.program.fn, *_distinct(traced)), traced.facts)
+    if len(bases.bases):
+        # Only a trace tells which inputs are written; where those share memory, the program runs once more.
+        before.roll_back()
+        captured, deduped, traced, _ = _trace(call, times, bases, _distinct(traced))
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts)
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
@@ -121,6 +119,7 @@ def _compile(
     return Compilation(
         captured=captured,
         deduped=deduped,
+        bases=bases,
         traced=traced,
         plans=plans,
         returned=_returned(traced),
@@ -130,6 +129,67 @@ def _compile(
         records=(*records, *more),
         seconds=times.seconds,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is compiled; see `compile_call`."""
+
+    target: Any
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    backend: Backend
+    settings: Settings
+
+
+_Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
+
+
+def _trace(
+    call: _Call, times: StageTimes, bases: BasePlan = NO_BASES, inputs: _Inputs | None = None
+) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
+    """Capture the call and trace it.
+
+    Args:
+        call: the call.
+        times: where to note how long it takes.
+        bases: which of the inputs share memory.
+        inputs: those of an earlier trace, with the closed-over tensors that it met.
+
+    Returns:
+        the captured call, its distinct tensors, the trace, and how to undo what the program assigned.
+    """
+    with ExitStack() as scope:
+        with times.stage("capture"):
+            captured = capture(call.target, call.run, call.args, call.kwargs, call.settings, scope)
+            before = Reassignments(captured.environment.modules, captured.environment.reached)
+            distinct, deduped = dedupe.lower(captured.program)
+            program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
+        with times.stage("trace"):
+            recorder = Recorder(call.backend.decompositions())
+            recorder.draws.allow(captured.environment.reached.generators)
+            traced = trace(
+                program,
+                recorder,
+                training=not captured.ambient.inference,
+                name_closed_over=captured.name_closed_over,
+                bases=bases,
+            )
+    return captured, deduped, traced, before
+
+
+def _distinct(traced: Traced) -> _Inputs:
+    """The inputs of a trace without bases, which are the distinct tensors of the call."""
+    return Row(traced.program.ins), Row(traced.program.examples)
+
+
+def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Program[DistinctIdx]:
+    """`program` with more inputs, which it reaches by itself."""
+    if inputs is None:
+        return program
+    count = len(program.ins)
+    return Program(lambda *distinct: program.fn(*distinct[:count]), *inputs)
 
 
 def _compile_training(

@@ -13,8 +13,10 @@ import torch
 
 ArgIdx = NewType("ArgIdx", int)
 """Position among the tensors that the user's call brings: arguments, then lifted state."""
+DistinctIdx = NewType("DistinctIdx", int)
+"""Position among the distinct tensors of a call (after dedupe)."""
 PrimalIdx = NewType("PrimalIdx", int)
-"""Position among the distinct tensors that the traced function takes (after dedupe)."""
+"""Position among the tensors that the traced function takes: synthetic bases, then distinct tensors."""
 PlainIdx = NewType("PlainIdx", int)
 """Position among the plain tensors beneath the primals (after unwrapping subclasses)."""
 OutIdx = NewType("OutIdx", int)

@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 # Tensors whose writes are recorded.
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch._subclasses.functional_tensor import _detect_infra_mode
 
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
@@ -197,6 +198,27 @@ def functional(fake: torch.Tensor) -> FunctionalTensor:
     return FunctionalTensor.to_functional(fake)
 
 
+def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
+    """Another functional tensor of the same memory, of which autograd does not know that."""
+    mode = _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    assert mode is not None, "functional tensors are made under their mode"
+    with mode:
+        return FunctionalTensor(tensor.elem, mode)
+
+
+def part_of(
+    memory: FunctionalTensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> FunctionalTensor:
+    """A functional tensor in the memory of a flat one, of which autograd does not know that."""
+    with torch.no_grad():
+        return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
+
+
+def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The view of `base` that `view` is of its own."""
+    return view._view_func_unsafe(base)
+
+
 def functional_value(tensor: FunctionalTensor) -> torch.Tensor:
     """The current fake value of a functional tensor, with every pending write applied."""
     torch._sync(tensor)
@@ -317,6 +339,24 @@ def record_on_fakes(
 ) -> torch.fx.GraphModule:
     """What `call` does with these fake tensors, as a graph; operators in `table` are broken up."""
     return make_fx(call, decomposition_table=dict(table), tracing_mode="real")(*fakes)
+
+
+def call_with_primals_and_tangents(gm: torch.fx.GraphModule, num_primals: int, num_values: int) -> None:
+    """Let a flat joint graph be called as PyTorch's: `(primals, tangents)` -> `(values, gradients)`."""
+    from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+
+    num_tangents = len(gm.graph.find_nodes(op="placeholder")) - num_primals
+    results: Any = gm.graph.output_node().args[0]
+    ins: Any = [[0] * num_primals, [0] * num_tangents]
+    outs: Any = ([0] * num_values, [0] * (len(results) - num_values))
+    info = _PyTreeInfo(["primals", "tangents"], pytree.tree_structure(ins), pytree.tree_structure(outs))
+    gm.graph.set_codegen(_PyTreeCodeGen(info))
+    gm.recompile()
+
+
+def operator_name(target: Any) -> str | None:
+    """What PyTorch's tracer calls a node of this target: `add` for `aten.add.Tensor`; None for others."""
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
 
 
 # --- codegen: which library runs a collective -----------------------------------------------------

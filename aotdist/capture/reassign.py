@@ -144,6 +144,15 @@ class Reassignments:
             if is_constant(value) and not same_constant(value, before)
         ]
 
+    def roll_back(self) -> None:
+        """Put back everything that was assigned, for the program to run once more."""
+        for watched in self._watched:
+            if isinstance(watched, _List):
+                watched.held[:] = watched.before
+                continue
+            for place, before, _ in list(watched.changed()):
+                watched.put_back(place, before)
+
     def undo(self) -> None:
         """Put back everything that holds traced tensors, after a trace that failed."""
         for watched in self._watched:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aotdist.convention.layer import Call
-from aotdist.program import ArgIdx, PrimalIdx, Program, Row
+from aotdist.program import ArgIdx, DistinctIdx, Program, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +15,12 @@ class DedupePlan:
     """Which argument stands for each distinct tensor.
 
     Args:
-        kept: for each primal, the first argument that is that tensor.
-        source: for each argument, the primal that it is.
+        kept: for each distinct tensor, the first argument that is that tensor.
+        source: for each argument, the distinct tensor that it is.
     """
 
-    kept: Row[PrimalIdx, ArgIdx]
-    source: Row[ArgIdx, PrimalIdx]
+    kept: Row[DistinctIdx, ArgIdx]
+    source: Row[ArgIdx, DistinctIdx]
 
     def lift(self, call: Call) -> Call:
         """Drop the repeated arguments."""
@@ -31,14 +31,14 @@ class DedupePlan:
         return lifted
 
 
-def lower(program: Program[ArgIdx]) -> tuple[Program[PrimalIdx], DedupePlan]:
+def lower(program: Program[ArgIdx]) -> tuple[Program[DistinctIdx], DedupePlan]:
     """One input for each distinct tensor among the examples; needs no facts, so it runs before the trace."""
-    position: dict[int, PrimalIdx] = {}
+    position: dict[int, DistinctIdx] = {}
     kept: list[ArgIdx] = []
-    source: list[PrimalIdx] = []
+    source: list[DistinctIdx] = []
     for idx, example in program.examples.enumerate():
         if id(example) not in position:
-            position[id(example)] = PrimalIdx(len(kept))
+            position[id(example)] = DistinctIdx(len(kept))
             kept.append(idx)
         source.append(position[id(example)])
 

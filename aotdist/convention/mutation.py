@@ -17,9 +17,120 @@ import torch
 
 from aotdist.convention.layer import Call
 from aotdist.convention.subclass import plain_positions
+from aotdist.convention.version import bump
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program
-from aotdist.subclasses.protocol import leaves
+from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a view lies in its base.
+
+    Args:
+        whole: sizes and strides of the base.
+        part: sizes, strides and offset of the view.
+    """
+
+    whole: tuple[torch.Size, tuple[int, ...]]
+    part: tuple[torch.Size, tuple[int, ...], int]
+
+    @classmethod
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> _Place:
+        offset = int(view.storage_offset()) - int(base.storage_offset())
+        return cls((base.size(), base.stride()), (view.size(), view.stride(), offset))
+
+    def laid_out(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """`tensor`, of the base's sizes, with the base's strides too, at the start of its storage."""
+        size, stride = self.whole
+        if not copy and tensor.stride() == stride and tensor.storage_offset() == 0:
+            return tensor
+        return tensor.new_empty_strided(size, stride).copy_(tensor)
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor laid out as the base that lies where the view does."""
+        return tensor.as_strided(*self.part)
+
+
+class _Take(torch.autograd.Function):
+    """What is to be written over, and the rest of the tensor that it is a view of.
+
+    Differentiated, the two come together again as eager's `CopySlices` puts them together: in the place of
+    the one, its own gradient; in all others that of the rest. Adding them up would turn -0.0 into 0.0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, base: torch.Tensor, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.place = _Place.of(view, base)
+        return view.detach(), base.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        of_view, of_rest = grads
+        if of_rest is None:
+            return None, None
+        together = ctx.place.laid_out(of_rest, copy=True)
+        part = ctx.place.part_of(together)
+        if of_view is None:
+            part.zero_()
+        else:
+            part.copy_(of_view)
+        return together, None
+
+
+class _Put(torch.autograd.Function):
+    """Writes a value over a tensor, or over a view of it; what was written over gets no gradient from here.
+
+    The region has its own gradient for the old value; `copy_` would add zeros to it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        target: torch.Tensor,
+        value: torch.Tensor,
+        rest: torch.Tensor | None,
+        view: torch.Tensor | None,
+    ) -> torch.Tensor:
+        part = target if view is None else view
+        part.data.copy_(value)
+        ctx.place = None if view is None else _Place.of(view, target)
+        ctx.mark_dirty(target)  # bumps the version once
+        return target
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if ctx.place is None:
+            return None, grad, None, None
+        return None, ctx.place.part_of(ctx.place.laid_out(grad)), grad, None
+
+
+def take(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the region gets for an input that it writes with history, and the rest of its base, for `put`."""
+    base = target._base
+    if base is None or not (base.requires_grad and target.requires_grad) or is_wrapper(target):
+        return target, None
+    return _Take.apply(base, target)
+
+
+def put(target: torch.Tensor, rest: torch.Tensor | None, value: torch.Tensor, bumps: int) -> None:
+    """Let `target` hold `value`, with the history of `value`, and count `bumps` more writes."""
+    if rest is None:
+        _Put.apply(target, value, None, None)
+    else:
+        _Put.apply(target._base, value, rest, target)
+    bump(target, bumps - 1)
+
+
+def write_plain(target: torch.Tensor, value: torch.Tensor, bumps: int) -> None:
+    """Let `target` hold `value`, without history, and count `bumps` more writes (none for `.data`)."""
+    if bumps:
+        target.copy_(value)
+        bump(target, bumps - 1)
+    else:
+        target.data.copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +138,24 @@ class DifferentiableWrites:
     """Inputs that get a new value with history.
 
     Args:
-        writes: input, and position of its new value among the node's outputs.
+        writes: input, position of its new value among the node's outputs, number of writes to count.
         num_values: how many of the node's outputs are results; new values follow them.
     """
 
-    writes: tuple[tuple[PrimalIdx, NodeOutIdx], ...]
+    writes: tuple[tuple[PrimalIdx, NodeOutIdx, int], ...]
     num_values: int
 
     def lift(self, call: Call) -> Call:
-        """Copy the new values in, under autograd."""
+        """Write the new values, under autograd."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            outs = call(primals)
-            for primal, value in self.writes:
-                primals[primal].copy_(outs[value])
+            given, rests = list(primals), list[torch.Tensor | None]()
+            for primal, _, _ in self.writes:
+                given[primal], rest = take(primals[primal])
+                rests.append(rest)
+            outs = call(given)
+            for (primal, value, bumps), rest in zip(self.writes, rests, strict=True):
+                put(primals[primal], rest, outs[value], bumps)
             return outs[: self.num_values]
 
         return lifted
@@ -51,40 +166,40 @@ class PlainWrites:
     """Plain inputs that get a new value without history.
 
     Args:
-        writes: plain input, and position of its new value among the graph's results.
+        writes: plain input, position of its new value among the graph's results, number of writes to count.
         num_values: how many of the graph's results stay; new values follow them.
     """
 
-    writes: tuple[tuple[PlainIdx, int], ...]
+    writes: tuple[tuple[PlainIdx, int, int], ...]
     num_values: int
 
     def lift(self, call: Call) -> Call:
-        """Copy the new values in, without autograd."""
+        """Write the new values, without autograd."""
 
         def lifted(plains: Sequence[Any]) -> list[Any]:
-            kept = [plains[idx] for idx, _ in self.writes]
+            kept = [plains[idx] for idx, _, _ in self.writes]
             results = call(plains)
             with torch.no_grad():
-                for plain, (_, position) in zip(kept, self.writes, strict=True):
-                    plain.copy_(results[position])
+                for plain, (_, position, bumps) in zip(kept, self.writes, strict=True):
+                    write_plain(plain, results[position], bumps)
             return results[: self.num_values]
 
         return lifted
 
 
-def differentiable_writes(facts: Facts) -> list[tuple[PrimalIdx, NodeOutIdx]]:
-    """Inputs that are written with history."""
+def differentiable_writes(facts: Facts) -> list[tuple[PrimalIdx, NodeOutIdx, int]]:
+    """Inputs that are written with history: which, with what, how often."""
     return [
-        (idx, fact.value)
+        (idx, fact.value, fact.bumps)
         for idx, fact in facts.inputs.enumerate()
         if isinstance(fact, DataWritten) and fact.differentiable
     ]
 
 
-def plain_writes(facts: Facts) -> list[tuple[PrimalIdx, NodeOutIdx]]:
-    """Inputs that are written without history."""
+def plain_writes(facts: Facts) -> list[tuple[PrimalIdx, int]]:
+    """Inputs that are written without history: which, how often."""
     return [
-        (idx, fact.value)
+        (idx, fact.bumps)
         for idx, fact in facts.inputs.enumerate()
         if isinstance(fact, DataWritten) and not fact.differentiable
     ]
@@ -101,10 +216,10 @@ class DifferentiableMutation:
 
         def fn(*primals: Any) -> list[Any]:
             own = list(primals)
-            for idx, _ in writes:
+            for idx, _, _ in writes:
                 own[idx] = primals[idx].clone()
             outs = program.fn(*own)
-            return [*outs, *(own[idx] for idx, _ in writes)]
+            return [*outs, *(own[idx] for idx, _, _ in writes)]
 
         num_values = len(facts.node_outs) - len(writes) - len(plain_writes(facts))
         plan = DifferentiableWrites(tuple(writes), num_values)
@@ -117,7 +232,12 @@ class PlainMutation:
     def lower(self, program: Program[PlainIdx], facts: Facts) -> tuple[Program[PlainIdx], PlainWrites]:
         """The inner program writes none of its inputs and returns the new values after its results."""
         positions = plain_positions(facts.recipes)
-        targets = [plain for idx, _ in plain_writes(facts) for plain in positions[idx]]
+        targets = {
+            # Beneath a wrapper nobody counts: eager bumps the wrapper alone.
+            plain: 0 if isinstance(facts.recipes[idx], Wrapper) else bumps
+            for idx, bumps in plain_writes(facts)
+            for plain in positions[idx]
+        }
         num_values = sum(_num_leaves(facts, NodeOutIdx(k)) for k in range(len(facts.node_outs))) - len(
             targets
         )
@@ -129,7 +249,7 @@ class PlainMutation:
             results = program.fn(*own)
             return [*results, *(own[idx] for idx in targets)]
 
-        writes = tuple((idx, num_values + offset) for offset, idx in enumerate(targets))
+        writes = tuple((idx, num_values + at, bumps) for at, (idx, bumps) in enumerate(targets.items()))
         return Program(fn, program.ins, program.examples), PlainWrites(writes, num_values)
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aotdist.convention.layer import Call
-from aotdist.facts import Facts
+from aotdist.convention.version import bump
+from aotdist.facts import DataWritten, Facts, Untouched
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, rebuild
+from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +24,21 @@ class UnwrapPlan:
     Args:
         ins: recipe of each input.
         outs: recipe of each output.
+        bumps: inputs that this layer, or no layer, writes, and number of writes to count.
     """
 
     ins: Row[PrimalIdx, Recipe]
     outs: Row[NodeOutIdx, Recipe]
+    bumps: tuple[tuple[PrimalIdx, int], ...]
 
     def lift(self, call: Call) -> Call:
         """Take the inputs apart, put the outputs together."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            return rebuild_all(
-                self.outs, call([plain for primal in primals for plain in plain_tensors(primal)])
-            )
+            results = call([plain for primal in primals for plain in plain_tensors(primal)])
+            for idx, count in self.bumps:
+                bump(primals[idx], count)
+            return rebuild_all(self.outs, results)
 
         return lifted
 
@@ -77,7 +81,22 @@ class Unwrap:
             for inner, _ in leaves(recipe)
         ]
         examples = [plain for example in program.examples for plain in plain_tensors(example)]
-        return Program(fn, Row(slots), Row(examples)), UnwrapPlan(facts.recipes, outs)
+        return Program(fn, Row(slots), Row(examples)), UnwrapPlan(facts.recipes, outs, _bumps(facts))
+
+
+def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:
+    found: list[tuple[PrimalIdx, int]] = []
+    for idx, fact in facts.inputs.enumerate():
+        match fact:
+            case Untouched(bumps=bumps):
+                count = bumps
+            case DataWritten(bumps=bumps, differentiable=False) if isinstance(facts.recipes[idx], Wrapper):
+                count = bumps
+            case DataWritten():
+                count = 0
+        if count:
+            found.append((idx, count))
+    return tuple(found)
 
 
 UNWRAP = Unwrap()

@@ -19,10 +19,13 @@ from aotdist.torch_seam import (
     functional_value,
     is_functional_base,
     is_operator,
+    pytree,
     replace_functional_value,
     written_arguments,
 )
 
+_CHECK = torch.ops.aten._linalg_check_errors.default
+_POLYGAMMA = torch.ops.aten.polygamma_.default
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
 
 
@@ -50,6 +53,13 @@ class Functionalisation(FunctionalTensorMode):
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             result = self._draw_in_memory_order(func, *args, **kwargs)
+        elif func is _CHECK:
+            # It only raises; PyTorch's mode would thread a token through the graph for it.
+            values = pytree.tree_map_only(FunctionalTensor, functional_value, args)
+            result = func(*values, **kwargs)
+        elif func is _POLYGAMMA:
+            with self:  # its functional twin takes its arguments the other way round
+                result = args[0].copy_(torch.polygamma(args[1], args[0]))
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         for owner, before in written:

@@ -8,14 +8,15 @@ decided only among plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.capture.origins import Origins
+from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
 from aotdist.program import PrimalIdx, Row, Slot
@@ -28,7 +29,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     refuse_unknown_subclass,
 )
-from aotdist.torch_seam import FunctionalTensor, functional, pytree
+from aotdist.torch_seam import FunctionalTensor, data_writes, made_again, part_of, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class StandIn:
         tensor: what the function is given: `leaf` itself, or a non-leaf copy of it when the example is
             no leaf, since only that may be written while it requires grad.
         plains: the functional tensors beneath `tensor`.
+        derived: whether it is a base without history, or a view made of another stand-in: what is written to
+            it is written to others, and what gradient it gets they get.
+        spans: the spans that parts of it lie in, with others.
+        version: the version counter of `tensor` before the program ran.
     """
 
     slot: Slot
@@ -51,6 +56,29 @@ class StandIn:
     leaf: torch.Tensor
     tensor: torch.Tensor
     plains: tuple[FunctionalTensor, ...]
+    derived: bool = False
+    spans: frozenset[PrimalIdx] = frozenset()
+    version: int = 0
+
+    @property
+    def takes_grad(self) -> bool:
+        """Whether the input is differentiated for."""
+        return self.example.requires_grad and not self.derived
+
+    def bumps(self) -> int:
+        """How often autograd saw the input written, by this name or through a view of it.
+
+        In inference mode nobody counts for a stand-in; the real tensor is taken to be written once.
+        """
+        return 1 if self.tensor.is_inference() else self.tensor._version - self.version
+
+    def bumps_alone(self) -> int:
+        """The same for an input whose data nobody wrote."""
+        return 0 if self.tensor.is_inference() else self.bumps()
+
+    def writes(self) -> tuple[int, ...]:
+        """How often each plain tensor of the input was written, also through what shares its memory."""
+        return tuple(data_writes(plain) for plain in self.plains)
 
 
 class _NonLeaf(torch.autograd.Function):
@@ -68,8 +96,11 @@ class _NonLeaf(torch.autograd.Function):
 class Inputs:
     """Makes and remembers stand-ins; a tensor met twice has one."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, bases: BasePlan = NO_BASES) -> None:
         self._recorder = recorder
+        self._bases = bases
+        self._aliases = bases.aliases()
+        self._views = bases.views()
         self._stand_ins: list[StandIn] = []
         self._by_example: dict[int, StandIn] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
@@ -78,27 +109,66 @@ class Inputs:
         """What the traced function is given in place of `example`."""
         refuse_unknown_subclass(example, slot.path)
         _refuse_layout(example, slot)
+        at = PrimalIdx(len(self._stand_ins))
         recipe = recipe_of(example)
         fakes = [self._recorder.fake(plain) for plain in plain_tensors(example)]
-        functionals = tuple(
-            self._recorder.argument(Slot("primal", slot.path, inner), fake)
+        is_span = self._bases.is_span(at)
+        functionals = [
+            self._recorder.argument(Slot("primal", slot.path, inner), fake, overwritten=is_span)
             for (inner, _), fake in zip(leaves(recipe), fakes, strict=True)
-        )
+        ]
+        base = self._views.get(at)
+        if base is not None:
+            stand_in = self._view_again(slot, example, recipe, self._stand_ins[base])
+        else:
+            stand_in = self._of_its_own(slot, example, recipe, self._through_spans(at, functionals), fakes)
+            spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
+            version = 0 if stand_in.tensor.is_inference() else stand_in.tensor._version
+            stand_in = replace(stand_in, derived=is_span, spans=spans, version=version)
+        self._by_tensor[id(stand_in.tensor)] = at
+        self._by_example[id(example)] = stand_in
+        self._stand_ins.append(stand_in)
+        return stand_in.tensor
+
+    def _of_its_own(
+        self,
+        slot: Slot,
+        example: torch.Tensor,
+        recipe: Recipe,
+        functionals: Sequence[FunctionalTensor],
+        fakes: Sequence[torch.Tensor],
+    ) -> StandIn:
         leaf = rebuild(recipe, functionals)
-        plains, tensor = functionals, leaf
+        plains, tensor = tuple(functionals), leaf
         if isinstance(example, torch.nn.Parameter):
             leaf._is_param = True  # type: ignore[attr-defined]  # `isinstance(_, nn.Parameter)` holds inside too
         if example.requires_grad:
             leaf.requires_grad_(True)
             if not example.is_leaf:
-                plains = tuple(functional(fake) for fake in fakes)
+                plains = tuple(map(self._recorder.second, functionals, fakes))
                 with torch.enable_grad():
                     tensor = _NonLeaf.apply(leaf, lambda: rebuild(recipe, plains))
-        stand_in = StandIn(slot, example, recipe, leaf, tensor, plains)
-        self._by_tensor[id(tensor)] = PrimalIdx(len(self._stand_ins))
-        self._by_example[id(example)] = stand_in
-        self._stand_ins.append(stand_in)
-        return tensor
+        return StandIn(slot, example, recipe, leaf, tensor, plains)
+
+    def _through_spans(
+        self, at: PrimalIdx, functionals: Sequence[FunctionalTensor]
+    ) -> list[FunctionalTensor]:
+        """Views of spans in the place of the plain tensors that lie in one."""
+        found: list[FunctionalTensor] = []
+        for leaf, own in enumerate(functionals):
+            place = self._aliases.get((at, leaf))
+            if place is None:
+                found.append(own)
+            else:
+                (memory,) = self._stand_ins[place.span].plains
+                found.append(part_of(memory, place.size, place.stride, place.offset))
+        return found
+
+    def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
+        with torch.set_grad_enabled(base.example.requires_grad):
+            view = made_again(example, base.tensor)
+        plains: Any = tuple(plain_tensors(view))
+        return StandIn(slot, example, recipe, view, view, plains, derived=True)
 
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""

@@ -34,12 +34,14 @@ from aotdist.torch_seam import (
     functional,
     functional_value,
     graph_module,
+    is_functional_base,
     next_sequence_nr,
     no_modes,
     node_of,
     own_autocast_cache,
     running_sequence_nr,
     saved_tensor_hooks_off,
+    second_shell,
     tracing,
     track,
 )
@@ -113,8 +115,18 @@ class Recorder:
         with no_modes(), self.fake_mode:
             return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device=device)
 
-    def argument(self, slot: Slot, fake: torch.Tensor) -> FunctionalTensor:
-        """A new argument of the graph that stands for `fake`."""
+    def second(self, tensor: FunctionalTensor, fake: torch.Tensor) -> FunctionalTensor:
+        """Another tensor of the value that `tensor` has: of the memory too, if it is a part of some."""
+        return functional(fake) if is_functional_base(tensor) else second_shell(tensor)
+
+    def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
+        """A new argument of the graph that stands for `fake`.
+
+        Args:
+            slot: its name.
+            fake: what it is like.
+            overwritten: its memory is written by another name, so that backward cannot keep it.
+        """
         graph = self._tracer.graph
         where = (
             graph.inserting_after(self._last_placeholder)
@@ -124,6 +136,7 @@ class Recorder:
         with where:
             node = self._tracer.create_node("placeholder", _identifier(slot), (), {})
         node.meta["val"] = fake
+        node.meta["overwritten"] = overwritten
         track(fake, node, self._tracer)
         self._last_placeholder = node
         self._slots.append(slot)

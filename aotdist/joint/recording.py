@@ -159,6 +159,7 @@ class Recording(ProxyTorchDispatchMode):
         node = self.tracer.graph.create_node("call_function", target, args, kwargs)
         node.meta.update(self._stamp())
         node.meta["original_aten"] = target
+        node.meta["val"] = None
         return node
 
     def _bind(self, value: torch.Tensor, node: Node) -> None:

@@ -7,14 +7,14 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from aotdist.capture.origins import raised_at
+from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
@@ -77,6 +77,7 @@ def trace(
     *,
     training: bool,
     name_closed_over: Callable[[torch.Tensor], Slot],
+    bases: BasePlan = NO_BASES,
 ) -> Traced:
     """Trace `program` once.
 
@@ -85,11 +86,12 @@ def trace(
         recorder: fresh, not entered.
         training: record a backward for the differentiable results.
         name_closed_over: names a real tensor that is none of the program's inputs.
+        bases: which of the inputs share memory.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
     """
-    inputs = Inputs(recorder)
+    inputs = Inputs(recorder, bases)
 
     def stand_in(real: torch.Tensor) -> torch.Tensor:
         known = inputs.of_example(real)
@@ -102,8 +104,8 @@ def trace(
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(log)
-        with Lifting(inputs, stand_in):
-            outs = _run(program, tensors)
+        with Lifting(inputs, stand_in), _refusing_what_needs_data():
+            outs = program.fn(*tensors)
         recorder.draws.check()
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and is_real(out) else out for out in outs]
         outputs = classify(outs, inputs, log)
@@ -119,7 +121,7 @@ def trace(
             if node_out.differentiable and tensor.is_leaf:
                 raise _requires_grad_by_itself(node_out.slot)
         results = _value_results(recorder, node_outs, node_tensors)
-        counters = [_write_counts(stand_in) for stand_in in inputs.row()]
+        counters = [stand_in.writes() for stand_in in inputs.row()]
         lifting = Lifting(inputs, stand_in)
         grads = _backward(recorder, inputs, node_outs, node_tensors, lifting) if training else []
         results += _grad_results(recorder, inputs.row(), grads)
@@ -138,14 +140,20 @@ def trace(
     return Traced(seen, recorder.graph(results + written), facts, recorder.fake_mode)
 
 
-_ASKS_FOR_DATA = ("tracing tensor", ".numpy() is not supported", "FunctionalTensor.__format__")
+_ASKS_FOR_DATA = (
+    "tracing tensor",
+    "data is not allocated yet",
+    ".numpy() is not supported",
+    "FunctionalTensor.__format__",
+)
 """How errors of PyTorch's say that a traced tensor has no data."""
 
 
-def _run(program: Program[PrimalIdx], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Run the user's function; an error that says "no data here" becomes ours, with the user's line."""
+@contextmanager
+def _refusing_what_needs_data() -> Generator[None]:
+    """An error that says "no data here" becomes ours, with the user's line."""
     try:
-        return program.fn(*tensors)
+        yield
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
         asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
         if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
@@ -169,22 +177,29 @@ def _needs_data(error: Exception) -> str:
             return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
 
 
-def _write_counts(stand_in: StandIn) -> tuple[int, ...]:
-    return tuple(data_writes(plain) for plain in stand_in.plains)
-
-
 def _forward_writes(row: Row[PrimalIdx, StandIn], outputs: NodeOutputs) -> Row[PrimalIdx, InputFact]:
     """What the forward did to each input; the new values become node outputs, those with history first."""
-    facts: list[InputFact] = [Untouched()] * len(row)
-    written = [(idx, stand_in) for idx, stand_in in row.enumerate() if any(_write_counts(stand_in))]
+    facts: list[InputFact] = [Untouched(0 if s.derived else s.bumps_alone()) for s in row]
+    written = _written_by_name(row)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
             if _has_new_history(stand_in) is differentiable:
                 slot = Slot("write", stand_in.slot.path)
                 value = outputs.add(slot, stand_in.tensor, history=differentiable)
-                facts[idx] = DataWritten(value, differentiable)
+                facts[idx] = DataWritten(value, differentiable, stand_in.bumps())
     return Row(facts)
+
+
+def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
+    """The inputs to copy new values into.
+
+    Of several that lie in a span, those that were written themselves: the others see it. If none was (all was
+    done behind autograd's back, by `.data`), then all of them.
+    """
+    written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and not s.derived]
+    seen = {span for _, stand_in in written if stand_in.bumps() for span in stand_in.spans}
+    return [(idx, s) for idx, s in written if s.bumps() or s.spans.isdisjoint(seen)]
 
 
 def _has_new_history(stand_in: StandIn) -> bool:
@@ -242,15 +257,21 @@ def _backward(
     """Run autograd; gradients in the order of the inputs that require grad."""
     recorder.phase = "backward"
     differentiable = [(out, t) for out, t in zip(node_outs, tensors, strict=True) if out.differentiable]
-    wanted = [stand_in.leaf for stand_in in inputs.row() if stand_in.example.requires_grad]
+    wanted = [stand_in.leaf for stand_in in inputs.row() if stand_in.takes_grad]
     if not differentiable:
         return [None] * len(wanted)
     if not wanted:
         raise _requires_grad_by_itself(differentiable[0][0].slot)
     tangents = [_tangent(recorder, out, tensor) for out, tensor in differentiable]
-    with autocast_off(), lifting:
+    with autocast_off(), lifting, _refusing_what_needs_data():
         try:
             return list(run_backward([tensor for _, tensor in differentiable], wanted, tangents))
+        except NotImplementedError as error:
+            raise UnsupportedProgram(
+                f"the program has no backward, in eager neither ({error})",
+                stage="joint",
+                fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
+            ) from error
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -291,7 +312,7 @@ def _grad_recipes(row: Row[PrimalIdx, StandIn], grads: Sequence[torch.Tensor | N
     remaining = iter(grads)
     recipes: list[Recipe | None] = []
     for stand_in in row:
-        grad = next(remaining, None) if stand_in.example.requires_grad else None
+        grad = next(remaining, None) if stand_in.takes_grad else None
         recipes.append(None if grad is None else recipe_of(grad))
     return recipes
 
@@ -302,7 +323,7 @@ def _grad_results(
     results: list[Result] = []
     if not grads:
         return results
-    wanted = [stand_in for stand_in in row if stand_in.example.requires_grad]
+    wanted = [stand_in for stand_in in row if stand_in.takes_grad]
     for stand_in, grad in zip(wanted, grads, strict=False):
         if grad is None:
             continue
@@ -320,8 +341,8 @@ def _backward_writes(
     # An input that the backward was the first to touch has no count from before: nothing was written then.
     padded = [*before, *[()] * (len(row) - len(before))]
     for idx, stand_in in row.enumerate():
-        counts = _write_counts(stand_in)
-        if counts == (padded[idx] or (0,) * len(counts)):
+        counts = stand_in.writes()
+        if stand_in.derived or counts == (padded[idx] or (0,) * len(counts)):
             continue
         writes.append(BackwardWrite(idx))
         for (inner, _), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):

@@ -118,7 +118,11 @@ def _arguments(joint: Graph, role: str) -> list[Node]:
 def _written(joint: Graph) -> frozenset[Node]:
     writes = {(slot.path, slot.inner) for slot in joint.outs if slot.role == "write"}
     named = joint.named_placeholders().items()
-    return frozenset(n for slot, n in named if slot.role == "primal" and (slot.path, slot.inner) in writes)
+    return frozenset(
+        node
+        for slot, node in named
+        if slot.role == "primal" and ((slot.path, slot.inner) in writes or node.meta.get("overwritten"))
+    )
 
 
 def _late_nodes(order: Sequence[Node], tangents: Iterable[Node], forward_needs: set[Node]) -> set[Node]:

@@ -17,6 +17,9 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _VIEWS_IN_FACT = frozenset({"aten::_unsafe_view"})
 """Operators whose result shares its argument's storage although their schema does not say so."""
 
+_CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default})
+"""Operators that do nothing but raise."""
+
 _SOMETIMES_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::flatten"})
 """Operators whose schema promises a view but which copy when the layout asks for it."""
 
@@ -84,7 +87,7 @@ def is_effectful(node: Node) -> bool:
     if node.op != "call_function" or is_wait(node):
         return False
     if isinstance(node.target, OpOverload):
-        return not _op_is_pure(node.target)
+        return node.target in _CHECKS or not _op_is_pure(node.target)
     return node.is_impure()
 
 

@@ -9,7 +9,6 @@ from typing import Any, assert_never
 
 import torch
 
-from aotdist.capture.capture import Captured
 from aotdist.capture.modules import ModuleGuard
 from aotdist.capture.source import Source
 from aotdist.codegen.contract import BoxedCall, Emitted
@@ -17,8 +16,7 @@ from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.layer import Call
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataWritten
-from aotdist.joint.trace import Traced
-from aotdist.program import ArgIdx, PrimalIdx, Row, Slot
+from aotdist.program import ArgIdx, DistinctIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.guard import no_overlap
@@ -157,7 +155,7 @@ def reference(artifact: Artifact) -> Call:
             assert_never(compilation.region)
     call = plans.writes.lift(call)
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
-    return artifact.fit.dedupe.lift(plans.epilogue.lift(call))
+    return artifact.fit.dedupe.lift(compilation.bases.lift(plans.epilogue.lift(call)))
 
 
 def fit_of(compilation: Compilation) -> Fit:
@@ -167,16 +165,21 @@ def fit_of(compilation: Compilation) -> Fit:
     facts = traced.facts
     written = {idx for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)}
     written |= {write.input for write in facts.backward_writes}
+    written |= {idx for idx in compilation.bases.bases.indices() if compilation.bases.is_span(idx)}
     guard = ModuleGuard(environment.modules, environment.state)
     holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
     holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
-    sources = _sources(captured, traced)
+    sources = _sources(compilation)
     paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
+    base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
+    names = variable_names([*paths, *base_paths])
     return Fit(
         arguments=captured.arguments,
-        variables=tuple(variable_names(paths)),
+        variables=tuple(names[: len(paths)]),
         sources=sources,
-        dedupe=_with_closed_over(compilation.deduped, captured, traced),
+        dedupe=_with_closed_over(compilation),
+        bases=compilation.bases,
+        base_variables=tuple(names[len(paths) :]),
         slots=traced.program.ins,
         examples=traced.program.examples,
         recipes=facts.recipes,
@@ -190,37 +193,40 @@ def fit_of(compilation: Compilation) -> Fit:
     )
 
 
-def _closed_over(captured: Captured, traced: Traced) -> Sequence[torch.Tensor]:
+def _closed_over(compilation: Compilation) -> Sequence[torch.Tensor]:
     """Tensors that the trace met besides the program's own inputs, in the order of meeting."""
-    known = {id(example) for example in captured.program.examples}
-    return [example for example in traced.program.examples if id(example) not in known]
+    program, bases = compilation.traced.program, compilation.bases
+    known = {id(example) for example in compilation.captured.program.examples}
+    return [ex for at, ex in program.examples.enumerate() if id(ex) not in known and not bases.is_new(at)]
 
 
-def _sources(captured: Captured, traced: Traced) -> tuple[Source, ...]:
+def _sources(compilation: Compilation) -> tuple[Source, ...]:
+    captured = compilation.captured
     state = [tensor.source() for tensor in captured.environment.state]
-    return (*state, *(captured.source_of(real) for real in _closed_over(captured, traced)))
+    return (*state, *(captured.source_of(real) for real in _closed_over(compilation)))
 
 
-def _with_closed_over(deduped: DedupePlan, captured: Captured, traced: Traced) -> DedupePlan:
+def _with_closed_over(compilation: Compilation) -> DedupePlan:
     """The plan with the closed-over tensors, which are distinct, at the end."""
-    num_args, num_primals = len(deduped.source), len(deduped.kept)
-    extra = range(len(_closed_over(captured, traced)))
+    deduped = compilation.deduped
+    num_args, num_distinct = len(deduped.source), len(deduped.kept)
+    extra = range(len(_closed_over(compilation)))
     kept = [*deduped.kept, *(ArgIdx(num_args + offset) for offset in extra)]
-    source = [*deduped.source, *(PrimalIdx(num_primals + offset) for offset in extra)]
+    source = [*deduped.source, *(DistinctIdx(num_distinct + offset) for offset in extra)]
     return DedupePlan(Row(kept), Row(source))
 
 
 def refuse_overlap(compilation: Compilation) -> None:
-    """Refuse a program that writes an input which shares memory with another.
+    """Refuse a program that writes an input which shares memory with another, and with no base in common.
 
     Raises:
         UnsupportedProgram: naming both.
     """
     fit = fit_of(compilation)
+    apart = {at: plains for at, plains in fit.plains_apart(fit.examples.map(plain_tensors))}
     for idx in fit.written:
-        written = plain_tensors(fit.examples[idx])
-        for other, example in fit.examples.enumerate():
-            if other != idx and not no_overlap(written, plain_tensors(example)):
+        for other, plains in apart.items():
+            if other != idx and not no_overlap(apart[idx], plains):
                 raise UnsupportedProgram(
                     f"`{fit.slots[idx]}` is written and shares memory with `{fit.slots[other]}`",
                     stage="convention",

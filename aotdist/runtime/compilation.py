@@ -10,6 +10,7 @@ from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.codegen.emit import EmittedHalves
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
+from aotdist.convention.synthetic_base import BasePlan
 from aotdist.joint.trace import Traced
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
@@ -52,6 +53,7 @@ class Compilation:
     Args:
         captured: the call.
         deduped: which of its tensors are the same.
+        bases: which of them share memory.
         traced: program, graph and facts.
         plans: of the convention layers.
         returned: how the user's result is put together.
@@ -64,6 +66,7 @@ class Compilation:
 
     captured: Captured
     deduped: DedupePlan
+    bases: BasePlan
     traced: Traced
     plans: Plans
     returned: Returned

@@ -14,9 +14,10 @@ import torch
 
 from aotdist.codegen.contract import BoxedCall, Strides
 from aotdist.convention.layer import Call
-from aotdist.convention.mutation import PlainWrites
+from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions, rebuild_all
+from aotdist.convention.version import bump
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import NodeOut
 from aotdist.joint.trace import Traced
@@ -142,8 +143,10 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward) -> Call:
         def forward(ctx: Any, *primals: Any) -> Any:
             plains = [plain for primal in primals for plain in plain_tensors(primal)]
             results = list(forward(list(plains)))
-            for plain, position in plan.writes.writes:
-                plains[plain].copy_(results[position])
+            for plain, position, bumps in plan.writes.writes:
+                write_plain(plains[plain], results[position], bumps)
+            for idx, count in plan.unwrap.bumps:
+                bump(primals[idx], count)
             ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
             ctx.written = [plains[idx] for idx in plan.backward_writes]
             values = detached_views(results[: plan.writes.num_values], plan.views)

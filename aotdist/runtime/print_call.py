@@ -6,10 +6,10 @@ The printed function returns `MISS` when the artifact does not fit, before anyth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 import torch
 
@@ -20,7 +20,8 @@ from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.epilogue import EpiloguePlan
-from aotdist.convention.mutation import DifferentiableWrites
+from aotdist.convention.mutation import DifferentiableWrites, put, take
+from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
 from aotdist.facts import (
     Fresh,
     IsInput,
@@ -38,6 +39,8 @@ from aotdist.runtime.printer import Printer, sequence
 from aotdist.subclasses.protocol import Recipe, Wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam import pytree, tree_children
 
+T = TypeVar("T")
+
 MISS = object()
 """What a printed call returns when its artifact does not fit."""
 
@@ -51,10 +54,12 @@ class Fit:
         variables: a name for each flat tensor: the arguments', then those of `sources`.
         sources: where to read the tensors that are not arguments, in the order of the flat inputs.
         dedupe: which of all these are the same tensor.
-        slots: names of the distinct ones.
-        examples: the distinct tensors at capture.
+        bases: which of the distinct ones share memory.
+        base_variables: a name for each base that is none of them.
+        slots: names of what the program takes: bases, then the distinct tensors.
+        examples: what it took at capture.
         recipes: how each is put together.
-        written: distinct inputs that the program writes.
+        written: inputs that the program writes.
         ambient: the modes.
         holds: further conditions: each a name, a function, and its arguments.
         constants: closed-over constants, with their values.
@@ -66,6 +71,8 @@ class Fit:
     variables: tuple[str, ...]
     sources: tuple[Source, ...]
     dedupe: DedupePlan
+    bases: BasePlan
+    base_variables: tuple[str, ...]
     slots: Row[PrimalIdx, Slot]
     examples: Row[PrimalIdx, torch.Tensor]
     recipes: Row[PrimalIdx, Recipe]
@@ -78,11 +85,25 @@ class Fit:
 
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""
-        return bool(self.sources or self.constants or self.identities)
+        return bool(self.sources or self.constants or self.identities or self.base_variables)
 
-    def primal_variables(self) -> list[str]:
+    def distinct_variables(self) -> list[str]:
         """The variable that holds each distinct tensor."""
         return [self.variables[idx] for idx in self.dedupe.kept]
+
+    def primal_variables(self) -> list[str]:
+        """The variable that holds each tensor that the program takes."""
+        distinct, new = self.distinct_variables(), iter(self.base_variables)
+        themselves = [base.itself if isinstance(base, ViewBase) else None for base in self.bases.bases]
+        bases = [next(new) if itself is None else distinct[itself] for itself in themselves]
+        return [*bases, *(distinct[idx] for idx in self.bases.inputs(len(distinct)))]
+
+    def plains_apart(self, plains: Row[PrimalIdx, Sequence[T]]) -> Iterator[tuple[PrimalIdx, list[T]]]:
+        """Of the plain tensors of each input, those that may not meet another's: none that lie in a base."""
+        aliases, views = self.bases.aliases(), self.bases.views()
+        for at, found in plains.enumerate():
+            if at not in views:
+                yield at, [plain for leaf, plain in enumerate(found) if (at, leaf) not in aliases]
 
 
 def print_call(
@@ -112,14 +133,21 @@ def print_call(
         _print_arguments(printer, fit)
         with _missing_places_miss(printer) if fit.reads_places() else nullcontext():
             _print_sources(printer, fit)
+            _print_bases(printer, fit)
             printer.comment("does this artifact fit?")
             _miss_unless(printer, _conditions(printer, fit))
         primals = fit.primal_variables()
         printer.comment("run")
         with _grad_enabled(printer) if enables_grad else nullcontext():
-            printer.spread(f"values = {run}(", primals, ")")
-            for primal, value in writes.writes:
-                printer.line(f"{primals[primal]}.copy_(values[{value}])")
+            given = list(primals)
+            for primal, _, _ in writes.writes:
+                given[primal] = f"{primals[primal]}_before"
+                taken = f"{given[primal]}, {primals[primal]}_rest"
+                printer.line(f"{taken} = {printer.bind('take', take)}({primals[primal]})")
+            printer.spread(f"values = {run}(", given, ")")
+            for primal, value, bumps in writes.writes:
+                written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
+                printer.line(f"{printer.bind('put', put)}({written})")
         _print_outputs(printer, epilogue, primals, fit.ambient)
         _print_return(printer, returned)
 
@@ -206,6 +234,32 @@ def _print_sources(printer: Printer, fit: Fit) -> None:
         printer.line(f"{name} = {source.expression(printer.bind)}")
 
 
+def _print_bases(printer: Printer, fit: Fit) -> None:
+    """Bind every base to its variable: None where inputs do not share memory as they did at capture."""
+    distinct, new = fit.distinct_variables(), iter(fit.base_variables)
+    plains = [
+        print_plains(recipe, name) for recipe, name in zip(fit.recipes, fit.primal_variables(), strict=True)
+    ]
+    if len(fit.bases.bases):
+        printer.comment("memory that inputs share")
+    for base in fit.bases.bases:
+        match base:
+            case Span(members=members, numel=numel):
+                lies = [plains[fit.bases.position(member.input)][member.leaf] for member in members]
+                span = printer.bind("span_over", span_over)
+                printer.line(f"{next(new)} = {span}({sequence(lies)}, {base.offsets()}, {numel})")
+            case ViewBase(views=views, offsets=offsets, itself=itself):
+                known = "None" if itself is None else distinct[itself]
+                shown = sequence([distinct[view] for view in views])
+                made = f"{printer.bind('base_of', base_of)}({shown}, {offsets}, {known})"
+                if itself is None:
+                    printer.line(f"{next(new)} = {made}")
+                else:
+                    _miss_unless(printer, [f"{made} is not None"])
+            case _:
+                assert_never(base)
+
+
 def _conditions(printer: Printer, fit: Fit) -> list[str]:
     """Everything that must be as it was at capture, cheap and telling things first."""
     conditions = [f"{printer.bind('ambient', ambient)}() == {printer.bind('AMBIENT', fit.ambient)}"]
@@ -229,15 +283,20 @@ def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
     """Type and metadata of every tensor; of a wrapper also its context and what is beneath it."""
     names = fit.primal_variables()
     conditions = [f"{printer.bind('fits', tensor_check(list(fit.examples)).check)}({', '.join(names)})"]
-    plains: list[str] = []
+    plains: dict[int, str] = {}
     examples: list[torch.Tensor] = []
     for name, example, recipe in zip(names, fit.examples, fit.recipes, strict=True):
         if isinstance(recipe, Wrapper):
             conditions.append(_same_context(printer, name, example, recipe))
-            plains += print_plains(recipe, name)
-            examples += plain_tensors(example)
+            for plain, beneath in zip(print_plains(recipe, name), plain_tensors(example), strict=True):
+                if id(beneath) in plains:  # the check wants different objects
+                    conditions.append(f"{plain} is {plains[id(beneath)]}")
+                else:
+                    plains[id(beneath)] = plain
+                    examples.append(beneath)
     if plains:
-        conditions.append(f"{printer.bind('plain_fits', tensor_check(examples).check)}({', '.join(plains)})")
+        check = printer.bind("plain_fits", tensor_check(examples).check)
+        conditions.append(f"{check}({', '.join(plains.values())})")
     return conditions if names else []
 
 
@@ -255,9 +314,12 @@ def _has_context(tensor: Any, context: Any) -> bool:
 
 def _overlap_condition(printer: Printer, fit: Fit) -> str:
     names = fit.primal_variables()
-    plains = {idx: print_plains(recipe, names[idx]) for idx, recipe in fit.recipes.enumerate()}
-    written = [plain for idx in fit.written for plain in plains[idx]]
-    others = [plain for idx in fit.recipes.indices() if idx not in fit.written for plain in plains[idx]]
+    plains = Row[PrimalIdx, Sequence[str]](
+        print_plains(recipe, name) for recipe, name in zip(fit.recipes, names, strict=True)
+    )
+    apart = dict(fit.plains_apart(plains))
+    written = [plain for idx in fit.written for plain in apart[idx]]
+    others = [plain for idx, found in apart.items() if idx not in fit.written for plain in found]
     return f"{printer.bind('no_overlap', no_overlap)}({sequence(written)}, {sequence(others)})"
 
 
@@ -299,19 +361,21 @@ def _output(printer: Printer, fact: OutputFact, primals: Sequence[str], modes: A
 def _view(printer: Printer, base: str, steps: Sequence[ViewStep], modes: Ambient) -> str:
     for step in steps:
         op = printer.bind(str(step.op), step.op)
-        args = [base, *(_literal(printer, value) for value in step.args)]
-        args += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
-        base = f"{op}({', '.join(args)})"
-        if step.grad != modes.grad:
-            base = f"{printer.bind('in_grad_mode', _in_grad_mode)}({step.grad}, lambda: {base})"
+        more = [_literal(printer, value) for value in step.args]
+        more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
+        if step.grad == modes.grad:
+            base = f"{op}({', '.join([base, *more])})"
+        else:
+            args = ", ".join([str(step.grad), op, base, *more])
+            base = f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
         if step.pick is not None:
             base += f"[{step.pick}]"
     return base
 
 
-def _in_grad_mode(grad: bool, view: Callable[[], Any]) -> Any:
+def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.set_grad_enabled(grad):
-        return view()
+        return view(base, *args, **kwargs)
 
 
 def _print_return(printer: Printer, returned: Returned) -> None:

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.codegen.contract import BoxedCall
-from aotdist.convention.mutation import PlainWrites
+from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.subclass import UnwrapPlan
+from aotdist.convention.version import bump
 from aotdist.runtime.node import Backward, NodePlan, SavedInput, refuse_double_backward
 from aotdist.runtime.printer import Printer, sequence
 from aotdist.runtime.tangent import rebuilt
@@ -139,9 +140,17 @@ def _print_run(
         printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", plains, "])")
     if writes.writes:
         with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
-            for plain, position in writes.writes:
-                printer.line(f"{plains[plain]}.copy_(results[{position}])")
+            for plain, position, bumps in writes.writes:
+                printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
+    for idx, count in unwrap.bumps:
+        printer.line(f"{printer.bind('bump', bump)}({names[idx]}, {count})")
     return plains
+
+
+def _write(printer: Printer, plain: str, value: str, bumps: int) -> str:
+    if bumps == 1:
+        return f"{plain}.copy_({value})"
+    return f"{printer.bind('write_plain', write_plain)}({plain}, {value}, {bumps})"
 
 
 def _print_forward(

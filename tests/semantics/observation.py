@@ -115,6 +115,11 @@ def observe(named: Mapping[str, torch.Tensor]) -> Sight:
     return {name: look(tensor) for name, tensor in named.items()} | relations(named)
 
 
+def versions(named: Mapping[str, torch.Tensor]) -> Sight:
+    """How often each tensor was written, as autograd counts."""
+    return {f"{name} version": None if t.is_inference() else t._version for name, t in named.items()}
+
+
 def gradients(named: Mapping[str, torch.Tensor]) -> Sight:
     """What hangs on `.grad` of every leaf."""
     leaves = {name: t for name, t in named.items() if t.is_leaf}
@@ -169,12 +174,16 @@ def play(
     for _ in range(calls):
         histories = {name: tensor.grad_fn for name, tensor in scene.arguments().items()}
         with around():
+            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
         outputs = dict(tensors_in("out", result))
         everything = scene.tensors() | outputs
         sights.append(observe(everything) | shape_of(result))
+        if not modes[1]:
+            sights.append(versions(scene.tensors()))
         if backward:
-            as_before = [t for n, t in scene.arguments().items() if t.grad_fn is histories.get(n)]
+            pairs = scene.arguments().items()
+            as_before = [t for n, t in pairs if not modes[0] or t.grad_fn is histories.get(n)]
             sights += differentiate(everything, differentiable(outputs | scene.arguments()), as_before)
     return sights
 
@@ -186,8 +195,8 @@ def differentiate(
 ) -> list[Sight]:
     """Run autograd first from what the function made, then from what merely shows its arguments.
 
-    Not from both at once: gradients that meet outside of the compiled region are added up in another
-    order than eager's, and floating-point sums of three show it.
+    Not from both at once, and from the latter one by one: gradients that meet outside of the compiled region
+    are added up in another order than eager's, and floating-point sums of three show it.
 
     Args:
         everything: what to look at.
@@ -199,7 +208,8 @@ def differentiate(
     shows_argument = [storage_id(plain_tensors(end)[0]) in memory for end in ends]
     for shown in (False, True):
         group = [end for end, shows in zip(ends, shows_argument, strict=True) if shows is shown]
-        backward_through(group, retain_graph=not shown)
+        for ends_together in [[end] for end in group] if shown else [group]:
+            backward_through(ends_together, retain_graph=True)
         sights.append(gradients(everything) | observe(everything))
         for tensor in everything.values():
             if tensor.is_leaf:

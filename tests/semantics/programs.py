@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional
-from hypothesis import event
+from hypothesis import event, reject
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -53,6 +53,17 @@ WRAPPERS = (
     "torch.randn(3, 4)",
 )
 """Two tensors in one, plain ones beside them."""
+
+PARTS = (
+    "{a}.t()",
+    "{a}[1:]",
+    "{a}[..., ::2]",
+    "{a}[0]",
+    "{a}.reshape(-1)",
+    "{a}.detach()",
+    "{a}.view(-1)[2:9]",
+)
+"""Arguments that share memory with another argument."""
 
 ARITHMETIC = (
     "{a} * {b}",
@@ -166,7 +177,7 @@ class Program:
     def arguments(self) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}
         for name, expression in zip(self.names, self.inputs, strict=True):
-            made[name] = made[expression] if expression in made else eval(expression, dict(SCOPE))
+            made[name] = eval(expression, {**SCOPE, **made})
         return made
 
     def scenes(self, count: int = 2) -> list[Scene]:
@@ -259,6 +270,7 @@ def programs(
     *,
     inputs: Sequence[str] = tuple(INPUTS.values()),
     repeat_inputs: bool = True,
+    share_memory: bool = False,
     writes: Sequence[str] = WRITES,
     modes: Sequence[str] = MODES,
     max_statements: int = 8,
@@ -267,10 +279,15 @@ def programs(
     count = draw(st.integers(1, 3))
     chosen: list[str] = []
     for position in range(count):
-        again = [f"x{k}" for k in range(position)] if repeat_inputs else []
-        chosen.append(draw(st.sampled_from([*inputs, *again])))
+        before = [f"x{k}" for k in range(position)]
+        again = before if repeat_inputs else []
+        parts = [part.format(a=name) for name in before for part in PARTS] if share_memory else []
+        chosen.append(draw(st.one_of(*(st.sampled_from(kind) for kind in (inputs, again, parts) if kind))))
     program = Program(tuple(chosen), (), ())
-    rehearsal = _Rehearsal(program.arguments())
+    try:
+        rehearsal = _Rehearsal(program.arguments())
+    except (RuntimeError, IndexError):
+        reject()
     for position in range(draw(st.integers(1, max_statements))):
         template = draw(
             st.one_of(st.sampled_from(ARITHMETIC), st.sampled_from(VIEWS), st.sampled_from(writes))

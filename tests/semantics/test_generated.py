@@ -45,6 +45,18 @@ def test_under_no_grad(program):
 
 
 @search
+@given(programs(share_memory=True))
+def test_inputs_that_share_memory(program):
+    compare(program)
+
+
+@search
+@given(programs(share_memory=True))
+def test_inputs_that_share_memory_under_no_grad(program):
+    compare(program, torch.no_grad)
+
+
+@search
 @given(programs(modes=("",)))
 def test_in_inference_mode(program):
     compare(program, torch.inference_mode)

@@ -366,6 +366,7 @@ def test_a_submodule_may_be_compiled_alone():
         return Scene(model, (torch.randn(6, 4),))
 
     eager, ours = build(), build()
+    eager.fn.load_state_dict(eager.fn.state_dict())
     ours.fn.load_state_dict(eager.fn.state_dict())
     for block in ours.fn:
         aotdist.compile(block, backend="fx")

@@ -1,0 +1,106 @@
+"""Which tensors share memory: decided exactly, to the byte.
+
+Being on one storage says little: the rows of a buffer, or two column blocks of a matrix, never meet. Two
+strided tensors meet when a bounded linear equation has a solution, which is searched for dimension by
+dimension; strides that nest, as those of views do, leave one or two values to try in each.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from aotdist.torch_seam import storage_id
+
+_Steps: TypeAlias = tuple[tuple[int, int], ...]
+"""Stride in bytes and highest index of each dimension, of the bytes of an element too."""
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether some byte belongs to both tensors."""
+    if storage_id(a) != storage_id(b) or a.numel() == 0 or b.numel() == 0:
+        return False
+    return _meet(_start(b) - _start(a), _steps(a), _steps(b))
+
+
+def overlapping_groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Positions of the tensors that share memory, directly or through others; those alone are left out."""
+    by_storage: dict[int, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        by_storage.setdefault(storage_id(tensor), []).append(position)
+    groups: list[list[int]] = []
+    for positions in by_storage.values():
+        groups += _connected(positions, tensors)
+    return sorted(group for group in groups if len(group) > 1)
+
+
+def _connected(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for position in positions:
+        met = [g for g in groups if any(share_memory(tensors[position], tensors[other]) for other in g)]
+        groups = [group for group in groups if group not in met]
+        groups.append(sorted(itertools.chain([position], *met)))
+    return groups
+
+
+def span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """First element, and number of elements from there, of the part of the storage that `tensors` lie in.
+
+    They are of one dtype, on one storage, and not empty.
+    """
+    starts = [int(tensor.storage_offset()) for tensor in tensors]
+    ends = [start + extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
+    return min(starts), max(ends) - min(starts)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Number of elements from the first to the last in memory, gaps included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def _start(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _steps(tensor: torch.Tensor) -> _Steps:
+    itemsize = tensor.element_size()
+    steps = [
+        (s * itemsize, n - 1) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n > 1 and s
+    ]
+    return (*steps, (1, itemsize - 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def _meet(distance: int, a: _Steps, b: _Steps) -> bool:
+    """Whether a byte of `a` is one of `b`, which starts `distance` bytes later."""
+    # Counting b's indices from their ends turns the difference of two sums into one sum.
+    target = distance + sum(stride * last for stride, last in b)
+    merged: dict[int, int] = {}
+    for stride, last in (*a, *b):
+        merged[stride] = merged.get(stride, 0) + last
+    terms = sorted(merged.items(), reverse=True)
+    reach = [*itertools.accumulate((stride * last for stride, last in reversed(terms)), initial=0)][::-1]
+    divisor = [*itertools.accumulate((stride for stride, _ in reversed(terms)), math.gcd, initial=0)][::-1]
+
+    def reachable(position: int, rest: int) -> bool:
+        if rest < 0 or rest > reach[position]:
+            return False
+        if position == len(terms):
+            return True
+        if rest % divisor[position]:
+            return False
+        stride, last = terms[position]
+        fewest = max(0, -(-(rest - reach[position + 1]) // stride))
+        return any(
+            reachable(position + 1, rest - count * stride)
+            for count in range(fewest, min(last, rest // stride) + 1)
+        )
+
+    return reachable(0, target)
