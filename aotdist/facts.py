@@ -6,6 +6,7 @@ of it. They are plain frozen data: a `match` over them ends in `assert_never`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NewType, TypeAlias
 
@@ -63,6 +64,25 @@ class DataWritten:
 
 
 InputFact: TypeAlias = Untouched | DataWritten
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataWrite:
+    """An input's sizes, strides or history are written in place: `op(input, *args, **kwargs)`.
+
+    Args:
+        input: the input.
+        op: the operator (`aten.t_.default`), `Tensor.detach_` or `Tensor.requires_grad_`.
+        args: its other positional arguments; they hold no tensors.
+        kwargs: its keyword arguments as pairs.
+        grad: whether grad mode was on.
+    """
+
+    input: PrimalIdx
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    grad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +168,8 @@ class Facts:
         recipes: how each input is put together from plain tensors.
         grads: for each input, the recipe of its gradient, or None when it gets none.
         backward_writes: inputs that the backward wrote.
+        metadata: writes to the metadata of inputs, in order.
+        switched_on: inputs that the program lets require grad.
         collectives: whether the program communicates.
     """
 
@@ -158,3 +180,5 @@ class Facts:
     recipes: Row[PrimalIdx, Recipe]
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[BackwardWrite, ...]
+    metadata: tuple[MetadataWrite, ...] = ()
+    switched_on: tuple[PrimalIdx, ...] = ()

@@ -38,12 +38,34 @@ class _Entry:
     base_changed: bool = False  # the base has had its own size or strides written since
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeOfMetadata:
+    """Sizes, strides or history written in place: `op(tensor, *args, **kwargs)`.
+
+    Args:
+        tensor: what was written.
+        size: its sizes before.
+        op: the operator.
+        args: its other positional arguments.
+        kwargs: its keyword arguments as pairs.
+        grad: whether grad mode was on.
+    """
+
+    tensor: torch.Tensor
+    size: torch.Size
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    grad: bool
+
+
 class ViewLog(TorchDispatchMode):
     """Logs views; ask it with `root`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._entries: dict[int, _Entry] = {}
+        self.metadata: list[ChangeOfMetadata] = []
 
     def __torch_dispatch__(
         self,
@@ -59,11 +81,15 @@ class ViewLog(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
             self._refuse_overlapping_write(func, args[0])
+        in_place = torch.Tag.inplace_view in getattr(func, "tags", ())
+        size = args[0].size() if in_place else torch.Size()
         result = func(*args, **kwargs)
         if getattr(func, "is_view", False) and func is not _LIFT:
             self._log(func, args, kwargs, result)
-        elif torch.Tag.inplace_view in getattr(func, "tags", ()):
+        elif in_place:
             self._log_in_place(func, args, kwargs)
+            grad = torch.is_grad_enabled()
+            self.metadata.append(ChangeOfMetadata(args[0], size, func, args[1:], tuple(kwargs.items()), grad))
         return result
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

@@ -66,15 +66,8 @@ class StandIn:
         return self.example.requires_grad and not self.derived
 
     def bumps(self) -> int:
-        """How often autograd saw the input written, by this name or through a view of it.
-
-        In inference mode nobody counts for a stand-in; the real tensor is taken to be written once.
-        """
+        """How often autograd saw the input written, by this name or through a view of it."""
         return 1 if self.tensor.is_inference() else self.tensor._version - self.version
-
-    def bumps_alone(self) -> int:
-        """The same for an input whose data nobody wrote."""
-        return 0 if self.tensor.is_inference() else self.bumps()
 
     def writes(self) -> tuple[int, ...]:
         """How often each plain tensor of the input was written, also through what shares its memory."""

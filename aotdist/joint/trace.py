@@ -7,7 +7,7 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -20,10 +20,10 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.inputs import Inputs, Lifting, StandIn
+from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import (
-    Recipe,
     is_real,
     leaves,
     plain_tensors,
@@ -109,9 +109,10 @@ def trace(
         recorder.draws.check()
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and is_real(out) else out for out in outs]
         outputs = classify(outs, inputs, log)
-        for stand_in_ in inputs.row():
-            _refuse_metadata_write(stand_in_)
-        writes = _forward_writes(inputs.row(), outputs)
+        metadata = Metadata.of(inputs, log)
+        for idx, stand_in_ in inputs.row().enumerate():
+            _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
+        writes = _forward_writes(inputs.row(), outputs, metadata)
         node_tensors = outputs.tensors
         node_outs = Row[NodeOutIdx, NodeOut](
             NodeOut(slot, recipe_of(tensor), training and idx in outputs.with_history)
@@ -123,9 +124,12 @@ def trace(
         results = _value_results(recorder, node_outs, node_tensors)
         counters = [stand_in.writes() for stand_in in inputs.row()]
         lifting = Lifting(inputs, stand_in)
-        grads = _backward(recorder, inputs, node_outs, node_tensors, lifting) if training else []
+        takes_grad = metadata.taking_grad(inputs.row())
+        wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
+        found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
+        grads = {idx: grad for (idx, _), grad in zip(takes_grad, found, strict=False) if grad is not None}
         results += _grad_results(recorder, inputs.row(), grads)
-        backward_writes, written = _backward_writes(recorder, inputs.row(), counters)
+        backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata)
     row = inputs.row()
     facts = Facts(
         inputs=writes,
@@ -133,8 +137,10 @@ def trace(
         order=outputs.order,
         node_outs=node_outs,
         recipes=row.map(lambda stand_in: stand_in.recipe),
-        grads=Row(_grad_recipes(row, grads)),
+        grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
         backward_writes=backward_writes,
+        metadata=metadata.writes,
+        switched_on=metadata.switched_on,
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written), facts, recorder.fake_mode)
@@ -177,17 +183,23 @@ def _needs_data(error: Exception) -> str:
             return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
 
 
-def _forward_writes(row: Row[PrimalIdx, StandIn], outputs: NodeOutputs) -> Row[PrimalIdx, InputFact]:
+def _forward_writes(
+    row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata
+) -> Row[PrimalIdx, InputFact]:
     """What the forward did to each input; the new values become node outputs, those with history first."""
-    facts: list[InputFact] = [Untouched(0 if s.derived else s.bumps_alone()) for s in row]
+    facts: list[InputFact] = [
+        Untouched(metadata.other_bumps(idx, stand_in, written=False)) for idx, stand_in in row.enumerate()
+    ]
     written = _written_by_name(row)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
             if _has_new_history(stand_in) is differentiable:
                 slot = Slot("write", stand_in.slot.path)
-                value = outputs.add(slot, stand_in.tensor, history=differentiable)
-                facts[idx] = DataWritten(value, differentiable, stand_in.bumps())
+                tensor = metadata.as_before(idx, stand_in, history=differentiable)
+                value = outputs.add(slot, tensor, history=differentiable)
+                bumps = metadata.other_bumps(idx, stand_in, written=True)
+                facts[idx] = DataWritten(value, differentiable, bumps)
     return Row(facts)
 
 
@@ -210,15 +222,7 @@ def _has_new_history(stand_in: StandIn) -> bool:
     return tensor.requires_grad and name != untouched
 
 
-def _refuse_metadata_write(stand_in: StandIn) -> None:
-    before, after = stand_in.example, stand_in.tensor
-    switched_on = after.requires_grad and not before.requires_grad and after.is_leaf
-    if switched_on or (before.requires_grad and not after.requires_grad):
-        raise UnsupportedProgram(
-            f"`{stand_in.slot}` has its `requires_grad` changed in place",
-            stage="joint",
-            fix="call `requires_grad_()` or `detach_()` outside of the compiled function",
-        )
+def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
     if stand_in.leaf.is_leaf and stand_in.leaf.grad is not None:
         raise UnsupportedProgram(
             f"`{stand_in.slot}` gets its `.grad` inside of the compiled function",
@@ -228,12 +232,8 @@ def _refuse_metadata_write(stand_in: StandIn) -> None:
     for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
         # `out=` gives an empty tensor another size, and no counter tells.
         resized = data_writes(plain) and functional_value(plain).size() != leaf.size
-        if resized or metadata_written(plain) or storage_changes(plain):
-            raise UnsupportedProgram(
-                f"`{stand_in.slot}` has its size, strides or storage written in place",
-                stage="joint",
-                fix="return the changed tensor instead of writing the input's metadata",
-            )
+        if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
+            raise refuse(stand_in, "in a way that is not repeated outside")
 
 
 def _value_results(
@@ -249,15 +249,14 @@ def _value_results(
 
 def _backward(
     recorder: Recorder,
-    inputs: Inputs,
+    wanted: Sequence[torch.Tensor],
     node_outs: Row[NodeOutIdx, NodeOut],
     tensors: Sequence[torch.Tensor],
     lifting: Lifting,
 ) -> list[torch.Tensor | None]:
-    """Run autograd; gradients in the order of the inputs that require grad."""
+    """Run autograd; the gradients of the leaves that are `wanted`, in their order."""
     recorder.phase = "backward"
     differentiable = [(out, t) for out, t in zip(node_outs, tensors, strict=True) if out.differentiable]
-    wanted = [stand_in.leaf for stand_in in inputs.row() if stand_in.takes_grad]
     if not differentiable:
         return [None] * len(wanted)
     if not wanted:
@@ -273,9 +272,11 @@ def _backward(
                 fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
             ) from error
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise _written_too_early(error) from error
+            if "modified by an inplace operation" in str(error):
+                raise _written_too_early(error) from error
+            if "returned an invalid gradient" in str(error):
+                raise _reshaped_unseen(error) from error
+            raise
 
 
 def _requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
@@ -295,6 +296,15 @@ def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
     )
 
 
+def _reshaped_unseen(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "a tensor with history has its sizes written in place under `no_grad`, so that the gradient does not "
+        f"fit any more ({error})",
+        stage="joint",
+        fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
+    )
+
+
 def _tangent(recorder: Recorder, out: NodeOut, like: torch.Tensor) -> torch.Tensor:
     recipe = tangent_recipe(out.recipe)
     plains = [
@@ -308,32 +318,21 @@ def _devices(tensor: torch.Tensor) -> list[torch.device]:
     return [plain.device for plain in plain_tensors(tensor)]
 
 
-def _grad_recipes(row: Row[PrimalIdx, StandIn], grads: Sequence[torch.Tensor | None]) -> list[Recipe | None]:
-    remaining = iter(grads)
-    recipes: list[Recipe | None] = []
-    for stand_in in row:
-        grad = next(remaining, None) if stand_in.takes_grad else None
-        recipes.append(None if grad is None else recipe_of(grad))
-    return recipes
-
-
 def _grad_results(
-    recorder: Recorder, row: Row[PrimalIdx, StandIn], grads: Sequence[torch.Tensor | None]
+    recorder: Recorder, row: Row[PrimalIdx, StandIn], grads: Mapping[PrimalIdx, torch.Tensor]
 ) -> list[Result]:
     results: list[Result] = []
-    if not grads:
-        return results
-    wanted = [stand_in for stand_in in row if stand_in.takes_grad]
-    for stand_in, grad in zip(wanted, grads, strict=False):
-        if grad is None:
-            continue
+    for idx, grad in grads.items():
         for (inner, _), plain in zip(leaves(recipe_of(grad)), plain_tensors(grad), strict=True):
-            results.append((Slot("grad", stand_in.slot.path, inner), recorder.value(plain)))
+            results.append((Slot("grad", row[idx].slot.path, inner), recorder.value(plain)))
     return results
 
 
 def _backward_writes(
-    recorder: Recorder, row: Row[PrimalIdx, StandIn], before: Sequence[tuple[int, ...]]
+    recorder: Recorder,
+    row: Row[PrimalIdx, StandIn],
+    before: Sequence[tuple[int, ...]],
+    metadata: Metadata,
 ) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
     """Inputs that the backward wrote, and their new values."""
     writes: list[BackwardWrite] = []
@@ -345,6 +344,7 @@ def _backward_writes(
         if stand_in.derived or counts == (padded[idx] or (0,) * len(counts)):
             continue
         writes.append(BackwardWrite(idx))
-        for (inner, _), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
+        plains = metadata.plains_as_before(idx, stand_in)
+        for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
     return tuple(writes), results

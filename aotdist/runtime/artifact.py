@@ -82,8 +82,7 @@ def load(compilation: Compilation) -> Artifact:
         printer,
         fit,
         run,
-        plans.writes,
-        plans.epilogue,
+        plans,
         compilation.returned,
         enables_grad=_enables_grad(compilation),
     )
@@ -153,7 +152,7 @@ def reference(artifact: Artifact) -> Call:
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
-    call = plans.writes.lift(call)
+    call = plans.metadata.lift(plans.writes.lift(call))
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
     return artifact.fit.dedupe.lift(compilation.bases.lift(plans.epilogue.lift(call)))
 

@@ -20,7 +20,9 @@ from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.epilogue import EpiloguePlan
-from aotdist.convention.mutation import DifferentiableWrites, put, take
+from aotdist.convention.metadata import rewrite
+from aotdist.convention.mutation import put, take
+from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
 from aotdist.facts import (
     Fresh,
@@ -110,8 +112,7 @@ def print_call(
     printer: Printer,
     fit: Fit,
     run: str,
-    writes: DifferentiableWrites,
-    epilogue: EpiloguePlan,
+    plans: Plans,
     returned: Returned,
     *,
     enables_grad: bool,
@@ -122,8 +123,7 @@ def print_call(
         printer: where to print.
         fit: when the artifact fits.
         run: an expression for the region: a function of the primals that returns a tuple.
-        writes: writes with history.
-        epilogue: how outputs are rebuilt.
+        plans: what is done outside of the region.
         returned: how the user's result is put together.
         enables_grad: whether the program switches grad mode on where the caller has it off.
     """
@@ -138,17 +138,22 @@ def print_call(
             _miss_unless(printer, _conditions(printer, fit))
         primals = fit.primal_variables()
         printer.comment("run")
+        for idx in plans.metadata.switched_on:
+            printer.line(f"{primals[idx]}.requires_grad_()")
         with _grad_enabled(printer) if enables_grad else nullcontext():
             given = list(primals)
-            for primal, _, _ in writes.writes:
+            for primal, _, _ in plans.writes.writes:
                 given[primal] = f"{primals[primal]}_before"
                 taken = f"{given[primal]}, {primals[primal]}_rest"
                 printer.line(f"{taken} = {printer.bind('take', take)}({primals[primal]})")
             printer.spread(f"values = {run}(", given, ")")
-            for primal, value, bumps in writes.writes:
+            for primal, value, bumps in plans.writes.writes:
                 written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
                 printer.line(f"{printer.bind('put', put)}({written})")
-        _print_outputs(printer, epilogue, primals, fit.ambient)
+        for write in plans.metadata.writes:
+            change = printer.bind(f"{getattr(write.op, '__name__', 'change')}", write)
+            printer.line(f"{printer.bind('rewrite', rewrite)}({primals[write.input]}, {change})")
+        _print_outputs(printer, plans.epilogue, primals, fit.ambient)
         _print_return(printer, returned)
 
 

@@ -142,7 +142,7 @@ WRITES = (
 )
 
 RESHAPES = ("{a}.t_()", "{a}.unsqueeze_(0)", "{a}.squeeze_()", "{a}.detach_()")
-"""Writes of metadata; an input's is refused for now."""
+"""Writes of metadata."""
 
 MODES = ("", "", "", "", "with torch.no_grad(): ", "with torch.enable_grad(): ")
 

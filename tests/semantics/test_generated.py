@@ -15,7 +15,6 @@ REFUSALS = (
     "reads a tensor's data",
     "is written and shares memory with",
     "size, strides or storage written in place",
-    "`requires_grad` changed in place",
     "its size or strides written in place after the view",
 )
 """What a random program may be refused for."""

@@ -1,0 +1,105 @@
+"""Writes to an input's sizes, strides, history and `requires_grad`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from tests.semantics.observation import Scene, play, same_as_eager
+
+
+def leaf() -> torch.Tensor:
+    return torch.randn(3, 1, 4, requires_grad=True)
+
+
+MAKERS: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.randn(3, 1, 4),
+    "non-leaf": lambda: leaf() * 1.5,
+    "view": lambda: torch.randn(5, 1, 4)[1:4],
+    "view of a non-leaf": lambda: (leaf() * 1.5).transpose(0, 2),
+    "two": lambda: TwoTensor(torch.randn(3, 1, 4), torch.randn(3, 1, 4)),
+    "two, non-leaf": lambda: TwoTensor(torch.randn(3, 1, 4), torch.randn(3, 1, 4)).requires_grad_() * 1.5,
+}
+
+PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "transpose_": lambda x: x.transpose_(0, 2) * 2,
+    "transpose_ and nothing else": lambda x: (x.transpose_(0, 1), None)[1],
+    "swapaxes_": lambda x: x.swapaxes_(0, 2).sum(0),
+    "squeeze_": lambda x: x.squeeze_() * 2,
+    "squeeze_, t_": lambda x: x.squeeze_().t_() * 2,
+    "squeeze_ of one dim": lambda x: x.squeeze_(1) * 2,
+    "squeeze_ that does nothing": lambda x: x.squeeze_(0) * 2,
+    "unsqueeze_": lambda x: x.unsqueeze_(0) * 2,
+    "unsqueeze_ from the end": lambda x: x.unsqueeze_(-1) * 2,
+    "there and back": lambda x: x.transpose_(0, 2).transpose_(0, 2) * 2,
+    "returned": lambda x: x.transpose_(0, 2),
+    "returned with a view": lambda x: (x.transpose_(0, 2), x[0]),
+    "data before": lambda x: x.mul_(3).transpose_(0, 2) * 2,
+    "data after": lambda x: x.transpose_(0, 2).mul_(3) * 2,
+    "data between": lambda x: x.squeeze_().mul_(3).t_().add_(1) * 2,
+    "data without history": lambda x: _doubled(x.transpose_(0, 2)) * 2,
+    "under no_grad": lambda x: _without_grad(x) * 2,
+    "a view of it": lambda x: (x[0].transpose_(0, 1), x * 2)[1],
+    "detach_": lambda x: (x * 2, x.detach_())[0],
+    "detach_ then used": lambda x: (x * 2, x.detach_(), x * 3)[::2],
+}
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.mul_(2)
+
+
+def _without_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.transpose_(0, 2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("make", MAKERS)
+def test_as_in_eager(make: str, program: str) -> None:
+    def build() -> Scene:
+        x = MAKERS[make]()
+        return Scene(PROGRAMS[program], (x,), held={"base": () if x._base is None else x._base})
+
+    try:
+        eager = build()
+        play(eager, eager.fn)
+    except RuntimeError as error:
+        pytest.skip(f"eager refuses it: {error}")
+    try:
+        same_as_eager(build)
+    except UnsupportedProgram as refusal:
+        assert "written in place under `no_grad`" in refusal.what and program == "under no_grad"
+
+
+def test_requires_grad_is_switched_on() -> None:
+    def program(x, y):
+        before = x * 2
+        x.requires_grad_()
+        return before + x * y
+
+    same_as_eager(lambda: Scene(program, (torch.randn(3), torch.randn(3, requires_grad=True))))
+
+
+def test_requires_grad_is_switched_off() -> None:
+    def program(x, y):
+        before = x * 2
+        x.requires_grad_(False)
+        return before, x * y
+
+    same_as_eager(lambda: Scene(program, (torch.randn(3, requires_grad=True), torch.randn(3))))
+
+
+@pytest.mark.parametrize(
+    "program", [lambda x: x.resize_(2), lambda x: x.set_(torch.zeros(2)), lambda x: x.as_strided_((2,), (1,))]
+)
+def test_what_cannot_be_repeated_is_refused_by_name(program: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(6)
+    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` has its size, strides or storage written"):
+        aotdist.compile(program, backend="fx")(x)
+    assert x.size() == (6,) and x.sum() == 6
