@@ -115,6 +115,12 @@ def native_callable(op: OpOverload) -> Callable[..., Any]:
     return op._op if type(op).__call__ is OpOverload.__call__ else op
 
 
+def training_rnn(*args: Any) -> Any:
+    """`mkldnn_rnn_layer` as a training step calls it: by the grad mode it decides what it returns."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A GraphModule that prints its Python code only when asked: 0.6 s less for 40,000 nodes."""
     return _LazyGraphModule(root, graph)

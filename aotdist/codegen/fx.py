@@ -21,7 +21,7 @@ from aotdist.codegen.python_source import Bindings, load_function
 from aotdist.codegen.unbind import rejoin_selects
 from aotdist.errors import InternalError
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import OpOverload, native_callable
+from aotdist.torch_seam import OpOverload, native_callable, training_rnn
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +197,14 @@ class _Writer:
         return self.bindings.name(value, path)
 
     def _target(self, target: Any) -> str:
+        if target is _MKLDNN_RNN:
+            return self.bindings.name(training_rnn, str(target).removesuffix(".default"))
         if isinstance(target, OpOverload):
             return self.bindings.name(native_callable(target), str(target).removesuffix(".default"))
         return self.bindings.name(target, getattr(target, "__name__", type(target).__name__))
 
+
+_MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 
 _LITERALS = frozenset({int, bool, str, type(None), type(Ellipsis)})
 

@@ -26,6 +26,7 @@ from aotdist.torch_seam import (
     writes_arguments,
 )
 
+_DETACH = torch.ops.aten.detach.default
 _LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` does with its data; to the program the result is no view of anything."""
 
@@ -113,8 +114,11 @@ class ViewLog(TorchDispatchMode):
                 rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
             self._entries[id(other.view)] = rebased
         if entry is not None and twin is not None:
-            step = ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, torch.is_grad_enabled())
-            self._entries[id(changed)] = replace(entry, steps=(*entry.steps, step))
+            grad = torch.is_grad_enabled()
+            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad),)
+            if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
+                steps = (*steps, ViewStep(_DETACH, (), (), None, grad))
+            self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))
         elif entry is not None:
             self._entries[id(changed)] = replace(entry, base_changed=True)
 

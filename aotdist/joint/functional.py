@@ -72,7 +72,9 @@ class Functionalisation(FunctionalTensorMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[FunctionalTensor]:
         """The tensors with a layout to keep that own the memory which the operator writes."""
-        for position, name in written_arguments(func) if is_operator(func) else ():
+        if not is_operator(func) or torch.Tag.inplace_view in func.tags:
+            return
+        for position, name in written_arguments(func):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
