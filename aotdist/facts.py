@@ -170,6 +170,7 @@ class Facts:
         backward_writes: inputs that the backward wrote.
         metadata: writes to the metadata of inputs, in order.
         switched_on: inputs that the program lets require grad.
+        functions: names of the user's autograd functions that gradients pass.
         collectives: whether the program communicates.
     """
 
@@ -182,3 +183,4 @@ class Facts:
     backward_writes: tuple[BackwardWrite, ...]
     metadata: tuple[MetadataWrite, ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
+    functions: tuple[str, ...] = ()

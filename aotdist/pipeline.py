@@ -22,6 +22,7 @@ from aotdist.errors import InternalError
 from aotdist.facts import NotATensor
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
+from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
@@ -31,6 +32,7 @@ from aotdist.program import DistinctIdx, Graph, Program, Row, Slot
 from aotdist.runtime.artifact import Artifact, load, refuse_overlap
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.node import node_plan
+from aotdist.runtime.print_call import MISS
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
@@ -217,8 +219,31 @@ def _compile_training(
         agree(collectives(graph), label=f"{emitter.name} backward", settings=settings, groups=groups)
         return call
 
-    node = node_plan(traced, plans, split, halves.tangent_strides)
-    return Training(joint, split, halves, node, reduced), (*records, *more)
+    again = plan_again(traced.graph, traced.facts.functions)
+    node = node_plan(traced, plans, split, halves.tangent_strides, again)
+    twice = _Twice(traced.graph, again, emitter)
+    return Training(joint, split, halves, node, reduced, twice), (*records, *more)
+
+
+class _Twice:
+    """The gradients as a compiled function with a backward of its own; made when they are first asked for."""
+
+    def __init__(self, joint: Graph, again: Again, emitter: Emitter) -> None:
+        self._joint, self._again, self._emitter = joint, again, emitter
+        self._artifacts: list[Artifact] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients, given the primals that are needed and tangents."""
+        for artifact in self._artifacts:
+            result = artifact.call(tensors, {})
+            if result is not MISS:
+                return result
+        emitter = self._emitter
+        run = as_function(gradients(self._joint, self._again))
+        run.__name__ = f"gradients of {emitter.name}"
+        artifact = compile_call(run, run, tensors, {}, emitter.backend, emitter.settings)
+        self._artifacts.append(artifact)
+        return artifact.call(tensors, {})
 
 
 def _compile_inference(

@@ -128,6 +128,7 @@ class Graph:
     - `source`: the user's line as `file:line   code`; `module`: the path of the innermost module;
     - `seq_nr`: the autograd sequence number; a backward node has that of its forward node;
     - `unit`: name of the FSDP unit that a collective serves, if any;
+    - `grad`: whether grad mode was on, of a forward node;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it.
     """
 

@@ -323,6 +323,22 @@ def made_by_custom_function(tensor: torch.Tensor) -> bool:
         return False
 
 
+def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Names of the Python autograd functions in the history of `tensors`, each once."""
+    found: dict[str, None] = {}
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.setdefault(node.name())
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                pending.append(source)
+    return list(found)
+
+
 _PROXY_MODE_OPTIONS = inspect.signature(ProxyTorchDispatchMode).parameters
 
 

@@ -86,6 +86,10 @@ class _NonLeaf(torch.autograd.Function):
         return grads[0], None
 
 
+NON_LEAF = f"{_NonLeaf.__name__}Backward"
+"""What autograd calls it."""
+
+
 class Inputs:
     """Makes and remembers stand-ins; a tensor met twice has one."""
 

@@ -152,6 +152,8 @@ class Recorder:
             seq_nr = running_sequence_nr()
             source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
+        if self.phase == "forward":
+            stamp["grad"] = torch.is_grad_enabled()
         if seq_nr is not None:
             stamp["seq_nr"] = seq_nr - self._first_seq_nr
         return stamp

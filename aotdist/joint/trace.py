@@ -19,7 +19,7 @@ from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
 from aotdist.joint.classify import NodeOutputs, classify
-from aotdist.joint.inputs import Inputs, Lifting, StandIn
+from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
@@ -36,6 +36,7 @@ from aotdist.torch_seam import (
     DynamicOutputShapeException,
     FakeTensorMode,
     autocast_off,
+    custom_functions,
     data_writes,
     functional_value,
     metadata_written,
@@ -121,6 +122,9 @@ def trace(
         for node_out, tensor in zip(node_outs, node_tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
                 raise _requires_grad_by_itself(node_out.slot)
+        functions = custom_functions(
+            [t for o, t in zip(node_outs, node_tensors, strict=True) if o.differentiable]
+        )
         results = _value_results(recorder, node_outs, node_tensors)
         counters = [stand_in.writes() for stand_in in inputs.row()]
         lifting = Lifting(inputs, stand_in)
@@ -141,6 +145,7 @@ def trace(
         backward_writes=backward_writes,
         metadata=metadata.writes,
         switched_on=metadata.switched_on,
+        functions=tuple(name for name in functions if name != NON_LEAF),
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written), facts, recorder.fake_mode)
@@ -217,7 +222,7 @@ def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, Stan
 def _has_new_history(stand_in: StandIn) -> bool:
     """Whether autograd saw a write to the input."""
     tensor = stand_in.tensor
-    untouched = None if tensor is stand_in.leaf else "_NonLeafBackward"
+    untouched = None if tensor is stand_in.leaf else NON_LEAF
     name = None if tensor.grad_fn is None else tensor.grad_fn.name()
     return tensor.requires_grad and name != untouched
 

@@ -105,7 +105,7 @@ def find_halves(joint: Graph) -> Halves:
         backward=tuple(n for n in order if n in late and n in backward_needs and n.op != "placeholder"),
         forward_roots=(*forward_results, *(n for n in effects if n not in late)),
         backward_roots=tuple(backward_roots),
-        written=_written(joint),
+        written=overwritten_primals(joint),
         must_save=must_save,
         must_recompute=_must_recompute(order, never=must_save | set(effects)),
     )
@@ -115,7 +115,8 @@ def _arguments(joint: Graph, role: str) -> list[Node]:
     return [node for slot, node in zip(joint.ins, joint.placeholders(), strict=True) if slot.role == role]
 
 
-def _written(joint: Graph) -> frozenset[Node]:
+def overwritten_primals(joint: Graph) -> frozenset[Node]:
+    """The arguments whose value is replaced once the forward is over."""
     writes = {(slot.path, slot.inner) for slot in joint.outs if slot.role == "write"}
     named = joint.named_placeholders().items()
     return frozenset(

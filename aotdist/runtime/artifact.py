@@ -107,7 +107,8 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    return Backward(region.node, without_autocast(region.halves.backward.call), reduced, after)
+    whole = without_autocast(region.halves.backward.call)
+    return Backward(region.node, whole, reduced, region.again, after)
 
 
 def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:

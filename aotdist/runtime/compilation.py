@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from aotdist.capture.capture import Captured, Returned
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.codegen.emit import EmittedHalves
@@ -29,6 +31,7 @@ class Training:
         halves: the two callables.
         node: how tensors pass through the autograd node.
         reduced: compiles the backward for when some tangents are missing; each choice once.
+        again: the gradients, given what `node.again` keeps and tangents, as autograd records them.
     """
 
     joint: Graph
@@ -36,6 +39,7 @@ class Training:
     halves: EmittedHalves
     node: NodePlan
     reduced: Callable[[frozenset[Slot]], BoxedCall]
+    again: Callable[..., list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

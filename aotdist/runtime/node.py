@@ -21,10 +21,11 @@ from aotdist.convention.version import bump
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import NodeOut
 from aotdist.joint.trace import Traced
+from aotdist.partition.again import Again
 from aotdist.partition.traits import is_view
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.tangent import Tangent
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, rebuild, tangent_recipe
+from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, plain_tensors, rebuild, tangent_recipe
 from aotdist.torch_seam import any_autocast, autocast_off, keeps_graph
 
 
@@ -55,6 +56,8 @@ class NodePlan:
         grads: recipe of each input's gradient, or None.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
         views: forward results that are made as views, see `result_views`.
+        again: the inputs to keep for differentiating twice.
+        obstacle: why that cannot be done, if so.
     """
 
     unwrap: UnwrapPlan
@@ -65,6 +68,8 @@ class NodePlan:
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[PlainIdx, ...]
     views: frozenset[int]
+    again: tuple[PrimalIdx, ...]
+    obstacle: str | None
 
     def differentiable(self) -> list[NodeOutIdx]:
         """Outputs that gradients can come back for."""
@@ -72,7 +77,7 @@ class NodePlan:
 
 
 def node_plan(
-    traced: Traced, plans: Plans, split: Split, tangent_strides: Mapping[Slot, Strides]
+    traced: Traced, plans: Plans, split: Split, tangent_strides: Mapping[Slot, Strides], again: Again
 ) -> NodePlan:
     """The plan of the node for a partitioned program.
 
@@ -81,6 +86,7 @@ def node_plan(
         plans: of the convention layers.
         split: the two graphs.
         tangent_strides: strides that the backward graph was compiled for.
+        again: what differentiating twice takes.
     """
     facts = traced.facts
     position = {slot: idx for idx, slot in enumerate(traced.plain_ins())}
@@ -104,7 +110,18 @@ def node_plan(
         facts.grads,
         backward_writes,
         result_views(split.forward),
+        *_kept_for_again(traced, again),
     )
+
+
+def _kept_for_again(traced: Traced, again: Again) -> tuple[tuple[PrimalIdx, ...], str | None]:
+    facts = traced.facts
+    recipes = [*facts.recipes, *(out.recipe for out in facts.node_outs)]
+    wrapper = next((recipe for recipe in recipes if isinstance(recipe, Wrapper)), None)
+    if wrapper is not None:
+        return (), f"it works on tensors of type {wrapper.cls.__name__}"
+    position = {slot: idx for idx, slot in traced.program.ins.enumerate()}
+    return tuple(position[slot] for slot in again.primals), again.obstacle
 
 
 def result_views(graph: Graph) -> frozenset[int]:
@@ -148,6 +165,7 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward) -> Call:
             for idx, count in plan.unwrap.bumps:
                 bump(primals[idx], count)
             ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
+            ctx.again = tuple(primals[idx] for idx in plan.again)
             ctx.written = [plains[idx] for idx in plan.backward_writes]
             values = detached_views(results[: plan.writes.num_values], plan.views)
             outs = rebuild_all(plan.unwrap.outs, values)
@@ -159,8 +177,8 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward) -> Call:
 
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
-            refuse_double_backward()
-            return backward(ctx, *(tangents[idx] for idx in plan.differentiable()))
+            run = backward.again if torch.is_grad_enabled() else backward
+            return run(ctx, *(tangents[idx] for idx in plan.differentiable()))
 
     return lambda primals: list(Node.apply(*primals))
 
@@ -173,12 +191,14 @@ class Backward:
         plan: how tensors pass.
         whole: saved values, tangents -> gradients, then backward writes.
         reduced: the same without the tangents of some slots.
+        twice: the gradients as autograd records them, given what the plan keeps and all tangents.
         after: called when the gradients are there.
     """
 
     plan: NodePlan
     whole: BoxedCall
     reduced: Callable[[frozenset[Slot]], BoxedCall]
+    twice: Callable[..., list[torch.Tensor]]
     after: Callable[[], None]
 
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -191,6 +211,7 @@ class Backward:
         args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
         if not keeps_graph():
             ctx.maybe_clear_saved_tensors()
+            ctx.again = None
         results = list((self.reduced(missing) if missing else self.whole)(args))
         grads, written = _split_grads(self.plan, results)
         for plain, value in zip(ctx.written if self.plan.backward_writes else (), written, strict=True):
@@ -198,6 +219,34 @@ class Backward:
                 plain.copy_(value)
         self.after()
         return tuple(grads)
+
+    def again(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients with a history (`create_graph=True`).
+
+        Raises:
+            UnsupportedProgram: the program cannot be differentiated twice.
+        """
+        if self.plan.obstacle is not None:
+            raise UnsupportedProgram(
+                "the backward of a compiled program is asked for its own gradient (`create_graph=True`), but "
+                f"{self.plan.obstacle}",
+                stage="runtime",
+                fix="leave the part that is differentiated twice out of the compiled function",
+            )
+        if all(tangent is None for tangent in tangents):
+            return (None,) * len(self.plan.grads)
+        ctx.saved_tensors  # noqa: B018  # raises where one was written since
+        given = [
+            _zeros(tangent.recipe, ctx.again) if arrived is None else arrived
+            for tangent, arrived in zip(self.plan.tangents, tangents, strict=True)
+        ]
+        found = iter(self.twice(*ctx.again, *given))
+        return tuple(None if recipe is None else next(found) for recipe in self.plan.grads)
+
+
+def _zeros(recipe: Recipe, like: Sequence[torch.Tensor]) -> torch.Tensor:
+    assert isinstance(recipe, Plain), "programs of wrappers are not differentiated twice"
+    return torch.zeros(recipe.size, dtype=recipe.dtype, device=like[0].device)
 
 
 def _saved(source: SavedInput | SavedResult, plains: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -226,17 +275,3 @@ def without_autocast(call: BoxedCall) -> BoxedCall:
             return call(args)
 
     return quiet
-
-
-def refuse_double_backward() -> None:
-    """Raise when the backward itself is being differentiated.
-
-    Raises:
-        UnsupportedProgram: `create_graph=True` is in force.
-    """
-    if torch.is_grad_enabled():
-        raise UnsupportedProgram(
-            "the backward of a compiled program is asked for its own gradient (`create_graph=True`)",
-            stage="runtime",
-            fix="leave the part that is differentiated twice out of the compiled function",
-        )

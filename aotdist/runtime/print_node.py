@@ -12,7 +12,7 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump
-from aotdist.runtime.node import Backward, NodePlan, SavedInput, refuse_double_backward
+from aotdist.runtime.node import Backward, NodePlan, SavedInput
 from aotdist.runtime.printer import Printer, sequence
 from aotdist.runtime.tangent import rebuilt
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
@@ -165,6 +165,8 @@ def _print_forward(
             for source in plan.saved
         ]
         printer.spread("ctx.save_for_backward(", saved, ")")
+        if plan.again:
+            printer.spread("ctx.again = (", [names[idx] for idx in plan.again], ",)")
         if plan.backward_writes:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in plan.backward_writes])}")
         printer.line("ctx.set_materialize_grads(False)")
@@ -188,8 +190,11 @@ def _print_backward(
 ) -> None:
     names = [f"t{idx}" for idx in plan.outs.indices()]
     with _static(printer, f"def backward(ctx, {', '.join(names)}):"):
-        printer.line(f"{printer.bind('refuse_double_backward', refuse_double_backward)}()")
         arrived = [names[idx] for idx in plan.differentiable()]
+        with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
+            printer.line(
+                f"return {printer.bind('BACKWARD_AGAIN', backward.again)}(ctx, {', '.join(arrived)})"
+            )
         with printer.block(f"if {' or '.join(f'{name} is None' for name in arrived)}:"):
             printer.line(f"return {printer.bind('BACKWARD_OF_SOME', backward)}(ctx, {', '.join(arrived)})")
         tangents = [
@@ -200,6 +205,8 @@ def _print_backward(
         printer.line(f"del {', '.join(names)}")
         with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
             printer.line("ctx.maybe_clear_saved_tensors()")
+            if plan.again:
+                printer.line("ctx.again = None")
         with _watched(printer, watch):
             printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
         grads = [recipe for recipe in plan.grads if recipe is not None]
