@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NewType, TypeAlias
 
+import torch
+
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import Recipe
 from aotdist.torch_seam import OpOverload
+
+_DETACH = torch.ops.aten.detach.default
 
 NodeInIdx = NewType("NodeInIdx", int)
 
@@ -28,6 +32,7 @@ class ViewStep:
         pick: which of several results (`split`, `unbind`), or None.
         grad: whether grad mode was on when the view was made; a view made under `no_grad` stays
             without gradient.
+        serial: which operation of the trace it was: views of the same `x.detach()` share it for their base.
     """
 
     op: OpOverload
@@ -35,6 +40,11 @@ class ViewStep:
     kwargs: tuple[tuple[str, Any], ...] = ()
     pick: int | None = None
     grad: bool = True
+    serial: int = 0
+
+    def ends_views(self) -> bool:
+        """Whether what the step makes is no view to autograd, so that views of it have it for their base."""
+        return self.op is _DETACH
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,17 @@ from aotdist.facts import (
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
 
 
-def replay(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
-    """Make the view of `base` that `steps` describe."""
+def replay(base: torch.Tensor, steps: Sequence[ViewStep], made: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Make the view of `base` that `steps` describe; `made` holds, by serial, what is no view itself."""
     for step in steps:
+        if step.ends_views() and step.serial in made:
+            base = made[step.serial]
+            continue
         with torch.set_grad_enabled(step.grad):
             result = step.op(base, *step.args, **dict(step.kwargs))
         base = result if step.pick is None else result[step.pick]
+        if step.ends_views():
+            made[step.serial] = base
     return base
 
 
@@ -56,14 +61,20 @@ class EpiloguePlan:
         def lifted(primals: Sequence[Any]) -> list[Any]:
             values = call(primals)
             built: dict[OutIdx, Any] = {}
+            made: dict[int, torch.Tensor] = {}
             for idx in self.order:
-                self._build(idx, primals, values, built)
+                self._build(idx, primals, values, built, made)
             return [built[idx] for idx in self.outputs.indices()]
 
         return lifted
 
     def _build(
-        self, idx: OutIdx, primals: Sequence[Any], values: Sequence[Any], built: dict[OutIdx, Any]
+        self,
+        idx: OutIdx,
+        primals: Sequence[Any],
+        values: Sequence[Any],
+        built: dict[OutIdx, Any],
+        made: dict[int, torch.Tensor],
     ) -> Any:
         if idx in built:
             return built[idx]
@@ -75,11 +86,11 @@ class EpiloguePlan:
             case IsInput(input=source):
                 out = primals[source]
             case ViewOfInput(base=base, steps=steps):
-                out = replay(primals[base], steps)
+                out = replay(primals[base], steps, made)
             case ViewOfIntermediate(base=base, steps=steps):
-                out = replay(values[base], steps)
+                out = replay(values[base], steps, made)
             case ViewOfOutput(base=base, steps=steps):
-                out = replay(self._build(base, primals, values, built), steps)
+                out = replay(self._build(base, primals, values, built, made), steps, made)
             case _:
                 assert_never(fact)
         built[idx] = out

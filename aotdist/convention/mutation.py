@@ -47,6 +47,10 @@ class _Place:
             return tensor
         return tensor.new_empty_strided(size, stride).copy_(tensor)
 
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros of the base's sizes and strides."""
+        return like.new_empty_strided(*self.whole).zero_()
+
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor laid out as the base that lies where the view does."""
         return tensor.as_strided(*self.part)
@@ -68,9 +72,12 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         of_view, of_rest = grads
-        if of_rest is None:
+        if of_rest is None and of_view is None:
             return None, None
-        together = ctx.place.laid_out(of_rest, copy=True)
+        if of_rest is None:  # what was written is not differentiated, only what was made of it before
+            together = ctx.place.zeros(of_view)
+        else:
+            together = ctx.place.laid_out(of_rest, copy=True)
         part = ctx.place.part_of(together)
         if of_view is None:
             part.zero_()

@@ -95,11 +95,11 @@ class ViewLog(TorchDispatchMode):
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         base, *rest = args
-        grad = torch.is_grad_enabled()
+        grad, serial = torch.is_grad_enabled(), len(self._entries)
         picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
         for pick, view in picks:
             if view is not base:
-                step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad)
+                step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
                 self._entries[id(view)] = _Entry(view, base, (step,))
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ class ViewLog(TorchDispatchMode):
             grad = torch.is_grad_enabled()
             steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad),)
             if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
-                steps = (*steps, ViewStep(_DETACH, (), (), None, grad))
+                steps = (*steps, ViewStep(_DETACH, (), (), None, grad, -1 - len(self.metadata)))
             self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))
         elif entry is not None:
             self._entries[id(changed)] = replace(entry, base_changed=True)

@@ -330,6 +330,7 @@ def _overlap_condition(printer: Printer, fit: Fit) -> str:
 
 def _print_outputs(printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient) -> None:
     printed: set[OutIdx] = set()
+    made: dict[int, str] = {}
 
     def print_one(idx: OutIdx) -> None:
         fact = epilogue.outputs[idx]
@@ -338,14 +339,16 @@ def _print_outputs(printer: Printer, epilogue: EpiloguePlan, primals: Sequence[s
         printed.add(idx)
         if isinstance(fact, ViewOfOutput):
             print_one(fact.base)
-        printer.line(f"o{idx} = {_output(printer, fact, primals, modes)}")
+        printer.line(f"o{idx} = {_output(printer, fact, primals, modes, made)}")
 
     for idx in epilogue.order:
         print_one(idx)
 
 
-def _output(printer: Printer, fact: OutputFact, primals: Sequence[str], modes: Ambient) -> str:
-    """An expression for one output."""
+def _output(
+    printer: Printer, fact: OutputFact, primals: Sequence[str], modes: Ambient, made: dict[int, str]
+) -> str:
+    """An expression for one output; bases that several may share are printed before, once."""
     match fact:
         case NotATensor(value=value):
             return _literal(printer, value)
@@ -354,17 +357,22 @@ def _output(printer: Printer, fact: OutputFact, primals: Sequence[str], modes: A
         case IsInput(input=source):
             return primals[source]
         case ViewOfInput(base=base, steps=steps):
-            return _view(printer, primals[base], steps, modes)
+            return _view(printer, primals[base], steps, modes, made)
         case ViewOfIntermediate(base=base, steps=steps):
-            return _view(printer, f"values[{base}]", steps, modes)
+            return _view(printer, f"values[{base}]", steps, modes, made)
         case ViewOfOutput(base=base, steps=steps):
-            return _view(printer, f"o{base}", steps, modes)
+            return _view(printer, f"o{base}", steps, modes, made)
         case _:
             assert_never(fact)
 
 
-def _view(printer: Printer, base: str, steps: Sequence[ViewStep], modes: Ambient) -> str:
-    for step in steps:
+def _view(
+    printer: Printer, base: str, steps: Sequence[ViewStep], modes: Ambient, made: dict[int, str]
+) -> str:
+    for position, step in enumerate(steps):
+        if step.ends_views() and step.serial in made:
+            base = made[step.serial]
+            continue
         op = printer.bind(str(step.op), step.op)
         more = [_literal(printer, value) for value in step.args]
         more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
@@ -375,6 +383,10 @@ def _view(printer: Printer, base: str, steps: Sequence[ViewStep], modes: Ambient
             base = f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
         if step.pick is not None:
             base += f"[{step.pick}]"
+        if step.ends_views() and position + 1 < len(steps):
+            name = f"base_{len(made)}"
+            printer.line(f"{name} = {base}")
+            base = made[step.serial] = name
     return base
 
 

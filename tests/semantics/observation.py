@@ -183,7 +183,7 @@ def play(
             sights.append(versions(scene.tensors()))
         if backward:
             pairs = scene.arguments().items()
-            as_before = [t for n, t in pairs if not modes[0] or t.grad_fn is histories.get(n)]
+            as_before = [t for n, t in pairs if not modes[0] or t._is_view() or t.grad_fn is histories.get(n)]
             sights += differentiate(everything, differentiable(outputs | scene.arguments()), as_before)
     return sights
 
@@ -193,28 +193,43 @@ def differentiate(
     ends: Sequence[torch.Tensor],
     arguments: Sequence[torch.Tensor],
 ) -> list[Sight]:
-    """Run autograd first from what the function made, then from what merely shows its arguments.
+    """Run autograd from several ends at once, then one by one from those that share memory with another.
 
-    Not from both at once, and from the latter one by one: gradients that meet outside of the compiled region
-    are added up in another order than eager's, and floating-point sums of three show it.
+    Gradients of tensors that share memory meet outside of the compiled region. There they are added up in
+    another order than eager's, and floating-point sums of three show it.
 
     Args:
         everything: what to look at.
         ends: where to start.
         arguments: those that have the history that they came with.
     """
-    sights: list[Sight] = []
-    memory = {storage_id(plain) for tensor in arguments for plain in plain_tensors(tensor)}
-    shows_argument = [storage_id(plain_tensors(end)[0]) in memory for end in ends]
-    for shown in (False, True):
-        group = [end for end, shows in zip(ends, shows_argument, strict=True) if shows is shown]
-        for ends_together in [[end] for end in group] if shown else [group]:
-            backward_through(ends_together, retain_graph=True)
-        sights.append(gradients(everything) | observe(everything))
-        for tensor in everything.values():
-            if tensor.is_leaf:
-                tensor.grad = None
-    return sights
+    taken = {storage_id(plain) for tensor in arguments for plain in plain_tensors(tensor)}
+    together: list[torch.Tensor] = []
+    alone: list[list[torch.Tensor]] = []
+    for end in ends:
+        memory = {storage_id(plain) for plain in plain_tensors(end)}
+        if memory.isdisjoint(taken):
+            together.append(end)
+        else:
+            alone.append([end])
+        taken |= memory
+    return [
+        _seen_after(everything, together),
+        {
+            f"from end {position}: {name}": seen
+            for position, group in enumerate(alone)
+            for name, seen in _seen_after(everything, group).items()
+        },
+    ]
+
+
+def _seen_after(everything: Mapping[str, torch.Tensor], ends: Sequence[torch.Tensor]) -> Sight:
+    backward_through(ends, retain_graph=True)
+    seen = gradients(everything) | observe(everything)
+    for tensor in everything.values():
+        if tensor.is_leaf:
+            tensor.grad = None
+    return seen
 
 
 def differences(eager: Sequence[Sight], compiled: Sequence[Sight]) -> list[str]:
