@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from aotdist.capture.annotations import set_current_module
 from aotdist.capture.attached import PrintedSource
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.source import Source
+from aotdist.errors import UnsupportedProgram
 
 _HOOKS = (
     "_forward_hooks",
@@ -75,9 +77,19 @@ def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
             owner: dict[str, Any] = getattr(module, kind)
             for key, value in owner.items():
                 if value is not None:
+                    _refuse_uninitialised(value, f"{prefix}.{key}" if prefix else key)
                     first.setdefault(id(value), (f"{prefix}.{key}" if prefix else key, value))
                     places.setdefault(id(value), []).append(Place(owner, key))
     return [StateTensor(path, value, tuple(places[key])) for key, (path, value) in first.items()]
+
+
+def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
+    if isinstance(value, UninitializedTensorMixin):
+        raise UnsupportedProgram(
+            f"`{path}` has no shape yet: its module is lazy and was never called",
+            stage="capture",
+            fix="call the module once before it is compiled",
+        )
 
 
 @contextlib.contextmanager

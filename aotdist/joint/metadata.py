@@ -18,6 +18,8 @@ from aotdist.torch_seam import OpOverload
 
 _ATEN = torch.ops.aten
 _DETACH = torch.Tensor.detach_
+_RESIZES = frozenset({_ATEN.resize_.default, _ATEN.resize_as_.default})
+
 _INVERSES: Mapping[OpOverload, Callable[[torch.Tensor, ChangeOfMetadata], torch.Tensor]] = {
     _ATEN.t_.default: lambda tensor, _: tensor.t(),
     _ATEN.transpose_.default: lambda tensor, change: tensor.transpose(*change.args),
@@ -55,6 +57,8 @@ class Metadata:
         for change in log.metadata:
             idx = inputs.index_of(change.tensor)
             if idx is None:
+                continue
+            if change.op in _RESIZES and change.tensor.size() == change.size:
                 continue
             if change.op in _INVERSES:
                 reshapes[idx].append(change)

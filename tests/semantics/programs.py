@@ -294,6 +294,8 @@ def programs(
         )
         a, b = draw(st.sampled_from(rehearsal.names)), draw(st.sampled_from(rehearsal.names))
         name = None if template in writes else f"t{position}"
+        if "view(torch." in template and rehearsal.scope[a].dtype is torch.bool:
+            continue  # written through such a view, a boolean is neither true nor false
         if template == EMPTY_SPLIT and rehearsal.scope[a].shape[:1] == (0,):
             continue
         if name is None and "{b}" in template and rehearsal.writes_what_it_reads(a, b):

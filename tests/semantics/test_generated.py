@@ -19,7 +19,15 @@ REFUSALS = (
 )
 """What a random program may be refused for."""
 
-search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+SWEEP = settings().max_examples >= 1000
+"""Whether the long search was asked for."""
+
+search = settings(
+    # Eight searches: 2,000 programs in an ordinary run, 100,000 in a sweep.
+    max_examples=12_500 if SWEEP else 250,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+pytestmark = pytest.mark.timeout(7200 if SWEEP else 120)
 
 
 def compare(program: Program, around: Around = nullcontext, **options) -> None:
