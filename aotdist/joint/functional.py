@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.origins import Origins
+from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -24,6 +26,7 @@ from aotdist.torch_seam import (
     written_arguments,
 )
 
+_TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
 _CHECK = torch.ops.aten._linalg_check_errors.default
 _POLYGAMMA = torch.ops.aten.polygamma_.default
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
@@ -50,6 +53,13 @@ class Functionalisation(FunctionalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if is_operator(func) and func.name() in _TO_SPARSE:
+            raise UnsupportedProgram(
+                "the program makes a sparse tensor",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="make it outside of the compiled function, or work on its indices and values",
+            )
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             result = self._draw_in_memory_order(func, *args, **kwargs)

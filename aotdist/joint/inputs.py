@@ -162,7 +162,7 @@ class Inputs:
         return found
 
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
-        with torch.set_grad_enabled(base.example.requires_grad):
+        with torch.enable_grad():
             view = made_again(example, base.tensor)
         plains: Any = tuple(plain_tensors(view))
         return StandIn(slot, example, recipe, view, view, plains, derived=True)

@@ -172,19 +172,17 @@ def play(
     """Call, look, differentiate, look; as often as asked."""
     sights: list[Sight] = []
     for _ in range(calls):
-        histories = {name: tensor.grad_fn for name, tensor in scene.arguments().items()}
         with around():
-            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
         outputs = dict(tensors_in("out", result))
         everything = scene.tensors() | outputs
         sights.append(observe(everything) | shape_of(result))
-        if not modes[1]:
+        if counts_writes:
             sights.append(versions(scene.tensors()))
         if backward:
-            pairs = scene.arguments().items()
-            as_before = [t for n, t in pairs if not modes[0] or t._is_view() or t.grad_fn is histories.get(n)]
-            sights += differentiate(everything, differentiable(outputs | scene.arguments()), as_before)
+            arguments = list(scene.arguments().values())
+            sights += differentiate(everything, differentiable(outputs | scene.arguments()), arguments)
     return sights
 
 
@@ -201,7 +199,7 @@ def differentiate(
     Args:
         everything: what to look at.
         ends: where to start.
-        arguments: those that have the history that they came with.
+        arguments: what the function was given.
     """
     taken = {storage_id(plain) for tensor in arguments for plain in plain_tensors(tensor)}
     together: list[torch.Tensor] = []

@@ -1,0 +1,28 @@
+"""The entry points have the parameters and the defaults of PyTorch's."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch._functorch import aot_autograd as theirs
+
+import aotdist.export as ours
+
+
+@pytest.mark.parametrize("name", ["aot_export_joint_simple", "aot_export_module"])
+def test_parameters_and_defaults(name: str):
+    mine = inspect.signature(getattr(ours, name)).parameters
+    other = inspect.signature(getattr(theirs, name)).parameters
+    assert [(p.name, p.kind, p.default) for p in mine.values()] == [
+        (p.name, p.kind, p.default) for p in other.values()
+    ]
+
+
+def test_everything_public_has_its_counterpart():
+    assert sorted(ours.__all__) == [
+        "BackwardSignature",
+        "GraphSignature",
+        "aot_export_joint_simple",
+        "aot_export_module",
+    ]
