@@ -33,6 +33,7 @@ from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
 
 # The type of a resolved operator: graph targets, keys of decomposition tables.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
 # Tensors without data, and what they raise when data is asked for.

@@ -17,6 +17,7 @@ from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep
 from aotdist.torch_seam import (
+    HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
     can_decompose,
@@ -63,6 +64,8 @@ class ChangeOfMetadata:
 class ViewLog(TorchDispatchMode):
     """Logs views; ask it with `root`."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._entries: dict[int, _Entry] = {}
@@ -76,6 +79,13 @@ class ViewLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise UnsupportedProgram(
+                f"the program calls the higher-order operator `{func.name()}`",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="use `torch.where` for a branch, or leave that part out of the compiled function",
+            )
         if torch.is_inference_mode_enabled() and is_operator(func) and can_decompose(func):
             # Elsewhere autograd's dispatch has broken `view_as` and `reshape` up before they come here.
             with self:

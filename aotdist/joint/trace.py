@@ -173,7 +173,7 @@ def _refusing_what_needs_data() -> Generator[None]:
             _needs_data(error),
             where=raised_at(error.__traceback__),
             stage="joint",
-            fix="keep it a tensor (`torch.where` or `torch.cond` for a branch, a mask for a shape), or move "
+            fix="keep it a tensor (`torch.where` for a branch, a mask for a shape), or move "
             "that part out of the compiled function",
         ) from error
 

@@ -1,9 +1,14 @@
 """Every module of PyTorch's database is the same compiled, in training and in evaluation."""
 
 import pytest
+import torch
 
 from tests.op_db.exceptions import FLOAT, assert_same_as_eager, spread
 from tests.op_db.samples import module_cases, module_names
+
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the exceptions are those of one version's database"
+)
 
 CHUNKS = 6
 

@@ -167,3 +167,11 @@ def test_sharing_as_another_dtype_is_refused_by_name() -> None:
     ):
         compiled(x, x.view(torch.int32))
     assert not x.any()
+
+
+def test_a_write_brings_history_to_plain_inputs() -> None:
+    def build() -> Scene:
+        x = plain(3, 4)
+        return Scene(lambda a, b, c: (a.mul_(c), b * 2)[1], (x, x.t(), leaf(3, 4)))
+
+    same_as_eager(build)

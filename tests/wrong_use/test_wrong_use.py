@@ -167,3 +167,19 @@ def test_side_effects_are_reported_on_request() -> None:
         model(torch.ones(1))
     model(torch.ones(1))
     assert model.calls == 1
+
+
+def test_higher_order_operators_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedProgram, match="higher-order operator `cond`"):
+        compiled(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))(torch.ones(2))
+    torch.compiler.reset()  # the operator has Dynamo look at its branches, which remembers the failure
+
+
+def test_lazy_modules_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedProgram, match="`weight` has no shape yet"):
+        compiled(torch.nn.LazyLinear(3))(torch.ones(2, 4))
+
+
+def test_sparse_results_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedProgram, match="makes a sparse tensor"):
+        compiled(lambda x: x.to_sparse())(torch.ones(2, 4))
