@@ -54,6 +54,18 @@ class StageTimes:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is compiled; see `compile_call`."""
+
+    target: Any
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    backend: Backend
+    settings: Settings
+
+
 def compile_call(
     target: Any,
     run: Callable[..., Any],
@@ -81,7 +93,7 @@ def compile_call(
     label = getattr(target, "__name__", type(target).__name__)
     # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
     with failing_together(label), collector_paused():
-        compilation = _compile(target, run, args, kwargs, backend, settings)
+        compilation = _compile(_Call(target, run, args, kwargs, backend, settings))
         refuse_overlap(compilation)
     agree(
         compilation.collectives(),
@@ -92,17 +104,10 @@ def compile_call(
     return load(compilation)
 
 
-def _compile(
-    target: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    backend: Backend,
-    settings: Settings,
-) -> Compilation:
+def _compile(call: _Call) -> Compilation:
+    backend, settings = call.backend, call.settings
     times = StageTimes()
     backend.check()
-    call = _Call(target, run, args, kwargs, backend, settings)
     captured, deduped, traced, before = _trace(call, times)
     bases = plan_bases(Program(traced.program.fn, *_distinct(traced)), traced.facts)
     if len(bases.bases):
@@ -131,18 +136,6 @@ def _compile(
         records=(*records, *more),
         seconds=times.seconds,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What is compiled; see `compile_call`."""
-
-    target: Any
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    backend: Backend
-    settings: Settings
 
 
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]

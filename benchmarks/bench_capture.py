@@ -39,6 +39,15 @@ TARGETS = (
         reason="a bare make_fx trace took 1.1 s of the peer's 2.5 at 8 layers, 10.3 of 20.9 at 64",
     ),
     Target("DTensor*", "capture", "aotdist fx", ("aot_function, min-cut",), 0.5, 0.5),
+    Target(
+        "written memory*",
+        "capture",
+        "aotdist fx, shared",
+        ("aotdist fx, apart",),
+        limit=2.2,
+        prediction=2.0,
+        reason="one trace finds out that shared memory is written, a second goes through its base",
+    ),
 )
 
 
@@ -50,15 +59,19 @@ class Job:
         mesh_size: ranks of a fake process group to split the matrices over; 1 for plain parameters.
         shape: sizes of the model.
         rounds: turns that each contender gets.
+        writes: whether two more inputs lie on one buffer, and one is written.
     """
 
     mesh_size: int
     shape: LlamaShape
     rounds: int
+    writes: bool = False
 
     @property
     def case(self) -> str:
         """As the tables name it."""
+        if self.writes:
+            return f"written memory, {self.shape.num_layers} layers"
         parameters = "plain" if self.mesh_size == 1 else f"DTensor on {self.mesh_size} ranks"
         return f"{parameters}, {self.shape.num_layers} layers"
 
@@ -91,11 +104,10 @@ def _measure(job: Job) -> list[Series]:
 def _jobs(quick: bool) -> list[Job]:
     """Deep models get fewer rounds: the peer needs 20 s for one of 64 layers."""
     if quick:
-        return [Job(mesh_size, _shape(2), rounds=3) for mesh_size in (1, 8)]
+        return [*(Job(size, _shape(2), rounds=3) for size in (1, 8)), Job(1, _shape(2), 3, writes=True)]
     plain = [Job(1, _shape(depth), rounds) for depth, rounds in ((4, 5), (8, 5), (16, 3), (32, 1), (64, 1))]
-    return plain + [
-        Job(size, _shape(depth), rounds) for size in (8, 64) for depth, rounds in ((8, 3), (32, 1))
-    ]
+    spread = [Job(size, _shape(depth), rounds) for size in (8, 64) for depth, rounds in ((8, 3), (32, 1))]
+    return [*plain, *spread, *(Job(1, _shape(depth), 3, writes=True) for depth in (8, 32))]
 
 
 def _shape(num_layers: int) -> LlamaShape:
@@ -105,8 +117,9 @@ def _shape(num_layers: int) -> LlamaShape:
 
 def capture_model(job: Job) -> dict[str, list[float]]:
     """Seconds a capture, by contender. Caches that outlive a capture (fake tensors', DTensor's) are warm."""
-    _with_contenders(lift(Job(job.mesh_size, _shape(1), 1)), Pace(rounds=1, warmup=0))
-    return _with_contenders(lift(job), Pace(rounds=job.rounds, warmup=0))
+    measure = _with_memory if job.writes else _with_contenders
+    measure(lift(Job(job.mesh_size, _shape(1), 1)), Pace(rounds=1, warmup=0))
+    return measure(lift(job), Pace(rounds=job.rounds, warmup=0))
 
 
 def lift(job: Job) -> Lifted:
@@ -133,6 +146,25 @@ def _with_contenders(lifted: Lifted, pace: Pace) -> dict[str, list[float]]:
         Contender("make_fx, joint trace alone", partial(trace_bare, lifted)),
         Contender("aot_function, min-cut", partial(capture_with_peer, lifted)),
         Contender("aotdist fx", partial(capture_with_ours, lifted)),
+    ]
+    return take_turns(contenders, pace, pause_gc=False)
+
+
+def _with_memory(lifted: Lifted, pace: Pace) -> dict[str, list[float]]:
+    """The same function with two parts of one buffer, of which it writes one."""
+
+    def fn(written: Tensor, read: Tensor, *args: Any) -> Tensor:
+        written.add_(1)
+        return lifted.fn(*args) + read.sum()
+
+    def capture(count: int) -> Any:
+        memory = torch.zeros(64)
+        compiled = aotdist.compile(fn, backend="fx", settings=aotdist.Settings(partition="min_cut"))
+        return compiled(memory[:count], memory[32:], lifted.parameters, *lifted.rest)
+
+    contenders = [
+        Contender("aotdist fx, apart", partial(capture, 32)),
+        Contender("aotdist fx, shared", partial(capture, 40)),
     ]
     return take_turns(contenders, pace, pause_gc=False)
 

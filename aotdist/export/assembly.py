@@ -1,0 +1,218 @@
+"""From a trace to the exported graph: inputs first, then operations, then what is asked of the results."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.export.call import Input
+from aotdist.export.trace import TracedCall
+from aotdist.facts import (
+    DataWritten,
+    Fresh,
+    IsInput,
+    NotATensor,
+    Untouched,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+    ViewStep,
+)
+from aotdist.partition.builder import GraphBuilder
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
+from aotdist.torch_seam import no_modes, operator_name
+
+
+class Assembly:
+    """Puts the exported graph together out of a trace.
+
+    Args:
+        traced: the trace.
+        prefix: how the inputs are called.
+        loss: the result that gets a gradient of one. Without, each result that requires grad gets a tangent.
+    """
+
+    def __init__(self, traced: TracedCall, *, prefix: str, loss: int | None = None) -> None:
+        self._traced = traced
+        self._facts = traced.trace.facts
+        self._results = traced.trace.graph.named_results()
+        self._arguments = traced.trace.graph.named_placeholders()
+        self._builder = GraphBuilder(traced.trace.graph.gm)
+        self._add_inputs(prefix)
+        if loss is None:
+            self._add_tangents()
+        for node in traced.trace.graph.gm.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if loss is not None and self._is_due(node):
+                self._add_seed(loss)
+            self._copy(node)
+        if loss is not None and not self._has_tangents():
+            self._add_seed(loss)
+
+    def values(self) -> list[Any]:
+        """The program's results: nodes, and constants."""
+        return [self._value(OutIdx(position)) for position in range(self._traced.returned.spec.num_leaves)]
+
+    def new_values(self) -> dict[Input, Node]:
+        """The new value of each input that is written or assigned."""
+        assigned = self._assigned()
+        found: dict[Input, Node] = {}
+        for idx, leaf in self._traced.primals():
+            if leaf.path in assigned and leaf.kind == "buffer":
+                found[leaf] = self._value(assigned.pop(leaf.path))
+            elif isinstance(self._facts.inputs[idx], DataWritten):
+                found[leaf] = self._current(idx)
+        for path in assigned:
+            raise UnsupportedProgram(
+                f"`{path}`, which is no buffer, is assigned a tensor",
+                stage="export",
+                fix="register it as a buffer, or return the tensor",
+            )
+        return self._distinct(found)
+
+    def gradients(self) -> dict[Input, Node]:
+        """The gradient of each input that has one."""
+        slots = self._traced.trace.program.ins
+        nodes = ((leaf, self._results.get(Slot("grad", slots[i].path))) for i, leaf in self._traced.primals())
+        return self._distinct({leaf: self._builder.env[node] for leaf, node in nodes if node is not None})
+
+    def module(self, results: Sequence[Any]) -> GraphModule:
+        """The graph with these results, and nothing that they do not need."""
+        gm = self._builder.finish(results, (), ()).gm
+        gm.graph.eliminate_dead_code()
+        return gm
+
+    def _copy(self, node: Node) -> None:
+        """Copy a node; it is called as PyTorch calls it."""
+        if node.op == "get_attr":
+            self._builder.copy(node)
+            return
+        args, kwargs = map_arg((node.args, node.kwargs), self._builder.env.__getitem__)
+        new = self._builder.graph.create_node(node.op, node.target, args, kwargs, operator_name(node.target))
+        new.meta = dict(node.meta)
+        self._builder.env[node] = new
+
+    def _add_inputs(self, prefix: str) -> None:
+        slots = {leaf: self._traced.trace.program.ins[idx] for idx, leaf in self._traced.primals()}
+        first = 0 if prefix.startswith("arg") else 1
+        for number, leaf in enumerate(self._traced.inputs, start=first):
+            new = self._builder.graph.placeholder(prefix.format(number))
+            if leaf in slots:
+                old = self._arguments[slots[leaf]]
+                new.meta = dict(old.meta)
+                self._builder.env[old] = new
+            else:
+                new.meta["val"] = leaf.value
+
+    def _tangents(self) -> list[Node]:
+        """The tangents of the trace, in the order of the results."""
+        fresh = [fact.value for fact in self._traced.outputs() if isinstance(fact, Fresh)]
+        outs = [self._facts.node_outs[value] for value in fresh]
+        return [self._arguments[Slot("tangent", out.slot.path)] for out in outs if out.differentiable]
+
+    def _add_tangents(self) -> None:
+        for number, old in enumerate(self._tangents(), start=1):
+            new = self._builder.graph.placeholder(f"tangents_{number}")
+            new.meta = dict(old.meta)
+            self._builder.env[old] = new
+
+    def _has_tangents(self) -> bool:
+        return all(tangent in self._builder.env for tangent in self._tangents())
+
+    def _is_due(self, node: Node) -> bool:
+        """Whether `node` reads a tangent that is not there yet."""
+        missing = [tangent for tangent in self._tangents() if tangent not in self._builder.env]
+        return any(tangent in node.all_input_nodes for tangent in missing)
+
+    def _add_seed(self, loss: int) -> None:
+        value = self._value(OutIdx(loss))
+        ones_like = torch.ops.aten.ones_like.default
+        seed = self._builder.call(ones_like, (value,), like=value, name="ones_like", phase="backward")
+        seed.kwargs = {"pin_memory": False, "memory_format": torch.preserve_format}
+        for tangent in self._tangents():
+            self._builder.env[tangent] = seed
+
+    def _value(self, position: OutIdx) -> Any:
+        """The new node of a result, or the constant that it is."""
+        match self._facts.outputs[position]:
+            case NotATensor(value=value):
+                return value
+            case Fresh(value=value):
+                return self._node_out(value, cloned=position in self._traced.cloned)
+            case IsInput(input=idx):
+                return self._current(idx)
+            case ViewOfInput(base=idx, steps=steps):
+                return self._replayed(self._current(idx), steps)
+            case ViewOfIntermediate(base=base, steps=steps):
+                return self._replayed(self._node_out(base), steps)
+            case ViewOfOutput(base=base, steps=steps):
+                return self._replayed(self._value(base), steps)
+            case _ as unknown:
+                assert_never(unknown)
+
+    def _node_out(self, idx: NodeOutIdx, *, cloned: bool = False) -> Node:
+        node = self._results[self._facts.node_outs[idx].slot]
+        assert node is not None, "only a gradient may be absent"
+        if cloned and node.target is torch.ops.aten.clone.default:
+            (node,) = node.all_input_nodes
+        return self._builder.env[node]
+
+    def _current(self, idx: PrimalIdx) -> Node:
+        """The value of an input once the program is over."""
+        match self._facts.inputs[idx]:
+            case DataWritten(value=value):
+                return self._node_out(value)
+            case Untouched():
+                return self._builder.env[self._arguments[self._traced.trace.program.ins[idx]]]
+            case _ as unknown:
+                assert_never(unknown)
+
+    def _replayed(self, base: Node, steps: Sequence[ViewStep]) -> Node:
+        """The view of `base` that `steps` make."""
+        for step in steps:
+            with no_modes(), self._traced.trace.fake_mode:
+                val = step.op(base.meta["val"], *step.args, **dict(step.kwargs))
+            name = operator_name(step.op) or "view"
+            made = self._builder.call(step.op, (base, *step.args), like=base, name=name, val=val)
+            made.kwargs = dict(step.kwargs)
+            if step.pick is not None:
+                item, picked = operator.getitem, val[step.pick]
+                made = self._builder.call(item, (made, step.pick), like=made, name="getitem", val=picked)
+            base = made
+        return base
+
+    def _assigned(self) -> dict[str, OutIdx]:
+        """Places that the program assigns a tensor to, and the result that has it."""
+        returned = self._traced.returned
+        found: dict[str, OutIdx] = {}
+        position = returned.spec.num_leaves
+        for source, spec in returned.assigned:
+            if not spec.is_leaf():
+                raise UnsupportedProgram(
+                    f"`{source.path}` is assigned a container of tensors",
+                    stage="export",
+                    fix="return the tensors",
+                )
+            found[source.path] = OutIdx(position)
+            position += 1
+        return found
+
+    def _distinct(self, nodes: dict[Input, Node]) -> dict[Input, Node]:
+        """The same with a copy of each node that is there twice: signatures go by names."""
+        seen: set[Node] = set()
+        found: dict[Input, Node] = {}
+        for leaf, node in nodes.items():
+            if node in seen:
+                clone = torch.ops.aten.clone.default
+                found[leaf] = self._builder.call(clone, (node,), like=node, name="clone")
+            else:
+                found[leaf] = node
+            seen.add(found[leaf])
+        return found

@@ -1,0 +1,113 @@
+"""The graph of one call of a module, with its signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from aotdist.convention.memory import share_memory
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.export.assembly import Assembly
+from aotdist.export.call import Call, Input, state_of
+from aotdist.export.signature import GraphSignature, signature_of
+from aotdist.export.trace import TracedCall, trace_call
+from aotdist.facts import DataWritten
+from aotdist.torch_seam import OpOverload, pytree
+
+
+def aot_export_module(
+    mod: nn.Module,
+    args: Sequence[Any],
+    *,
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
+    trace_joint: bool,
+    output_loss_index: int | None = None,
+    pre_dispatch: bool = False,
+    dynamic_shapes: bool | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> tuple[GraphModule, GraphSignature]:
+    """The graph of one call of a module, and what it takes and returns.
+
+    Parameters that are tied are inputs of their own, each with its part of the gradient.
+
+    Args:
+        mod: a plain module.
+        args: positional arguments of the call.
+        decompositions: operators to break up.
+        trace_joint: append the gradients of the loss with respect to all inputs that require grad. Without,
+            the program runs under `no_grad`.
+        output_loss_index: which result is the loss: one number; no other result may require grad.
+        pre_dispatch: not available.
+        dynamic_shapes: not available; sizes are static.
+        kwargs: keyword arguments of the call.
+
+    Raises:
+        BadSettings: an option that is not available is set.
+        UnsupportedProgram: the program cannot be expressed that way; the error says what is in the way.
+    """
+    _refuse_options(pre_dispatch=pre_dispatch, dynamic_shapes=bool(dynamic_shapes))
+    if trace_joint and output_loss_index is None:
+        raise BadSettings("`trace_joint` needs to know the loss", fix="set `output_loss_index`")
+    loss = output_loss_index if trace_joint else None
+    call = Call(mod, tuple(args), dict(kwargs or {}), state_of(mod))
+    with torch.set_grad_enabled(trace_joint and torch.is_grad_enabled()):
+        traced = trace_call(call, decompositions or {}, loss=loss, fresh=() if loss is None else (loss,))
+    _refuse_writes(traced, joint=trace_joint)
+    assembly = Assembly(traced, prefix="arg{}_1", loss=loss)
+    mutated = assembly.new_values()
+    values = assembly.values()
+    grads = assembly.gradients() if trace_joint else {}
+    for leaf in traced.inputs if trace_joint else ():
+        if leaf.requires_grad() and leaf not in grads:
+            raise _without_gradient(leaf)
+    gm = assembly.module([*mutated.values(), *values, *grads.values()])
+    state = (leaf.value for leaf, _ in call.state)
+    in_spec = pytree.tree_structure(((*state, *call.args), dict(call.kwargs)))
+    return gm, signature_of(gm, traced, in_spec, list(mutated), list(grads), loss)
+
+
+def _refuse_options(**options: bool) -> None:
+    for name, is_set in options.items():
+        if is_set:
+            raise BadSettings(
+                f"`{name}` cannot be honoured",
+                fix="leave it out: sizes are static, and graphs are recorded below autograd",
+            )
+
+
+def _refuse_writes(traced: TracedCall, *, joint: bool) -> None:
+    facts, primals = traced.trace.facts, traced.primals()
+    for write in facts.backward_writes:
+        raise UnsupportedProgram(
+            f"`{traced.trace.program.ins[write.input]}` is written by the backward",
+            stage="export",
+            fix="write it in the forward, or export without `trace_joint`",
+        )
+    for idx, leaf in primals:
+        if not isinstance(facts.inputs[idx], DataWritten):
+            continue
+        if joint and leaf.requires_grad():
+            raise UnsupportedProgram(
+                f"`{leaf.path}` is written and requires grad",
+                stage="export",
+                fix="write a clone, or export without `trace_joint`",
+            )
+        for other, sharing in primals:
+            if other != idx and share_memory(leaf.value, sharing.value):
+                raise UnsupportedProgram(
+                    f"`{leaf.path}` is written and shares memory with `{sharing.path}`",
+                    stage="export",
+                    fix="clone one of them",
+                )
+
+
+def _without_gradient(leaf: Input) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{leaf.path}` requires grad, and the loss does not depend on it",
+        stage="export",
+        fix="call `requires_grad_(False)` on it",
+    )

@@ -1,0 +1,97 @@
+"""The graph of a function of flat tuples, called just like the function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.export.assembly import Assembly
+from aotdist.export.call import Call
+from aotdist.export.trace import TracedCall, trace_call
+from aotdist.facts import DataWritten, IsInput, ViewOfInput, ViewOfIntermediate, ViewOfOutput
+from aotdist.torch_seam import OpOverload, TreeSpec, call_with_primals_and_tangents, pytree, tree_children
+
+
+def aot_export_joint_simple(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    trace_joint: bool,
+    num_params_buffers: int = 0,
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
+) -> GraphModule:
+    """The graph of a function that takes and returns flat tuples, called just like the function.
+
+    With `trace_joint`, if a result requires grad, it is a joint graph: `(primals, tangents)` to
+    `(results, gradients)`, with one tangent for each result that requires grad, and one gradient, or None,
+    for each primal.
+
+    Args:
+        func: writes no input; no result is an input or a view of one.
+        args: tensors and constants.
+        trace_joint: trace the backward too. Without, the function runs under `no_grad`.
+        num_params_buffers: how many of the first arguments are parameters and buffers; makes no difference.
+        decompositions: operators to break up.
+
+    Raises:
+        UnsupportedProgram: the function breaks one of these rules.
+    """
+    if not _is_flat(pytree.tree_structure(args)):
+        raise _not_simple("the arguments are not one flat tuple of tensors and constants")
+    call, table = Call(func, tuple(args), {}, ()), decompositions or {}
+    with torch.set_grad_enabled(trace_joint and torch.is_grad_enabled()):
+        traced = trace_call(call, table)
+        _refuse_what_is_not_simple(traced)
+        repeated = [k for k, fact in enumerate(traced.outputs()) if isinstance(fact, ViewOfOutput)]
+        if traced.trace.has_backward() and repeated:
+            # A tensor that is returned twice gets two tangents.
+            traced = trace_call(call, table, fresh=repeated)
+    joint = traced.trace.has_backward()
+    assembly = Assembly(traced, prefix="primals_{}" if joint else "arg{}_1")
+    values = assembly.values()
+    if not joint:
+        return assembly.module(values)
+    grads = assembly.gradients()
+    gm = assembly.module([*values, *(grads.get(leaf) for leaf in traced.inputs)])
+    call_with_primals_and_tangents(gm, len(traced.inputs), len(values))
+    return gm
+
+
+def _is_flat(structure: TreeSpec) -> bool:
+    return not structure.is_leaf() and all(child.is_leaf() for child in tree_children(structure))
+
+
+def _not_simple(fault: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`aot_export_joint_simple` cannot keep the function's convention: {fault}",
+        stage="export",
+        fix="clone or flatten it, or use `aot_export_module`",
+    )
+
+
+def _refuse_what_is_not_simple(traced: TracedCall) -> None:
+    facts, slots = traced.trace.facts, traced.trace.program.ins
+    for idx, fact in facts.inputs.enumerate():
+        if isinstance(fact, DataWritten):
+            raise _not_simple(f"`{slots[idx]}` is written")
+    for write in facts.backward_writes:
+        raise _not_simple(f"`{slots[write.input]}` is written by the backward")
+    for source, _ in traced.returned.assigned:
+        raise _not_simple(f"`{source.path}` is assigned a tensor")
+    if not _is_flat(traced.returned.spec):
+        raise _not_simple("the result is not one flat tuple of tensors and constants")
+    for position, fact in enumerate(traced.outputs()):
+        requires_grad = traced.requires_grad[position]
+        match fact:
+            case IsInput(input=idx) | ViewOfInput(base=idx):
+                raise _not_simple(f"`out[{position}]` is `{slots[idx]}`, or a view of it")
+            case ViewOfIntermediate() if requires_grad:
+                raise _not_simple(f"`out[{position}]` is a view")
+            case ViewOfOutput(base=base, steps=steps) if requires_grad and steps:
+                raise _not_simple(f"`out[{position}]` is a view of `out[{base}]`")
+            case _:
+                pass

@@ -1,0 +1,73 @@
+"""Programs that no flat graph of plain tensors can express."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.facts import IsInput, ViewOfInput
+from aotdist.joint.trace import Traced
+from aotdist.subclasses.protocol import Plain, is_real, recipe_of
+
+
+def refuse_example(path: str, example: torch.Tensor) -> None:
+    """Refuse an input that is no plain tensor, or that holds no data."""
+    if not isinstance(recipe_of(example), Plain):
+        raise UnsupportedProgram(
+            f"`{path}` is a {type(example).__name__}",
+            stage="export",
+            fix="export a program of plain tensors: a graph alone cannot take a wrapper apart",
+        )
+    if not is_real(example):
+        raise UnsupportedProgram(f"`{path}` holds no data", stage="export", fix="pass a real tensor")
+
+
+def refuse_strays(traced: Traced, num_given: int) -> None:
+    """Refuse a program that uses a tensor which is neither argument nor state."""
+    arguments = traced.graph.named_placeholders()
+    returned = {
+        fact.input if isinstance(fact, IsInput) else fact.base
+        for fact in traced.facts.outputs
+        if isinstance(fact, (IsInput, ViewOfInput))
+    }
+    for idx, slot in traced.program.ins.enumerate():
+        if idx >= num_given and (arguments[slot].users or idx in returned):
+            raise UnsupportedProgram(
+                f"`{slot}` is reached from outside: neither argument nor parameter nor buffer",
+                stage="export",
+                fix="register it as a buffer of the module, or pass it as an argument",
+            )
+
+
+def refuse_metadata_writes(traced: Traced) -> None:
+    """Refuse a program that changes more of a tensor than its data."""
+    for idx in (*(write.input for write in traced.facts.metadata), *traced.facts.switched_on):
+        raise UnsupportedProgram(
+            f"`{traced.program.ins[idx]}` has its size, strides or history written in place",
+            stage="export",
+            fix="return the changed tensor instead",
+        )
+
+
+def check_loss(outs: Sequence[Any], loss: int | None) -> None:
+    """Refuse results that do not fit `output_loss_index`."""
+    if loss is None:
+        return
+    values = outs[: outs[-1].spec.num_leaves]
+    chosen = values[loss] if 0 <= loss < len(values) else None
+    if not isinstance(chosen, torch.Tensor) or not chosen.requires_grad or chosen.numel() != 1:
+        raise BadSettings(
+            f"result {loss} is no loss: that is a tensor of one number which requires grad",
+            stage="export",
+            fix="let `output_loss_index` be the position of the loss among the results",
+        )
+    for position, out in enumerate(values):
+        if out is not chosen and isinstance(out, torch.Tensor) and out.requires_grad:
+            raise UnsupportedProgram(
+                f"`out[{position}]` requires grad and is not the loss",
+                stage="export",
+                fix="return it detached",
+            )

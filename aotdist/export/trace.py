@@ -1,0 +1,123 @@
+"""From a call to its trace, with an input of its own for every name of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.api import disable
+from aotdist.capture.arguments import ConstantLeaf
+from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.capture.modules import swapped
+from aotdist.errors import InternalError
+from aotdist.export.call import Call, Input
+from aotdist.export.refusals import check_loss, refuse_example, refuse_metadata_writes, refuse_strays
+from aotdist.facts import NotATensor, OutputFact
+from aotdist.joint.proxies import Recorder
+from aotdist.joint.trace import Traced, trace
+from aotdist.partition.builder import collector_paused
+from aotdist.program import PrimalIdx, Program, Row, Slot
+from aotdist.settings import Settings
+from aotdist.torch_seam import OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A trace, and what it is about.
+
+    Args:
+        trace: graph and facts; its inputs are the tensors among `inputs`, then what else the program reaches.
+        inputs: what the graph shall take.
+        returned: how the result is put together.
+        requires_grad: whether each result requires grad.
+        cloned: results that were cloned, to be tensors of their own.
+    """
+
+    trace: Traced
+    inputs: tuple[Input, ...]
+    returned: Returned
+    requires_grad: tuple[bool, ...]
+    cloned: frozenset[int]
+
+    def primals(self) -> list[tuple[PrimalIdx, Input]]:
+        """The tensors among the inputs, with their positions among those of the trace."""
+        tensors = (leaf for leaf in self.inputs if isinstance(leaf.value, torch.Tensor))
+        row: Row[PrimalIdx, Input] = Row(tensors)
+        return list(row.enumerate())
+
+    def outputs(self) -> list[OutputFact]:
+        """What each result is, and after the results each tensor that is assigned to an attribute."""
+        return list(self.trace.facts.outputs)[:-1]
+
+
+def trace_call(
+    call: Call,
+    decompositions: Mapping[OpOverload, Callable[..., Any]],
+    *,
+    loss: int | None = None,
+    fresh: Collection[int] = (),
+) -> TracedCall:
+    """Trace the call, with an input of its own for every name of a parameter.
+
+    Args:
+        call: the call.
+        decompositions: operators to break up.
+        loss: which result is the loss, if any.
+        fresh: results to clone, so that they are nothing but results.
+    """
+    given: list[torch.Tensor] = []
+    requires_grad: list[bool] = []
+    tied = call.tied()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with swapped([state for _, state in tied], [given[position] for position, _ in tied]):
+            return call.target(*args, **kwargs)
+
+    with ExitStack() as scope, disable(), collector_paused():
+        captured = capture(call.target, run, call.args, call.kwargs, Settings(), scope)
+        inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
+        tensors = [leaf for leaf in inputs if isinstance(leaf.value, torch.Tensor)]
+        own = {id(leaf.value): position for position, (leaf, _) in reversed(list(enumerate(call.state)))}
+        strays = [state for state in captured.environment.state if id(state.value) not in own]
+        own |= {id(state.value): len(tensors) + k for k, state in enumerate(strays)}
+
+        def fn(*stand_ins: torch.Tensor) -> list[Any]:
+            given[:] = stand_ins
+            arguments = stand_ins[len(call.state) : len(tensors)]
+            state = (stand_ins[own[id(tensor.value)]] for tensor in captured.environment.state)
+            outs = captured.program.fn(*arguments, *state)
+            check_loss(outs, loss)
+            requires_grad[:] = [isinstance(out, torch.Tensor) and out.requires_grad for out in outs]
+            return [out.clone() if position in fresh else out for position, out in enumerate(outs)]
+
+        slots = [Slot("primal", item.path) for item in (*tensors, *strays)]
+        examples = [item.value for item in (*tensors, *strays)]
+        for slot, example in zip(slots, examples, strict=True):
+            refuse_example(slot.path, example)
+        program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
+        recorder = Recorder(decompositions)
+        recorder.draws.allow(captured.environment.reached.generators)
+        traced = trace(
+            program,
+            recorder,
+            training=torch.is_grad_enabled(),
+            name_closed_over=captured.name_closed_over,
+        )
+    *_, last = traced.facts.outputs
+    if not isinstance(last, NotATensor) or not isinstance(last.value, Returned):
+        raise InternalError("the program did not say how to put its result back", stage="joint")
+    refuse_strays(traced, len(tensors))
+    refuse_metadata_writes(traced)
+    return TracedCall(traced, inputs, last.value, tuple(requires_grad[:-1]), frozenset(fresh))
+
+
+def _arguments(captured: Captured) -> Iterator[Input]:
+    """The leaves of the arguments."""
+    tensors = iter(captured.program.examples)
+    for leaf in captured.arguments.leaves:
+        value = leaf.value if isinstance(leaf, ConstantLeaf) else next(tensors)
+        yield Input(leaf.path, value, "argument")

@@ -1,0 +1,186 @@
+"""The backend of the drop-ins: the user's partition cuts, the user's compilers compile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from aotdist.api import disable
+from aotdist.codegen.backend import CallableBackend, Compiler
+from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Kind
+from aotdist.codegen.fx import print_graph
+from aotdist.functorch.convention import Order, joint_module, named_as_theirs
+from aotdist.functorch.cut import cut_of, is_computed, joined, with_arguments
+from aotdist.functorch.partitions import PartitionFn
+from aotdist.passes.run import run_passes
+from aotdist.program import Graph, Slot
+from aotdist.settings import Settings
+from aotdist.torch_seam import tracing_context
+
+
+@dataclass(frozen=True, slots=True)
+class FunctorchBackend:
+    """Cuts joint graphs with the user's partition, and hands graphs to the user's compilers.
+
+    Args:
+        compilers: what the user brought.
+        partition_fn: cuts the joint graph.
+        num_params_buffers: how many of the first tensors are parameters and buffers.
+        settings: for what happens before the cut.
+    """
+
+    compilers: CallableBackend
+    partition_fn: PartitionFn
+    num_params_buffers: int = 0
+    settings: Settings = field(default_factory=Settings.from_environment)
+    name: str = "functorch"
+    partition: Literal["default", "min_cut"] = "default"
+    any_strides: bool = False
+
+    def check(self) -> None:
+        """Nothing that could be known here."""
+
+    def decompositions(self) -> Decompositions:
+        """The user's table."""
+        return self.compilers.decompositions()
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        """Clean the graph up and let the user's partition cut it, if it is a joint one."""
+        joint, _ = run_passes(graph, "joint", self.settings)
+        order = Order.of(joint)
+        if not order.tangents:
+            return replace(joint, gm=named_as_theirs(joint.gm))
+        module = joint_module(joint, order)
+        vals = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        count = len(order.primals)
+        halves = self.partition_fn(
+            module,
+            (vals[:count], vals[count:]),
+            num_fwd_outputs=len(order.values),
+            static_lifetime_input_indices=list(range(min(self.num_params_buffers, count))),
+        )
+        return joined(*halves, joint, order)
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        """Compile a copy of the graph in PyTorch's convention."""
+        source = print_graph(graph).source
+        match emission.kind:
+            case "inference":
+                order = Order.of(graph)
+                gm = with_arguments(graph, graph.ins, order.values, "arg{}_1", first=0)
+                return self._emit(gm, graph, order.values, emission, source)
+            case "forward":
+                cut = cut_of(graph)
+                outs = frozenset(graph.outs)
+                slots = (*cut.order.values, *(s for s in cut.saved if not is_computed(s) or s in outs))
+                gm = with_arguments(graph, graph.ins, slots, "primals_{}")
+                return self._emit(gm, graph, slots, emission, source)
+            case "backward":
+                return Emitted(self._backward(graph, emission), source)
+
+    def _emit(
+        self, gm: GraphModule, graph: Graph, slots: Sequence[Slot], emission: Emission, source: str
+    ) -> Emitted:
+        picks = _picks(slots, graph.outs)
+        call, strides = self._compile(gm, emission)
+        chosen = None if strides is None else tuple(strides[pick] for pick in picks)
+        return Emitted(lambda args: _picked(call(args), picks), source, chosen)
+
+    def _backward(self, graph: Graph, emission: Emission) -> BoxedCall:
+        """The backward, compiled when it is called for the first time, as PyTorch does.
+
+        Ahead of time if the program communicates: ranks must not find out in the middle of a step that one
+        cannot compile it. With tangents missing it is the same one again, see `_with_zeros`.
+        """
+        cut = cut_of(graph)
+        if cut.backward is not None:
+            return _with_zeros(*cut.backward, graph)
+        position = _positions(graph.ins)
+        ins = [slot for slot in (*cut.saved, *cut.order.tangents) if slot in position]
+        gm = with_arguments(graph, ins, cut.order.grads, "tangents_{}")
+        sources = [position[slot] for slot in ins]
+        picks = _picks(cut.order.grads, graph.outs)
+        compiled = functools.cache(lambda: self._compile(gm, emission)[0])
+        if cut.communicates:
+            compiled()
+
+        def call(args: list[Any]) -> list[Any]:
+            taken = [args[source] for source in sources]
+            args.clear()
+            return _picked(compiled()(taken), picks)
+
+        cut.backward = graph, call
+        return call
+
+    def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, list[Any] | None]:
+        """The user's callable, boxed, and the strides of its results where the compiler says them."""
+        examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+        compiler = _compiler_of(self.compilers, emission.kind)
+        with disable(), tracing_context(emission.fake_mode) as context:
+            compiled = compiler(gm, examples)
+        strides = context.output_strides
+        return _boxed(compiled), list(strides) if strides else None
+
+
+def _positions(slots: Sequence[Slot]) -> dict[Slot, int]:
+    return {slot: position for position, slot in enumerate(slots)}
+
+
+def _picks(there: Sequence[Slot], wanted: Sequence[Slot]) -> list[int]:
+    """Where each slot that is wanted stands."""
+    position = _positions(there)
+    return [position[slot] for slot in wanted]
+
+
+def _compiler_of(compilers: CallableBackend, kind: Kind) -> Compiler:
+    match kind:
+        case "forward":
+            return compilers.compiler
+        case "backward":
+            return compilers.backward_compiler or compilers.compiler
+        case "inference":
+            return compilers.inference_compiler or compilers.compiler
+
+
+def _boxed(compiled: Callable[..., Any]) -> BoxedCall:
+    if getattr(compiled, "_boxed_call", False):
+        return compiled
+
+    def call(args: list[Any]) -> Any:
+        taken = tuple(args)
+        args.clear()
+        return compiled(*taken)
+
+    return call
+
+
+def _picked(results: Any, picks: Sequence[int]) -> list[Any]:
+    flat = results if isinstance(results, (tuple, list)) else (results,)
+    return [flat[pick] for pick in picks]
+
+
+def _with_zeros(whole: Graph, call: BoxedCall, reduced: Graph) -> BoxedCall:
+    """A backward for which tangents are missing, by the one for all: a compiler is not asked a second time.
+
+    Gradients that depend on nothing else are None, as in eager.
+    """
+    absent = {position for position, node in enumerate(reduced.results()) if node is None}
+    arguments = [(slot, node.meta["val"]) for slot, node in whole.named_placeholders().items()]
+    given = frozenset(reduced.ins)
+
+    def filled(args: list[Any]) -> list[Any]:
+        remaining = iter(args)
+        all_of_them = [next(remaining) if slot in given else _zero_like(val) for slot, val in arguments]
+        args.clear()
+        return [None if at in absent else grad for at, grad in enumerate(call(all_of_them))]
+
+    return filled
+
+
+def _zero_like(val: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device=val.device).zero_()

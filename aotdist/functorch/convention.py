@@ -1,0 +1,106 @@
+"""PyTorch's convention for graphs: names and order of what they take and return, names of nodes, tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from aotdist.partition.builder import GraphBuilder
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam import call_with_primals_and_tangents, operator_name
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order in which PyTorch's graphs take and return what ours do.
+
+    Args:
+        primals: what a forward takes.
+        tangents: what a joint graph takes after that.
+        values: what a forward returns: new values of inputs, in their order, then results.
+        grads: what a backward returns: a gradient for each primal, if it has one, then what else there is.
+    """
+
+    primals: tuple[Slot, ...]
+    tangents: tuple[Slot, ...]
+    values: tuple[Slot, ...]
+    grads: tuple[Slot, ...]
+
+    @classmethod
+    def of(cls, joint: Graph) -> Order:
+        """That of a joint or an inference graph."""
+        primals = tuple(slot for slot in joint.ins if slot.role == "primal")
+        outs = set(joint.outs)
+        writes = [slot for slot in (Slot("write", p.path, p.inner) for p in primals) if slot in outs]
+        grads = dict.fromkeys(Slot("grad", primal.path, primal.inner) for primal in primals)
+        # A plain primal may have a wrapper for a gradient, of several plain tensors.
+        more = (s for s in joint.outs if s.role in ("grad", "backward_write") and s not in grads)
+        return cls(
+            primals,
+            tuple(slot for slot in joint.ins if slot.role == "tangent"),
+            (*writes, *(slot for slot in joint.outs if slot.role == "output")),
+            (*grads, *more),
+        )
+
+
+_TAGS = {"must_save": CheckpointPolicy.MUST_SAVE, "must_recompute": CheckpointPolicy.MUST_RECOMPUTE}
+
+
+def joint_module(joint: Graph, order: Order) -> GraphModule:
+    """The joint graph as PyTorch's partitions want it: names, order, tags; called `(primals, tangents)`."""
+    builder = GraphBuilder(joint.gm)
+    arguments = joint.named_placeholders()
+    tangents = {arguments[slot] for slot in order.tangents}
+    for prefix, slots in (("primals", order.primals), ("tangents", order.tangents)):
+        _add_arguments(builder, {f"{prefix}_{k}": arguments[slot] for k, slot in enumerate(slots, start=1)})
+    _copy_operations(builder, joint.gm)
+    for old, new in builder.env.items():
+        late = old.meta.get("phase") == "backward" or old in tangents
+        new.meta["partitioner_tag"] = "is_backward" if late else "is_forward"
+        if old.meta.get("policy") in _TAGS:
+            new.meta |= {"recompute": _TAGS[old.meta["policy"]], "ac_graph_id": 0}
+    results = joint.named_results()
+    nodes = [results.get(slot) for slot in (*order.values, *order.grads)]
+    gm = builder.finish([None if n is None else builder.env[n] for n in nodes], (), ()).gm
+    call_with_primals_and_tangents(gm, len(order.primals), len(order.values))
+    return gm
+
+
+def _add_arguments(builder: GraphBuilder, nodes: Mapping[str, Node]) -> None:
+    """An argument of another name for each."""
+    for name, node in nodes.items():
+        new = builder.graph.placeholder(name)
+        new.meta = dict(node.meta)
+        builder.env[node] = new
+
+
+def named_as_theirs(gm: GraphModule) -> GraphModule:
+    """A copy whose nodes are called as PyTorch calls them."""
+    builder = GraphBuilder(gm)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        builder.placeholder(node)
+    _copy_operations(builder, gm)
+    return builder.finish([None if n is None else builder.env[n] for n in flat_results(gm)], (), ()).gm
+
+
+def _copy_operations(builder: GraphBuilder, gm: GraphModule) -> None:
+    """All of a graph but arguments and results; nodes are called as PyTorch calls them."""
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            builder.copy(node)
+        elif node.op not in ("placeholder", "output"):
+            args, kwargs = map_arg((node.args, node.kwargs), builder.env.__getitem__)
+            new = builder.graph.create_node(node.op, node.target, args, kwargs, operator_name(node.target))
+            new.meta = dict(node.meta)
+            builder.env[node] = new
+
+
+def flat_results(gm: GraphModule) -> list[Any]:
+    """What a module returns, flat; nodes or constants."""
+    (values,) = gm.graph.output_node().args
+    return list(values) if isinstance(values, (tuple, list)) else [values]

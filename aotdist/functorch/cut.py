@@ -1,0 +1,186 @@
+"""The partition's two halves as one joint graph again, cut at the same place when its turn comes.
+
+What the cut was goes along in the graph: codegen makes PyTorch's graphs out of both halves by it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aotdist.codegen.contract import BoxedCall
+from aotdist.errors import UnsupportedProgram
+from aotdist.functorch.convention import Order, flat_results
+from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.halves import find_halves
+from aotdist.partition.storage import storage_root
+from aotdist.partition.traits import is_view
+from aotdist.passes.collectives import collectives
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam import graph_module
+
+
+class Cut:
+    """What is known of a joint graph that the user's partition has cut; its arguments carry it along.
+
+    Attributes:
+        order: what PyTorch's graphs take and return.
+        saved: what the forward hands over, in the partition's order.
+        communicates: whether the graph holds collectives.
+        backward: the backward for all tangents, once there is one: its graph and its call.
+    """
+
+    def __init__(self, order: Order, saved: tuple[Slot, ...], *, communicates: bool) -> None:
+        self.order = order
+        self.saved = saved
+        self.communicates = communicates
+        self.backward: tuple[Graph, BoxedCall] | None = None
+
+
+_CUT = "aotdist_cut"
+_NAME = "aotdist_name"
+"""Keys of nodes' `meta`, which no compiler sees: the cut; what the partition calls a saved value."""
+
+
+def _kept(value: torch.Tensor) -> torch.Tensor:
+    """Stands behind a view that the partition saves; left alone, a view would be made again from its base.
+
+    Reports count the view's bytes as if it were a copy.
+    """
+    return value
+
+
+def joined(forward: GraphModule, backward: GraphModule, joint: Graph, order: Order) -> Graph:
+    """The two halves as one joint graph, which the default policy cuts where the partition did.
+
+    Raises:
+        UnsupportedProgram: the halves do not keep PyTorch's convention.
+    """
+    saved = _saved_nodes(forward, backward, order)
+    taken = backward.graph.find_nodes(op="placeholder")
+    builder = GraphBuilder(forward)
+    arguments = forward.graph.find_nodes(op="placeholder")
+    for node in (*arguments, *taken[len(saved) :]):
+        builder.placeholder(node)
+    constants = _copy_half(builder, forward, "forward", {})
+    primal_of = dict(zip(arguments, order.primals, strict=True))
+    written = find_halves(joint).written
+    at_risk = {slot for slot, node in joint.named_placeholders().items() if node in written}
+    overwritten = {node for node, slot in primal_of.items() if slot in at_risk}
+    slots: list[Slot] = []
+    for old, node in zip(taken, saved, strict=False):
+        builder.env[old] = _handed_over(builder, node, overwritten)
+        primal = None if node in overwritten else primal_of.get(node)
+        name = f"%{builder.env[old].name}"
+        slots.append(Slot("saved", name) if primal is None else Slot("saved", primal.path, primal.inner))
+    constants |= _copy_half(builder, backward, "backward", constants)
+    results = dict(zip(order.values, flat_results(forward), strict=False))  # what is saved comes after these
+    results |= zip(order.grads, flat_results(backward), strict=True)
+    nodes = [results[slot] for slot in joint.outs]
+    builder.graph.output(tuple(None if node is None else builder.env[node] for node in nodes))
+    cut = Cut(order, tuple(dict.fromkeys(slots)), communicates=bool(collectives(joint)))
+    for node in builder.graph.find_nodes(op="placeholder"):
+        node.meta[_CUT] = cut
+    return Graph(graph_module(constants, builder.graph), (*order.primals, *order.tangents), joint.outs)
+
+
+def _saved_nodes(forward: GraphModule, backward: GraphModule, order: Order) -> list[Node]:
+    """What the forward hands over, once it is clear that both keep the convention."""
+    handed_over = flat_results(forward)[len(order.values) :]
+    saved = [value for value in handed_over if isinstance(value, Node)]
+    primals = len(forward.graph.find_nodes(op="placeholder"))
+    taken = len(backward.graph.find_nodes(op="placeholder"))
+    expected = len(handed_over) + len(order.tangents)
+    _check_counts("forward takes", primals, len(order.primals), "primals")
+    _check_counts("backward takes", taken, expected, "saved values and tangents")
+    _check_counts("backward returns", len(flat_results(backward)), len(order.grads), "gradients")
+    _check_counts("forward saves", len(saved), len(handed_over), "tensors among these")
+    return saved
+
+
+def _copy_half(
+    builder: GraphBuilder, gm: GraphModule, phase: str, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Copy a half's operations; returns its constants by name, none of which is another in `known`."""
+    constants: dict[str, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        builder.copy(node)
+        new = builder.env[node]
+        new.meta["phase"] = phase
+        new.meta.pop("policy", None)  # the partition has decided
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(gm)
+            same = known.get(str(node.target), value) is value
+            new.target = str(node.target) if same else f"of_the_{phase}_{node.name}"
+            constants[new.target] = value
+    return constants
+
+
+def _handed_over(builder: GraphBuilder, node: Node, overwritten: Collection[Node]) -> Node:
+    """What the backward starts from in the place of a saved value."""
+    new = builder.env[node]
+    if not is_view(node):
+        return new
+    # What lies in an argument that is written after the forward has other data by then.
+    copies = storage_root(node) in overwritten
+    target = torch.ops.aten.clone.default if copies else _kept
+    return builder.call(target, (new,), like=new, name=node.name, **{_NAME: node.name})
+
+
+def _check_counts(what: str, found: int, expected: int, kind: str) -> None:
+    if found != expected:
+        raise _bad_partition(f"its {what} {found} values where there are {expected} {kind}")
+
+
+def _bad_partition(fault: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the partition function does not keep the convention: {fault}",
+        stage="partition",
+        fix="return a forward that takes the primals and returns `num_fwd_outputs` values and then what it "
+        "saves, and a backward that takes the saved values and then all tangents",
+    )
+
+
+def is_computed(saved: Slot) -> bool:
+    """Whether the forward computes a saved value; the others are its arguments."""
+    return saved.path.startswith("%")
+
+
+def cut_of(graph: Graph) -> Cut:
+    """What `joined` left with the graph's arguments: tangents, and what is saved of primals."""
+    return next(node.meta[_CUT] for node in graph.placeholders() if _CUT in node.meta)
+
+
+def with_arguments(
+    graph: Graph, ins: Sequence[Slot], outs: Sequence[Slot], name: str, *, first: int = 1
+) -> GraphModule:
+    """A copy of a graph that takes and returns these slots, in this order; a result may be absent.
+
+    Arguments that are no saved values are called by `name` and number. A saved argument is a result, too.
+    """
+    builder = GraphBuilder(graph.gm)
+    arguments = graph.named_placeholders()
+    numbers = iter(range(first, first + len(ins)))
+    for slot in ins:
+        node = arguments[slot]
+        own = node.meta.get(_NAME, node.name)
+        new = builder.graph.placeholder(own if slot.role == "saved" else name.format(next(numbers)))
+        new.meta = dict(node.meta)
+        builder.env[node] = new
+    for node in graph.gm.graph.nodes:
+        if node.target is _kept:
+            builder.env[node] = builder.env[node.all_input_nodes[0]]
+        elif node.op not in ("placeholder", "output"):
+            builder.copy(node)
+    results = graph.named_results()
+    saved = {Slot("saved", slot.path, slot.inner): node for slot, node in arguments.items()}
+    for node in builder.graph.nodes:
+        node.meta = {key: value for key, value in node.meta.items() if key not in (_CUT, _NAME)}
+    found = [results.get(slot, saved.get(slot)) for slot in outs]
+    return builder.finish([None if node is None else builder.env[node] for node in found], (), ()).gm

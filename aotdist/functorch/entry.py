@@ -1,0 +1,215 @@
+"""The entry points, with `functorch.compile`'s parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from aotdist.api import CompiledFunction
+from aotdist.codegen.backend import CallableBackend, Compiler
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.functorch.backend import FunctorchBackend
+from aotdist.functorch.partitions import PartitionFn, default_partition
+from aotdist.passes.order import PASS_NAMES
+from aotdist.subclasses.protocol import is_real
+from aotdist.torch_seam import OpOverload
+
+
+def _refuse(**options: tuple[bool, str]) -> None:
+    """Raise for the first option that is set and that nothing here could honour."""
+    for name, (is_set, fix) in options.items():
+        if is_set:
+            raise BadSettings(f"`{name}` cannot be honoured", fix=fix)
+
+
+class AotFunction(CompiledFunction):
+    """A function whose graphs go through compilers, and a partition, that the user brought."""
+
+    def __init__(self, fn: Callable[..., Any], backend: FunctorchBackend) -> None:
+        # The user's compilers get what the user's partition returned: nothing changes a graph in between.
+        settings = replace(backend.settings, partition="default", disabled_passes=frozenset(PASS_NAMES))
+        super().__init__(fn, backend, settings)
+
+    def compile_for(self, *args: Any) -> None:
+        """Compile for a call with these arguments, without calling."""
+        self._compile(args, {})
+
+
+_WRITES_STAY = "leave it False: new values are results of the graph, and are copied to the inputs after it"
+_STATIC = "leave it False: sizes are static, and another size is compiled anew"
+_FUNCTIONAL = "leave it False: every graph is functional"
+
+
+def aot_function(
+    fn: Callable[..., Any],
+    fw_compiler: Compiler,
+    bw_compiler: Compiler | None = None,
+    partition_fn: PartitionFn = default_partition,
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
+    num_params_buffers: int = 0,
+    keep_inference_input_mutations: bool = False,
+    inference_compiler: Compiler | None = None,
+    *,
+    dynamic: bool = False,
+    enable_log: bool = True,
+    disable_functionalization: bool = False,
+) -> AotFunction:
+    """Compile a function with compilers of your own, at its first call.
+
+    Args:
+        fn: takes and returns any pytrees of tensors and constants.
+        fw_compiler: compiles forwards.
+        bw_compiler: compiles backwards, each when it runs for the first time, ahead of time if the program
+            communicates; `fw_compiler` if None.
+        partition_fn: cuts the joint graph in two.
+        decompositions: operators that the trace must break up.
+        num_params_buffers: how many of the first tensors are parameters and buffers; partitions are told.
+        keep_inference_input_mutations: not available.
+        inference_compiler: compiles programs without a backward; `fw_compiler` if None.
+        dynamic: not available.
+        enable_log: nothing is logged either way.
+        disable_functionalization: not available.
+
+    Raises:
+        BadSettings: one of the options that are not available is set.
+    """
+    _refuse(
+        dynamic=(dynamic, _STATIC),
+        keep_inference_input_mutations=(keep_inference_input_mutations, _WRITES_STAY),
+        disable_functionalization=(disable_functionalization, _FUNCTIONAL),
+    )
+    compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
+    return AotFunction(fn, FunctorchBackend(compilers, partition_fn, num_params_buffers))
+
+
+class AotModule(nn.Module):
+    """A module that runs the compiled call of another, whose parameters stay where they are.
+
+    Args:
+        mod: the other.
+        compiled: takes its parameters and its buffers by name, then the arguments.
+    """
+
+    def __init__(self, mod: nn.Module, compiled: Callable[..., Any]) -> None:
+        super().__init__()
+        self.orig_module = mod
+        self._compiled = compiled
+        self._named_params = dict(mod.named_parameters(remove_duplicate=False))
+        self._named_buffers = dict(mod.named_buffers(remove_duplicate=False))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled call."""
+        return self._compiled(self._named_params, self._named_buffers, *args, **kwargs)
+
+
+def _named_state(mod: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, under each of their names."""
+    return [*mod.named_parameters(remove_duplicate=False), *mod.named_buffers(remove_duplicate=False)]
+
+
+def _num_distinct(named: Sequence[tuple[str, torch.Tensor]]) -> int:
+    """How many tensors these are: a tied one is one argument."""
+    return len({id(tensor) for _, tensor in named})
+
+
+def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> AotModule:
+    """`aot_function` of a module: its parameters and buffers become the first arguments of the graphs.
+
+    Args:
+        mod: the module; it is not changed.
+        args: of `aot_function`, without the function.
+        kwargs: likewise.
+    """
+
+    def functional_call(
+        named_params: Mapping[str, torch.Tensor],
+        named_buffers: Mapping[str, torch.Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return torch.func.functional_call(mod, {**named_params, **named_buffers}, args, kwargs)
+
+    kwargs = {"num_params_buffers": _num_distinct(_named_state(mod)), **kwargs}
+    return AotModule(mod, aot_function(functional_call, *args, **kwargs))
+
+
+def aot_module_simplified(
+    mod: nn.Module,
+    args: Sequence[Any],
+    fw_compiler: Compiler,
+    bw_compiler: Compiler | None = None,
+    partition_fn: PartitionFn = default_partition,
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
+    keep_inference_input_mutations: bool = False,
+    inference_compiler: Compiler | None = None,
+    compiler_config_extra: Any = None,
+    ignore_shape_env: bool = False,
+    disable_functionalization: bool = False,
+    pre_grad_passes: Callable[[GraphModule, Sequence[Any]], GraphModule] | None = None,
+    compile_region_name: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a module for flat arguments at once; its parameters are taken as they are now.
+
+    Args:
+        mod: returns a flat tuple or list.
+        args: what it is called with. If these hold no data (a Dynamo backend's), the first call compiles.
+        fw_compiler: compiles forwards.
+        bw_compiler: compiles backwards; `fw_compiler` if None.
+        partition_fn: cuts the joint graph in two.
+        decompositions: operators that the trace must break up.
+        keep_inference_input_mutations: not available.
+        inference_compiler: compiles programs without a backward; `fw_compiler` if None.
+        compiler_config_extra: not available; it belongs to a cache of PyTorch's.
+        ignore_shape_env: makes no difference: sizes are static.
+        disable_functionalization: not available.
+        pre_grad_passes: applied to `mod`, if that is a graph module, before anything else.
+        compile_region_name: names the compiled function.
+
+    Returns:
+        the compiled call: flat arguments to a list. It has the module's `zero_grad`, `named_parameters` and
+        `named_buffers`.
+
+    Raises:
+        BadSettings: one of the options that are not available is set.
+        UnsupportedProgram: the module returns something else than a tuple or a list.
+    """
+    _refuse(
+        keep_inference_input_mutations=(keep_inference_input_mutations, _WRITES_STAY),
+        compiler_config_extra=(compiler_config_extra is not None, "leave it out"),
+        disable_functionalization=(disable_functionalization, _FUNCTIONAL),
+    )
+    if pre_grad_passes is not None and isinstance(mod, GraphModule):
+        mod = pre_grad_passes(mod, args)
+    named = _named_state(mod)
+    names, state = [name for name, _ in named], [tensor for _, tensor in named]
+
+    def flat_call(*flat: Any) -> Any:
+        by_name = dict(zip(names, flat, strict=False))
+        result = torch.func.functional_call(mod, by_name, flat[len(names) :])
+        if not isinstance(result, (tuple, list)):
+            raise UnsupportedProgram(
+                f"the module returns a {type(result).__name__}, not a tuple or a list",
+                stage="capture",
+                fix="return a tuple, or use `aot_module`",
+            )
+        return list(result)
+
+    flat_call.__name__ = compile_region_name or type(mod).__name__
+    compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
+    compiled = AotFunction(flat_call, FunctorchBackend(compilers, partition_fn, _num_distinct(named)))
+    if all(is_real(arg) for arg in args if isinstance(arg, torch.Tensor)):
+        compiled.compile_for(*state, *args)
+
+    def forward(*runtime_args: Any) -> Any:
+        return compiled(*state, *runtime_args)
+
+    attached = cast(Any, forward)
+    attached.zero_grad = mod.zero_grad
+    attached.named_parameters = mod.named_parameters
+    attached.named_buffers = mod.named_buffers
+    return forward

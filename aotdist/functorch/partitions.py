@@ -1,0 +1,111 @@
+"""Partitions of joint graphs in PyTorch's convention: what they take and return is `GraphModule`s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.functorch.convention import flat_results
+from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.policy import Policy, partition
+from aotdist.program import Graph, Slot
+
+PartitionFn = Callable[..., tuple[GraphModule, GraphModule]]
+"""`(joint_module, (primals, tangents), *, num_fwd_outputs, static_lifetime_input_indices)` -> both halves."""
+
+
+def default_partition(
+    joint_module: GraphModule,
+    _joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+    static_lifetime_input_nodes: Collection[Node] | None = None,
+) -> tuple[GraphModule, GraphModule]:
+    """Keep eager's schedule and save what eager saves.
+
+    Args:
+        joint_module: a joint graph, ours or PyTorch's.
+        num_fwd_outputs: how many of its results are the forward's.
+        static_lifetime_input_indices: arguments that stay at their place; makes no difference here.
+        static_lifetime_input_nodes: the same as nodes.
+    """
+    return _partition_module(joint_module, num_fwd_outputs, "default")
+
+
+def min_cut_rematerialization_partition(
+    joint_module: GraphModule,
+    _joint_inputs: Any,
+    compiler: str = "inductor",
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+) -> tuple[GraphModule, GraphModule]:
+    """Save the fewest bytes and compute cheap operations once more.
+
+    Args:
+        joint_module: a joint graph, ours or PyTorch's.
+        compiler: which operations are cheap; only `inductor`'s are known.
+        num_fwd_outputs: how many of its results are the forward's.
+        static_lifetime_input_indices: arguments that stay at their place; makes no difference here.
+
+    Raises:
+        BadSettings: `compiler` is another one.
+    """
+    if compiler != "inductor":
+        raise BadSettings(
+            f"min_cut_rematerialization_partition(compiler={compiler!r}) is not known", fix='pass "inductor"'
+        )
+    return _partition_module(joint_module, num_fwd_outputs, "min_cut")
+
+
+def _partition_module(gm: GraphModule, num_values: int, policy: Policy) -> tuple[GraphModule, GraphModule]:
+    """Cut a joint graph in PyTorch's convention into two in the same."""
+    joint, constants = _as_joint(gm, num_values)
+    split = partition(joint, policy)
+    builder = GraphBuilder(split.forward.gm)
+    for node in split.forward.placeholders():
+        builder.placeholder(node)
+    builder.copy_all(n for n in split.forward.gm.graph.nodes if n.op not in ("placeholder", "output"))
+    arguments, results = split.forward.named_placeholders(), split.forward.named_results()
+    primals = split.saved_primals
+    saved = [arguments[primals[slot]] if slot in primals else results[slot] for slot in split.saved]
+    nodes = [*list(split.forward.results())[:num_values], *saved]
+    new = [constants.get(k) if node is None else builder.env[node] for k, node in enumerate(nodes)]
+    return builder.finish(new, (), ()).gm, split.backward.gm
+
+
+def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
+    """A joint graph in PyTorch's convention as one of ours, and the results that are constants."""
+    builder = GraphBuilder(gm)
+    ins: list[Slot] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            ins.append(Slot(_argument_role(node), node.name))
+            builder.placeholder(node)
+        elif node.op != "output":
+            builder.copy(node)
+        if node.op != "output":
+            late = node.meta.get("partitioner_tag") == "is_backward"
+            builder.env[node].meta.setdefault("phase", "backward" if late else "forward")
+    flat = flat_results(gm)
+    results = [builder.env[value] if isinstance(value, Node) else None for value in flat]
+    outs = [Slot("output" if k < num_values else "grad", f"out[{k}]") for k in range(len(flat))]
+    constants = {k: value for k, value in enumerate(flat[:num_values]) if not isinstance(value, Node)}
+    return builder.finish(results, ins, outs), constants
+
+
+def _argument_role(node: Node) -> Literal["primal", "tangent"]:
+    if "tangents" in str(node.target):
+        return "tangent"
+    if isinstance(node.meta.get("val"), torch.SymInt) or "seed" in str(node.target):
+        raise UnsupportedProgram(
+            f"the joint graph takes `{node.name}`, a size or the state of a random generator",
+            stage="partition",
+            fix="trace it with static shapes and without functionalized random operators",
+        )
+    return "primal"
