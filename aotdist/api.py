@@ -24,7 +24,7 @@ from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
-from aotdist.torch_seam import compiled_call_of, set_compiled_call, uncompiled_call
+from aotdist.torch_seam import compiled_call_of, set_compiled_call, uncompiled_call, under_transform
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,8 +68,8 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the artifact that fits, compiling one if there is none."""
-        if _thread.eager:
-            return self._run(*args, **kwargs)
+        if _thread.eager or under_transform():
+            return self._run(*args, **kwargs)  # a transform differentiates, or batches, the operators it sees
         for position, artifact in enumerate(self.artifacts):
             result = artifact.call(args, kwargs)
             if result is not MISS:

@@ -264,7 +264,12 @@ def replace_functional_value(tensor: FunctionalTensor, value: torch.Tensor) -> N
 
 
 def stands_for_another(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is one of a trace's own: functional (either shell of it) or fake."""
+    """Whether a plain tensor is one of a trace's own: functional (either shell of it) or fake.
+
+    `torch.func` transforms wrap tensors once more; then what is inside tells.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor)
 
 
@@ -731,6 +736,11 @@ def has_grad_hooks(param: torch.Tensor) -> bool:
 
 
 # --- runtime: the autograd node, and the store that ranks met in ----------------------------------
+
+
+def under_transform() -> bool:
+    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def node_base() -> type[Any]:
