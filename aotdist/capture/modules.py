@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from aotdist.capture.annotations import set_current_module
 from aotdist.capture.attached import PrintedSource
@@ -84,7 +84,7 @@ def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
 
 
 def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
-    if isinstance(value, UninitializedTensorMixin):
+    if is_lazy(value):
         raise UnsupportedProgram(
             f"`{path}` has no shape yet: its module is lazy and was never called",
             stage="capture",
