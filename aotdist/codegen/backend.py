@@ -108,11 +108,11 @@ class CallableBackend:
         gm = copied(graph)
         examples = [node.meta.get("val") for node in graph.placeholders()]
         with tracing_context(emission.fake_mode):
-            compiled = self._compiler(emission.kind)(gm, examples)
-        source = print_graph(graph).source
-        return Emitted(compiled if getattr(compiled, "_boxed_call", False) else _boxed(compiled), source)
+            compiled = self.compiler_of(emission.kind)(gm, examples)
+        return Emitted(boxed(compiled), print_graph(graph).source)
 
-    def _compiler(self, kind: Kind) -> Compiler:
+    def compiler_of(self, kind: Kind) -> Compiler:
+        """Which compiler a graph of this kind goes to."""
         match kind:
             case "forward":
                 return self.compiler
@@ -122,12 +122,14 @@ class CallableBackend:
                 return self.inference_compiler or self.compiler
 
 
-def _boxed(unboxed: Callable[..., Any]) -> BoxedCall:
-    """`unboxed(*args)` as a boxed call; its own frame keeps the arguments alive while it runs."""
+def boxed(compiled: Callable[..., Any]) -> BoxedCall:
+    """What a user's compiler returned as a boxed call; an unboxed one keeps its arguments while it runs."""
+    if getattr(compiled, "_boxed_call", False):
+        return compiled
 
     def call(args: list[Any]) -> Sequence[Any]:
         taken = tuple(args)
         args.clear()
-        return unboxed(*taken)
+        return compiled(*taken)
 
     return call

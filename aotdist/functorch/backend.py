@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,8 +11,8 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.api import disable
-from aotdist.codegen.backend import CallableBackend, Compiler
-from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Kind
+from aotdist.codegen.backend import CallableBackend, boxed
+from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import print_graph
 from aotdist.functorch.convention import Order, joint_module, named_as_theirs
 from aotdist.functorch.cut import cut_of, is_computed, joined, with_arguments
@@ -120,11 +120,11 @@ class FunctorchBackend:
     def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, list[Any] | None]:
         """The user's callable, boxed, and the strides of its results where the compiler says them."""
         examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-        compiler = _compiler_of(self.compilers, emission.kind)
+        compiler = self.compilers.compiler_of(emission.kind)
         with disable(), tracing_context(emission.fake_mode) as context:
             compiled = compiler(gm, examples)
         strides = context.output_strides
-        return _boxed(compiled), list(strides) if strides else None
+        return boxed(compiled), list(strides) if strides else None
 
 
 def _positions(slots: Sequence[Slot]) -> dict[Slot, int]:
@@ -135,28 +135,6 @@ def _picks(there: Sequence[Slot], wanted: Sequence[Slot]) -> list[int]:
     """Where each slot that is wanted stands."""
     position = _positions(there)
     return [position[slot] for slot in wanted]
-
-
-def _compiler_of(compilers: CallableBackend, kind: Kind) -> Compiler:
-    match kind:
-        case "forward":
-            return compilers.compiler
-        case "backward":
-            return compilers.backward_compiler or compilers.compiler
-        case "inference":
-            return compilers.inference_compiler or compilers.compiler
-
-
-def _boxed(compiled: Callable[..., Any]) -> BoxedCall:
-    if getattr(compiled, "_boxed_call", False):
-        return compiled
-
-    def call(args: list[Any]) -> Any:
-        taken = tuple(args)
-        args.clear()
-        return compiled(*taken)
-
-    return call
 
 
 def _picked(results: Any, picks: Sequence[int]) -> list[Any]:

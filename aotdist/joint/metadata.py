@@ -17,7 +17,6 @@ from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam import OpOverload
 
 _ATEN = torch.ops.aten
-_DETACH = torch.Tensor.detach_
 _RESIZES = frozenset({_ATEN.resize_.default, _ATEN.resize_as_.default})
 
 _INVERSES: Mapping[OpOverload, Callable[[torch.Tensor, ChangeOfMetadata], torch.Tensor]] = {
@@ -68,11 +67,8 @@ class Metadata:
         row = inputs.row()
         for idx, stand_in in row.enumerate():
             if stand_in.example.requires_grad and not stand_in.tensor.requires_grad:
-                # Done by autograd itself, which the log does not see; a leaf cannot be detached otherwise.
-                off, args = (
-                    (torch.Tensor.requires_grad_, (False,)) if stand_in.example.is_leaf else (_DETACH, ())
-                )
-                writes.append(MetadataWrite(idx, off, args, (), True))
+                # Done by autograd itself, which the log does not see.
+                writes.append(_switched_off(idx, stand_in))
         switched_on = tuple(idx for idx, stand_in in row.enumerate() if _is_switched_on(stand_in))
         return cls(tuple(writes), switched_on, reshapes)
 
@@ -116,6 +112,12 @@ def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
         stage="joint",
         fix="return the changed tensor instead of writing the input's metadata",
     )
+
+
+def _switched_off(idx: PrimalIdx, stand_in: StandIn) -> MetadataWrite:
+    if stand_in.example.is_leaf:
+        return MetadataWrite(idx, torch.Tensor.requires_grad_, (False,), (), True)
+    return MetadataWrite(idx, torch.Tensor.detach_, (), (), True)
 
 
 def _is_switched_on(stand_in: StandIn) -> bool:

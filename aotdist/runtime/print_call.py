@@ -21,7 +21,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.epilogue import EpiloguePlan
 from aotdist.convention.metadata import rewrite
-from aotdist.convention.mutation import put, take
+from aotdist.convention.put import put, take
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
 from aotdist.facts import (

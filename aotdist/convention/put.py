@@ -1,0 +1,124 @@
+"""Writing over a tensor outside of the autograd node, so that it gets a history as eager would give it.
+
+`copy_` would do, but for two things. It gives zeros to what was written over, whose gradient is the region's
+to give, and -0.0 + 0.0 is 0.0. And a tensor that is a view shares its base's history: eager's `CopySlices`
+puts the base's gradient together from that of the written part and that of the rest; `copy_` would add them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.convention.version import bump
+from aotdist.subclasses.protocol import is_wrapper
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a view lies in its base.
+
+    Args:
+        whole: sizes and strides of the base.
+        part: sizes, strides and offset of the view.
+    """
+
+    whole: tuple[torch.Size, tuple[int, ...]]
+    part: tuple[torch.Size, tuple[int, ...], int]
+
+    @classmethod
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> _Place:
+        offset = int(view.storage_offset()) - int(base.storage_offset())
+        return cls((base.size(), base.stride()), (view.size(), view.stride(), offset))
+
+    def laid_out(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """`tensor`, of the base's sizes, with the base's strides too, at the start of its storage."""
+        size, stride = self.whole
+        if not copy and tensor.stride() == stride and tensor.storage_offset() == 0:
+            return tensor
+        return tensor.new_empty_strided(size, stride).copy_(tensor)
+
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros of the base's sizes and strides."""
+        return like.new_empty_strided(*self.whole).zero_()
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor laid out as the base that lies where the view does."""
+        return tensor.as_strided(*self.part)
+
+
+class _Take(torch.autograd.Function):
+    """What is to be written over, and the rest of the tensor that it is a view of.
+
+    Differentiated, the two come together again as eager's `CopySlices` puts them together: in the place of
+    the one, its own gradient; in all others that of the rest. Adding them up would turn -0.0 into 0.0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, base: torch.Tensor, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.place = _Place.of(view, base)
+        return view.detach(), base.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        of_view, of_rest = grads
+        if of_rest is None and of_view is None:
+            return None, None
+        if of_rest is None:  # what was written is not differentiated, only what was made of it before
+            together = ctx.place.zeros(of_view)
+        else:
+            together = ctx.place.laid_out(of_rest, copy=True)
+        part = ctx.place.part_of(together)
+        if of_view is None:
+            part.zero_()
+        else:
+            part.copy_(of_view)
+        return together, None
+
+
+class _Put(torch.autograd.Function):
+    """Writes a value over a tensor, or over a view of it; what was written over gets no gradient from here.
+
+    The region has its own gradient for the old value; `copy_` would add zeros to it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        target: torch.Tensor,
+        value: torch.Tensor,
+        rest: torch.Tensor | None,
+        view: torch.Tensor | None,
+    ) -> torch.Tensor:
+        part = target if view is None else view
+        part.data.copy_(value)
+        ctx.place = None if view is None else _Place.of(view, target)
+        ctx.mark_dirty(target)  # bumps the version once
+        return target
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if ctx.place is None:
+            return None, grad, None, None
+        return None, ctx.place.part_of(ctx.place.laid_out(grad)), grad, None
+
+
+def take(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the region gets for an input that it writes with history, and the rest of its base, for `put`."""
+    base = target._base
+    if base is None or not (base.requires_grad and target.requires_grad) or is_wrapper(target):
+        return target, None
+    return _Take.apply(base, target)
+
+
+def put(target: torch.Tensor, rest: torch.Tensor | None, value: torch.Tensor, bumps: int) -> None:
+    """Let `target` hold `value`, with the history of `value`, and count `bumps` more writes."""
+    if rest is None:
+        _Put.apply(target, value, None, None)
+    else:
+        _Put.apply(target._base, value, rest, target)
+    bump(target, bumps - 1)
