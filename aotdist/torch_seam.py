@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -214,11 +215,18 @@ def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
 
 
 def part_of(
-    memory: FunctionalTensor, size: Sequence[int], stride: Sequence[int], offset: int
+    memory: FunctionalTensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> FunctionalTensor:
-    """A functional tensor in the memory of a flat one, of which autograd does not know that."""
+    """A functional tensor in the memory of a flat one, of which autograd does not know that.
+
+    Where `memory` is bytes and the part something else, `offset` counts bytes, and the part is contiguous:
+    functionalisation writes through `as_strided` only where no other view comes before.
+    """
     with torch.no_grad():
-        return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
+        if dtype == memory.dtype:
+            return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
+        part = memory.narrow(0, offset, math.prod(size) * dtype.itemsize).view(dtype)
+        return second_shell(part.view(size))  # type: ignore[arg-type]
 
 
 def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether some byte belongs to both tensors."""
     if storage_id(a) != storage_id(b) or a.numel() == 0 or b.numel() == 0:
         return False
-    return _meet(_start(b) - _start(a), _steps(a), _steps(b))
+    return _meet(start_of(b) - start_of(a), _steps(a), _steps(b))
 
 
 def overlapping_groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -49,13 +49,17 @@ def _connected(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> lis
 
 
 def span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """First element, and number of elements from there, of the part of the storage that `tensors` lie in.
+    """First byte, and number of bytes from there, of the part of the storage that `tensors` lie in.
 
-    They are of one dtype, on one storage, and not empty.
+    They are on one storage, and not empty. Each starts a multiple of its own item size behind the first byte.
     """
-    starts = [int(tensor.storage_offset()) for tensor in tensors]
-    ends = [start + extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
-    return min(starts), max(ends) - min(starts)
+    starts = [start_of(tensor) for tensor in tensors]
+    ends = [
+        start + extent(tensor) * tensor.element_size() for start, tensor in zip(starts, tensors, strict=True)
+    ]
+    widest = max(tensor.element_size() for tensor in tensors)
+    first = min(starts) // widest * widest
+    return first, max(ends) - first
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -65,7 +69,8 @@ def extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def _start(tensor: torch.Tensor) -> int:
+def start_of(tensor: torch.Tensor) -> int:
+    """Offset of the first element, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.convention.layer import Call
-from aotdist.convention.memory import overlapping_groups, span
+from aotdist.convention.memory import overlapping_groups, span, start_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot
@@ -40,13 +40,15 @@ class Member:
         input: the input.
         leaf: which of the plain tensors beneath it.
         size: its sizes; `stride`: its strides.
-        offset: of its first element, from the first element of the group.
+        dtype: of its elements.
+        offset: of its first element, from the beginning of the span, in elements of the span.
     """
 
     input: DistinctIdx
     leaf: int
     size: torch.Size
     stride: tuple[int, ...]
+    dtype: torch.dtype
     offset: int
 
 
@@ -57,15 +59,17 @@ class Span:
     Args:
         members: the plain tensors that lie in it; the first tells where it is.
         numel: its length in elements.
+        dtype: that of the members; bytes, where they differ.
     """
 
     members: tuple[Member, ...]
     numel: int
+    dtype: torch.dtype
 
     def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The span of these inputs; None if they lie otherwise."""
         plains = [plain_tensors(distinct[member.input])[member.leaf] for member in self.members]
-        return span_over(plains, self.offsets(), self.numel)
+        return span_over(plains, self.offsets(), self.numel, self.dtype)
 
     def offsets(self) -> tuple[int, ...]:
         """Where each member starts."""
@@ -100,9 +104,7 @@ class Alias:
     """A plain tensor as a part of a span."""
 
     span: PrimalIdx
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    member: Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class BasePlan:
     def aliases(self) -> Mapping[tuple[PrimalIdx, int], Alias]:
         """For each plain tensor that lies in a span, by primal and leaf: where."""
         return {
-            (self.position(member.input), member.leaf): Alias(at, member.size, member.stride, member.offset)
+            (self.position(member.input), member.leaf): Alias(at, member)
             for at, base in self.bases.enumerate()
             if isinstance(base, Span)
             for member in base.members
@@ -173,18 +175,20 @@ class BasePlan:
 NO_BASES = BasePlan()
 
 
-def span_over(members: Sequence[torch.Tensor], offsets: Sequence[int], numel: int) -> torch.Tensor | None:
-    """The memory that `members` lie in, as a flat tensor on a storage of its own.
+def span_over(
+    members: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The memory that `members` lie in, as a flat tensor of `dtype` on a storage of its own.
 
     None if they do not start `offsets` elements behind its beginning, all on one storage.
     """
-    first, size = members[0], members[0].element_size()
-    start, storage = int(first.storage_offset()) - offsets[0], storage_id(first)
+    first, size = members[0], dtype.itemsize
+    start, storage = start_of(first) - offsets[0] * size, storage_id(first)
     for member, offset in zip(members, offsets, strict=True):
-        if storage_id(member) != storage or int(member.storage_offset()) - offset != start:
+        if storage_id(member) != storage or start_of(member) - offset * size != start:
             return None
-    memory = first.untyped_storage()[start * size : (start + numel) * size]
-    flat = torch.empty(0, dtype=first.dtype, device=first.device)
+    memory = first.untyped_storage()[start : start + numel * size]
+    flat = torch.empty(0, dtype=dtype, device=first.device)
     return flat.set_(memory)  # pyright: ignore[reportArgumentType]  # the stub wants a typed storage
 
 
@@ -303,14 +307,24 @@ class _Group:
 
     def _span(self) -> Span:
         plains = [plain_tensors(self._example(idx))[leaf] for idx, leaf in self.members]
-        if len({plain.dtype for plain in plains}) > 1:
-            raise self._refuse("as another dtype")
-        start, numel = span(plains)
+        start, num_bytes = span(plains)
+        (dtype, *others) = {plain.dtype for plain in plains}
+        if others:
+            dtype = torch.uint8
+            if not all(plain.is_contiguous() for plain in plains):
+                raise self._refuse("as another dtype and with gaps")
         members = (
-            Member(idx, leaf, plain.size(), plain.stride(), int(plain.storage_offset()) - start)
+            Member(
+                idx,
+                leaf,
+                plain.size(),
+                plain.stride(),
+                plain.dtype,
+                (start_of(plain) - start) // dtype.itemsize,
+            )
             for (idx, leaf), plain in zip(self.members, plains, strict=True)
         )
-        return Span(tuple(members), numel)
+        return Span(tuple(members), num_bytes // dtype.itemsize, dtype)
 
     def _root(self) -> tuple[DistinctIdx | None, tuple[DistinctIdx, ...]]:
         examples = {idx: self._example(idx) for idx in self.inputs()}

@@ -158,7 +158,8 @@ class Inputs:
                 found.append(own)
             else:
                 (memory,) = self._stand_ins[place.span].plains
-                found.append(part_of(memory, place.size, place.stride, place.offset))
+                member = place.member
+                found.append(part_of(memory, member.dtype, member.size, member.stride, member.offset))
         return found
 
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:

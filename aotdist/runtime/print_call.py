@@ -249,10 +249,11 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
         printer.comment("memory that inputs share")
     for base in fit.bases.bases:
         match base:
-            case Span(members=members, numel=numel):
+            case Span(members=members, numel=numel, dtype=dtype):
                 lies = [plains[fit.bases.position(member.input)][member.leaf] for member in members]
                 span = printer.bind("span_over", span_over)
-                printer.line(f"{next(new)} = {span}({sequence(lies)}, {base.offsets()}, {numel})")
+                kind = printer.bind(str(dtype).removeprefix("torch."), dtype)
+                printer.line(f"{next(new)} = {span}({sequence(lies)}, {base.offsets()}, {numel}, {kind})")
             case ViewBase(views=views, offsets=offsets, itself=itself):
                 known = "None" if itself is None else distinct[itself]
                 shown = sequence([distinct[view] for view in views])

@@ -55,6 +55,6 @@ def test_groups_are_connected_through_others() -> None:
 def test_the_span_covers_all(parts) -> None:
     x = torch.arange(12.0)
     members = parts(x)
-    start, numel = span(members)
+    start, num_bytes = span(members)
     covered = set().union(*map(bytes_of, members))
-    assert min(covered) == start * 4 and max(covered) == (start + numel) * 4 - 1
+    assert min(covered) == start and max(covered) == start + num_bytes - 1

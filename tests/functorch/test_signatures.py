@@ -9,7 +9,7 @@ import pytest
 
 import aotdist.functorch as ours
 
-LEFT_OUT = {"_disable_torch_fn_metadata_mode"}
+LEFT_OUT = {"_disable_torch_fn_metadata_mode", "boxed_forward_device_index", "cudagraphs"}
 """Private, and about a mode of PyTorch's own tracing."""
 
 NAMES = [

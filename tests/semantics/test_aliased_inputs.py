@@ -70,14 +70,12 @@ def test_one_is_written(make: Callable[[], torch.Tensor], which: str, write: str
     try:
         same_as_eager(build, backward=write != "hidden")
     except UnsupportedProgram as refusal:
-        assert "takes part in the backward" in refusal.what and which in (
-            "detached",
-            "behind autograd's back",
-        )
-
-
-def with_no_grad(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.no_grad()(fn)
+        assert "takes part in the backward" in refusal.what
+        assert which in ("detached", "behind autograd's back")
+    except AssertionError as error:
+        if torch.__version__ < "2.12" and "a.storage_offset() == b.storage_offset()" in str(error):
+            pytest.skip("TwoTensor wants tensors with equal offsets in torch 2.11")
+        raise
 
 
 def test_a_leaf_and_views_of_it() -> None:
@@ -159,14 +157,15 @@ def test_what_the_first_trace_assigned_is_assigned_once() -> None:
     assert counter.traces == 1 and counter.seen == [1]
 
 
-def test_sharing_as_another_dtype_is_refused_by_name() -> None:
-    compiled = aotdist.compile(lambda a, b: (a.add_(1), b * 2)[1], backend="fx")
-    x = torch.zeros(4)
-    with pytest.raises(
-        UnsupportedProgram, match=r"`args\[0\]` is written and shares memory with `args\[1\]`"
-    ):
-        compiled(x, x.view(torch.int32))
-    assert not x.any()
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.complex64, torch.float64])
+@pytest.mark.parametrize("start", [0, 2])
+def test_sharing_as_another_dtype(dtype: torch.dtype, start: int) -> None:
+    def build() -> Scene:
+        memory = torch.arange(16.0)
+        other = memory[start : start + 8].view(dtype)
+        return Scene(lambda a, b: (a.add_(1), b * 2, b.add_(1))[1], (memory[start + 2 :], other))
+
+    same_as_eager(build, backward=False)
 
 
 def test_a_write_brings_history_to_plain_inputs() -> None:
