@@ -10,7 +10,7 @@ import pytest
 import aotdist.functorch as ours
 
 LEFT_OUT = {"_disable_torch_fn_metadata_mode", "boxed_forward_device_index", "cudagraphs"}
-"""Private, and about a mode of PyTorch's own tracing."""
+"""Private, and about a mode of PyTorch's own tracing; two that only torch 2.11 had, about CUDA graphs."""
 
 NAMES = [
     "aot_function",

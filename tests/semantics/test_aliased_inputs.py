@@ -79,7 +79,7 @@ def test_one_is_written(make: Callable[[], torch.Tensor], which: str, write: str
 
 
 def test_a_leaf_and_views_of_it() -> None:
-    @with_no_grad
+    @torch.no_grad()
     def step(param, row, rest):
         row.add_(1)
         rest.mul_(2)
