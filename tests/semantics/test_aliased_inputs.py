@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from tests.semantics.observation import Scene, same_as_eager
+from tests.semantics.meshes import sharded
+from tests.semantics.observation import Scene, play, same_as_eager
 
 
 def leaf(*size: int) -> torch.Tensor:
@@ -54,17 +56,14 @@ def _no_grad_write(x: torch.Tensor) -> None:
         x.fill_(0.5)
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("which", parts(torch.zeros(4, 4)))
-@pytest.mark.parametrize("make", [plain, two, lambda: leaf() * 1.5], ids=["plain", "two", "non-leaf"])
-def test_one_is_written(make: Callable[[], torch.Tensor], which: str, write: str) -> None:
+def compare(make: Callable[[], torch.Tensor], which: str, write: str) -> None:
     def build() -> Scene:
         x = make()
         return Scene(WRITES[write], parts(x)[which], held={"x": x})
 
     try:
         eager = build()
-        eager.fn(*eager.args)
+        play(eager, eager.fn, backward=write != "hidden")
     except RuntimeError:
         pytest.skip("eager refuses it")
     try:
@@ -73,9 +72,25 @@ def test_one_is_written(make: Callable[[], torch.Tensor], which: str, write: str
         assert "takes part in the backward" in refusal.what
         assert which in ("detached", "behind autograd's back")
     except AssertionError as error:
-        if torch.__version__ < "2.12" and "a.storage_offset() == b.storage_offset()" in str(error):
-            pytest.skip("TwoTensor wants tensors with equal offsets in torch 2.11")
+        # Of a fake `copy`, PyTorch makes the first with the offset of what is written and, from its cache,
+        # others with none; TwoTensor's two halves then differ, and it checks.
+        if "a.storage_offset() == b.storage_offset()" in str(error):
+            pytest.skip("TwoTensor does not take fakes of different offsets")
         raise
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("which", parts(torch.zeros(4, 4)))
+@pytest.mark.parametrize("make", [plain, two, lambda: leaf() * 1.5], ids=["plain", "two", "non-leaf"])
+def test_one_is_written(make: Callable[[], torch.Tensor], which: str, write: str) -> None:
+    compare(make, which, write)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("which", parts(torch.zeros(4, 4)))
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_one_dtensor_is_written(mesh: DeviceMesh, requires_grad: bool, which: str, write: str) -> None:
+    compare(lambda: sharded(mesh, plain()).requires_grad_(requires_grad) * 1.5, which, write)
 
 
 def test_a_leaf_and_views_of_it() -> None:

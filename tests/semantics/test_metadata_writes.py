@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, play, same_as_eager
 
 
@@ -59,22 +61,32 @@ def _without_grad(x: torch.Tensor) -> torch.Tensor:
         return x.transpose_(0, 2)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("make", MAKERS)
-def test_as_in_eager(make: str, program: str) -> None:
+def compare(make: Callable[[], torch.Tensor], program: str) -> None:
     def build() -> Scene:
-        x = MAKERS[make]()
+        x = make()
         return Scene(PROGRAMS[program], (x,), held={"base": () if x._base is None else x._base})
 
     try:
         eager = build()
         play(eager, eager.fn)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         pytest.skip(f"eager refuses it: {error}")
     try:
         same_as_eager(build)
     except UnsupportedProgram as refusal:
         assert "written in place under `no_grad`" in refusal.what and program == "under no_grad"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("make", MAKERS)
+def test_as_in_eager(make: str, program: str) -> None:
+    compare(MAKERS[make], program)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_of_dtensors(mesh: DeviceMesh, requires_grad: bool, program: str) -> None:
+    compare(lambda: sharded(mesh, torch.randn(3, 1, 4)).requires_grad_(requires_grad) * 1.5, program)
 
 
 def test_requires_grad_is_switched_on() -> None:
