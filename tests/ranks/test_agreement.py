@@ -121,8 +121,9 @@ def test_groups_of_a_mesh_agree_each_for_itself(world4: World):
     assert world4.run(cases.agrees_on_a_mesh) == [[None, None, None]] * 4
 
 
-def test_a_difference_in_one_group_stops_the_ranks_of_the_others(world4: World):
-    heard = world4.run(cases.differs_on_a_mesh)
+def test_a_difference_in_one_group_stops_the_ranks_of_the_others():
+    with fresh_world(4) as world:  # one in which nobody has failed before
+        heard = world.run(cases.differs_on_a_mesh)
     assert [kind for kind, _, _ in heard] == ["RankDivergence"] * 4
     assert all(
         "rank 2 and rank 3 are about to run different collectives" in message for _, message, _ in heard
@@ -132,8 +133,9 @@ def test_a_difference_in_one_group_stops_the_ranks_of_the_others(world4: World):
 
 
 @pytest.mark.parametrize("case", [cases.groups_in_another_order, cases.one_rank_ignores_a_group])
-def test_ranks_that_share_two_groups_take_them_in_one_order(world4: World, case):
-    heard = world4.run(case)
+def test_ranks_that_share_two_groups_take_them_in_one_order(case):
+    with fresh_world(4) as world:
+        heard = world.run(case)
     assert [kind for kind, _, _ in heard] == ["RankDivergence"] * 4
     assert all("over ranks 0, 1" in message and seconds < SOON_S for _, message, seconds in heard)
 

@@ -140,7 +140,11 @@ def meet(
     try:
         rounds = _hold(meeting)
     except BaseException:
-        board.memory.failures += 1
+        memory = board.memory
+        memory.failures += 1
+        # This rank came to these tables: at its next, a refusal is meant for it too.
+        for table in tables:
+            memory.failures_at[table.party] = memory.failures
         raise
     for table, num_rounds in rounds.items():
         _clear_before(board, table, num_rounds)
@@ -155,11 +159,13 @@ def _take_seat(board: Board, party: Party) -> Table:
     on it; it passes that one by, so that all meet at the same table again.
     """
     memory, key = board.memory, party_key(party)
+    missed = memory.failures - memory.failures_at[party]  # at most: they may not have met each time
+    memory.failures_at[party] = memory.failures
     while True:
         table = Table(party, f"tables/{key}/{board.count(f'seats/{key}/{board.rank}')}")
-        if memory.failures == memory.failures_at[party] or not _was_refused(board, table):
-            memory.failures_at[party] = memory.failures
+        if missed == 0 or not _was_refused(board, table):
             return table
+        missed -= 1
 
 
 def _was_refused(board: Board, table: Table) -> bool:
