@@ -19,7 +19,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
 from aotdist.pipeline import compile_call
 from aotdist.report.summary import Report, report_of
-from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.artifact import Artifact, call_fitting
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings
@@ -37,6 +37,14 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def _runs_eagerly() -> bool:
+    """Whether a compiled call is to run as it was written.
+
+    So it does inside of a `torch.func` transform, which differentiates, or batches, the operators it sees.
+    """
+    return _thread.eager or under_transform()
 
 
 @contextmanager
@@ -68,14 +76,11 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the artifact that fits, compiling one if there is none."""
-        if _thread.eager or under_transform():
-            return self._run(*args, **kwargs)  # a transform differentiates, or batches, the operators it sees
-        for position, artifact in enumerate(self.artifacts):
-            result = artifact.call(args, kwargs)
-            if result is not MISS:
-                if position:
-                    self.artifacts.insert(0, self.artifacts.pop(position))
-                return result
+        if _runs_eagerly():
+            return self._run(*args, **kwargs)
+        result = call_fitting(self.artifacts, args, kwargs)
+        if result is not MISS:
+            return result
         artifact = self._compile(args, kwargs)
         result = artifact.call(args, kwargs)
         if result is MISS:
@@ -202,7 +207,7 @@ class ContainerCall:
         """Run the container's own forward."""
         container = self._container()
         assert container is not None, "a module outlives its own call"
-        if _thread.eager:
+        if _runs_eagerly():
             return uncompiled_call(container)(*args, **kwargs)
         with self._rule.calling(container):
             return uncompiled_call(container)(*args, **kwargs)

@@ -6,7 +6,7 @@ of it. They are plain frozen data: a `match` over them ends in `assert_never`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, NewType, TypeAlias
 
@@ -181,7 +181,6 @@ class Facts:
         metadata: writes to the metadata of inputs, in order.
         switched_on: inputs that the program lets require grad.
         functions: names of the user's autograd functions that gradients pass.
-        collectives: whether the program communicates.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -194,3 +193,8 @@ class Facts:
     metadata: tuple[MetadataWrite, ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
     functions: tuple[str, ...] = ()
+
+    def written(self) -> Set[PrimalIdx]:
+        """Inputs whose data is written, in forward or backward."""
+        forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
+        return forward | {write.input for write in self.backward_writes}

@@ -18,8 +18,6 @@ from aotdist.codegen.emit import Emitter
 from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.stack import Plans, lower_all
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan, plan_bases
-from aotdist.errors import InternalError
-from aotdist.facts import NotATensor
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
@@ -29,7 +27,7 @@ from aotdist.partition.reduced import without_tangents
 from aotdist.passes.collectives import collectives
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.program import DistinctIdx, Graph, Program, Row, Slot
-from aotdist.runtime.artifact import Artifact, load, refuse_overlap
+from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.node import node_plan
 from aotdist.runtime.print_call import MISS
@@ -94,14 +92,15 @@ def compile_call(
     # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
     with failing_together(label), collector_paused():
         compilation = _compile(_Call(target, run, args, kwargs, backend, settings))
-        refuse_overlap(compilation)
+        fit = fit_of(compilation)
+        refuse_overlap(fit)
     agree(
         compilation.collectives(),
         label=label,
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),
     )
-    return load(compilation)
+    return load(compilation, fit)
 
 
 def _compile(call: _Call) -> Compilation:
@@ -129,7 +128,7 @@ def _compile(call: _Call) -> Compilation:
         bases=bases,
         traced=traced,
         plans=plans,
-        returned=_returned(traced),
+        returned=Returned.of(traced.facts),
         region=region,
         backend=backend.name,
         settings=settings,
@@ -227,10 +226,9 @@ class _Twice:
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Gradients, given the primals that are needed and tangents."""
-        for artifact in self._artifacts:
-            result = artifact.call(tensors, {})
-            if result is not MISS:
-                return result
+        result = call_fitting(self._artifacts, tensors, {})
+        if result is not MISS:
+            return result
         emitter = self._emitter
         run = as_function(gradients(self._joint, self._again))
         run.__name__ = f"gradients of {emitter.name}"
@@ -247,10 +245,3 @@ def _compile_inference(
     with times.stage("codegen"):
         emitted = emitter.inference(graph)
     return Inference(graph, emitted), records
-
-
-def _returned(traced: Traced) -> Returned:
-    *_, last = traced.facts.outputs
-    if not isinstance(last, NotATensor) or not isinstance(last.value, Returned):
-        raise InternalError("the program did not say how to put its result back", stage="convention")
-    return last.value

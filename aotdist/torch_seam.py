@@ -198,6 +198,15 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None
     module._compiled_call_impl = call
 
 
+# --- capture and joint: tensors that stand for parameters -----------------------------------------
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, for which `isinstance(_, nn.Parameter)` holds: it stands for a parameter."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor
+
+
 # --- joint: functional tensors, nodes, the backward of a trace ------------------------------------
 
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import has_grad_hooks, reduces_plainly
+from aotdist.torch_seam import as_parameter, has_grad_hooks, reduces_plainly
 
 _c10d = torch.ops._c10d_functional
 
@@ -143,8 +143,7 @@ def _reduced_parameters(root: nn.Module, replica: _Replica, annotate: Annotate) 
     for name, bucket in replica.buckets.items():
         param = registered[name]
         if param.requires_grad:
-            reduced[id(param)] = _Reduce.apply(param, replica.group, bucket, annotate)
-            vars(reduced[id(param)])["_is_param"] = True  # `isinstance(_, nn.Parameter)`, as in eager
+            reduced[id(param)] = as_parameter(_Reduce.apply(param, replica.group, bucket, annotate))
     places = [(name, param) for name, param in registered.items() if id(param) in reduced]
     try:
         for name, param in places:

@@ -19,7 +19,7 @@ from torch import nn
 
 from aotdist.subclasses.fsdp_unshard import GatherAgain, LeaveSharded, ReachAll, ShardedParam, Unshard
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import in_backward, map_tensors, to_device
+from aotdist.torch_seam import as_parameter, in_backward, map_tensors, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ class UnitHooks:
         sharded = _registered(param)
         needs_grad = sharded.requires_grad and torch.is_grad_enabled()
         if before is None or before.leaf.requires_grad != needs_grad:
-            whole = _as_parameter(Unshard.apply(sharded, param, self._capture))
+            whole = as_parameter(Unshard.apply(sharded, param, self._capture))
             return _Gathered(param, sharded, whole, leaf=whole)
         if param.policy == "must_save":
             return before
-        whole = _as_parameter(GatherAgain.apply(before.leaf, sharded, param, self._capture))
+        whole = as_parameter(GatherAgain.apply(before.leaf, sharded, param, self._capture))
         return _Gathered(param, sharded, whole, before.leaf)
 
     def _reshard(self) -> None:
@@ -254,11 +254,6 @@ def _registered(param: ShardedParam) -> Any:
 def _register(param: ShardedParam, tensor: Any) -> None:
     for module, name in param.places():
         module._parameters[name] = tensor
-
-
-def _as_parameter(whole: Any) -> torch.Tensor:
-    whole._is_param = True  # `isinstance(_, nn.Parameter)`, as in eager
-    return whole
 
 
 def _cast(container: Any, dtype: torch.dtype | None) -> Any:

@@ -32,6 +32,8 @@ from aotdist.capture.modules import (
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.source import Source
+from aotdist.errors import InternalError
+from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
@@ -49,6 +51,14 @@ class Returned:
 
     spec: pytree.TreeSpec
     assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
+
+    @classmethod
+    def of(cls, facts: Facts) -> Returned:
+        """What a captured program says in the last of its outputs."""
+        *_, last = facts.outputs
+        if not isinstance(last, NotATensor) or not isinstance(last.value, cls):
+            raise InternalError("the program did not say how to put its result back", stage="capture")
+        return last.value
 
 
 @dataclass(frozen=True, slots=True)

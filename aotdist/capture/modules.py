@@ -77,8 +77,9 @@ def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
             owner: dict[str, Any] = getattr(module, kind)
             for key, value in owner.items():
                 if value is not None:
-                    _refuse_uninitialised(value, f"{prefix}.{key}" if prefix else key)
-                    first.setdefault(id(value), (f"{prefix}.{key}" if prefix else key, value))
+                    path = f"{prefix}.{key}" if prefix else key
+                    _refuse_uninitialised(value, path)
+                    first.setdefault(id(value), (path, value))
                     places.setdefault(id(value), []).append(Place(owner, key))
     return [StateTensor(path, value, tuple(places[key])) for key, (path, value) in first.items()]
 

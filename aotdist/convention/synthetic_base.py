@@ -209,9 +209,11 @@ def plan_bases(program: Program[DistinctIdx], facts: Facts) -> BasePlan:
     Raises:
         UnsupportedProgram: inputs share memory in a way that has no base.
     """
+    if not facts.written():
+        return NO_BASES
     groups = [_Group(program, facts, members) for members in _groups(program)]
     needed = [group for group in groups if group.is_written()]
-    bases = Row[PrimalIdx, Base](base for group in _joined(needed) for base in group.bases())
+    bases = Row[PrimalIdx, Base](group.base() for group in _joined(needed))
     if not len(bases):
         return NO_BASES
     themselves = {base.itself for base in bases if isinstance(base, ViewBase)}
@@ -276,22 +278,20 @@ class _Group:
 
     def is_written(self) -> bool:
         """Whether any is written, in forward or backward."""
-        in_backward = {int(write.input) for write in self._facts.backward_writes}
-        written = (isinstance(self._fact(idx), DataWritten) or idx in in_backward for idx in self.inputs())
-        return any(written)
+        written = self._facts.written()
+        return any(PrimalIdx(idx) in written for idx in self.inputs())
 
-    def bases(self) -> Iterator[Base]:
+    def base(self) -> Base:
         """What to trace the group through.
 
         Raises:
             UnsupportedProgram: nothing fits.
         """
-        if not self.with_history():
-            yield self._span()
-            return
+        if not self.has_history():
+            return self._span()
         root, views = self._root()
         offsets = tuple(int(self._example(idx).storage_offset()) for idx in views)
-        yield ViewBase(views, offsets, root)
+        return ViewBase(views, offsets, root)
 
     def with_members_of(self, other: _Group) -> _Group:
         """Both groups as one."""
@@ -300,10 +300,10 @@ class _Group:
     def _fact(self, idx: DistinctIdx) -> Any:
         return self._facts.inputs[PrimalIdx(idx)]
 
-    def with_history(self) -> list[DistinctIdx]:
-        """The inputs whose write takes part in the backward."""
-        facts = ((idx, self._fact(idx)) for idx in self.inputs())
-        return [idx for idx, fact in facts if isinstance(fact, DataWritten) and fact.differentiable]
+    def has_history(self) -> bool:
+        """Whether a write takes part in the backward."""
+        facts = map(self._fact, self.inputs())
+        return any(isinstance(fact, DataWritten) and fact.differentiable for fact in facts)
 
     def _span(self) -> Span:
         plains = [plain_tensors(self._example(idx))[leaf] for idx, leaf in self.members]
@@ -356,7 +356,7 @@ def _joined(groups: Collection[_Group]) -> list[_Group]:
     joined: list[_Group] = []
     for group in groups:
         met = [other for other in joined if not set(other.inputs()).isdisjoint(group.inputs())]
-        if any(part.with_history() for part in (group, *met)):
+        if any(part.has_history() for part in (group, *met)):
             joined = [other for other in joined if other not in met]
             for other in met:
                 group = group.with_members_of(other)

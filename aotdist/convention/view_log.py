@@ -7,6 +7,7 @@ and `detach` too, where autograd itself forgets what a view was made of.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,6 +70,7 @@ class ViewLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._entries: dict[int, _Entry] = {}
+        self._serials = itertools.count()
         self.metadata: list[ChangeOfMetadata] = []
 
     def __torch_dispatch__(
@@ -105,7 +107,7 @@ class ViewLog(TorchDispatchMode):
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         base, *rest = args
-        grad, serial = torch.is_grad_enabled(), len(self._entries)
+        grad, serial = torch.is_grad_enabled(), next(self._serials)
         picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
         for pick, view in picks:
             if view is not base:
@@ -127,7 +129,7 @@ class ViewLog(TorchDispatchMode):
             grad = torch.is_grad_enabled()
             steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad),)
             if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
-                steps = (*steps, ViewStep(_DETACH, (), (), None, grad, -1 - len(self.metadata)))
+                steps = (*steps, ViewStep(_DETACH, (), (), None, grad, next(self._serials)))
             self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))
         elif entry is not None:
             self._entries[id(changed)] = replace(entry, base_changed=True)

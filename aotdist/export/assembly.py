@@ -8,7 +8,6 @@ from typing import Any, assert_never
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.export.call import Input
@@ -52,7 +51,7 @@ class Assembly:
                 continue
             if loss is not None and self._is_due(node):
                 self._add_seed(loss)
-            self._copy(node)
+            self._builder.copy_as_theirs(node)
         if loss is not None and not self._has_tangents():
             self._add_seed(loss)
 
@@ -89,27 +88,15 @@ class Assembly:
         gm.graph.eliminate_dead_code()
         return gm
 
-    def _copy(self, node: Node) -> None:
-        """Copy a node; it is called as PyTorch calls it."""
-        if node.op == "get_attr":
-            self._builder.copy(node)
-            return
-        args, kwargs = map_arg((node.args, node.kwargs), self._builder.env.__getitem__)
-        new = self._builder.graph.create_node(node.op, node.target, args, kwargs, operator_name(node.target))
-        new.meta = dict(node.meta)
-        self._builder.env[node] = new
-
     def _add_inputs(self, prefix: str) -> None:
         slots = {leaf: self._traced.trace.program.ins[idx] for idx, leaf in self._traced.primals()}
         first = 0 if prefix.startswith("arg") else 1
         for number, leaf in enumerate(self._traced.inputs, start=first):
-            new = self._builder.graph.placeholder(prefix.format(number))
+            name = prefix.format(number)
             if leaf in slots:
-                old = self._arguments[slots[leaf]]
-                new.meta = dict(old.meta)
-                self._builder.env[old] = new
+                self._builder.placeholder(self._arguments[slots[leaf]], name)
             else:
-                new.meta["val"] = leaf.value
+                self._builder.graph.placeholder(name).meta["val"] = leaf.value
 
     def _tangents(self) -> list[Node]:
         """The tangents of the trace, in the order of the results."""
@@ -119,9 +106,7 @@ class Assembly:
 
     def _add_tangents(self) -> None:
         for number, old in enumerate(self._tangents(), start=1):
-            new = self._builder.graph.placeholder(f"tangents_{number}")
-            new.meta = dict(old.meta)
-            self._builder.env[old] = new
+            self._builder.placeholder(old, f"tangents_{number}")
 
     def _has_tangents(self) -> bool:
         return all(tangent in self._builder.env for tangent in self._tangents())

@@ -13,10 +13,9 @@ from aotdist.api import disable
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, capture
 from aotdist.capture.modules import swapped
-from aotdist.errors import InternalError
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import check_loss, refuse_example, refuse_metadata_writes, refuse_strays
-from aotdist.facts import NotATensor, OutputFact
+from aotdist.facts import OutputFact
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.builder import collector_paused
@@ -107,12 +106,9 @@ def trace_call(
             training=torch.is_grad_enabled(),
             name_closed_over=captured.name_closed_over,
         )
-    *_, last = traced.facts.outputs
-    if not isinstance(last, NotATensor) or not isinstance(last.value, Returned):
-        raise InternalError("the program did not say how to put its result back", stage="joint")
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
-    return TracedCall(traced, inputs, last.value, tuple(requires_grad[:-1]), frozenset(fresh))
+    return TracedCall(traced, inputs, Returned.of(traced.facts), tuple(requires_grad[:-1]), frozenset(fresh))
 
 
 def _arguments(captured: Captured) -> Iterator[Input]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import call_with_primals_and_tangents, operator_name
+from aotdist.torch_seam import call_with_primals_and_tangents
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,8 @@ def joint_module(joint: Graph, order: Order) -> GraphModule:
     arguments = joint.named_placeholders()
     tangents = {arguments[slot] for slot in order.tangents}
     for prefix, slots in (("primals", order.primals), ("tangents", order.tangents)):
-        _add_arguments(builder, {f"{prefix}_{k}": arguments[slot] for k, slot in enumerate(slots, start=1)})
+        for k, slot in enumerate(slots, start=1):
+            builder.placeholder(arguments[slot], f"{prefix}_{k}")
     _copy_operations(builder, joint.gm)
     for old, new in builder.env.items():
         late = old.meta.get("phase") == "backward" or old in tangents
@@ -69,14 +68,6 @@ def joint_module(joint: Graph, order: Order) -> GraphModule:
     gm = builder.finish([None if n is None else builder.env[n] for n in nodes], (), ()).gm
     call_with_primals_and_tangents(gm, len(order.primals), len(order.values))
     return gm
-
-
-def _add_arguments(builder: GraphBuilder, nodes: Mapping[str, Node]) -> None:
-    """An argument of another name for each."""
-    for name, node in nodes.items():
-        new = builder.graph.placeholder(name)
-        new.meta = dict(node.meta)
-        builder.env[node] = new
 
 
 def named_as_theirs(gm: GraphModule) -> GraphModule:
@@ -91,13 +82,8 @@ def named_as_theirs(gm: GraphModule) -> GraphModule:
 def _copy_operations(builder: GraphBuilder, gm: GraphModule) -> None:
     """All of a graph but arguments and results; nodes are called as PyTorch calls them."""
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            builder.copy(node)
-        elif node.op not in ("placeholder", "output"):
-            args, kwargs = map_arg((node.args, node.kwargs), builder.env.__getitem__)
-            new = builder.graph.create_node(node.op, node.target, args, kwargs, operator_name(node.target))
-            new.meta = dict(node.meta)
-            builder.env[node] = new
+        if node.op not in ("placeholder", "output"):
+            builder.copy_as_theirs(node)
 
 
 def flat_results(gm: GraphModule) -> list[Any]:

@@ -29,7 +29,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     refuse_unknown_subclass,
 )
-from aotdist.torch_seam import FunctionalTensor, data_writes, made_again, part_of, pytree
+from aotdist.torch_seam import FunctionalTensor, as_parameter, data_writes, made_again, part_of, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Inputs:
         leaf = rebuild(recipe, functionals)
         plains, tensor = tuple(functionals), leaf
         if isinstance(example, torch.nn.Parameter):
-            leaf._is_param = True  # type: ignore[attr-defined]  # `isinstance(_, nn.Parameter)` holds inside too
+            leaf = as_parameter(leaf)
         if example.requires_grad:
             leaf.requires_grad_(True)
             if not example.is_leaf:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import graph_module
+from aotdist.torch_seam import graph_module, operator_name
 
 
 @contextmanager
@@ -49,23 +49,18 @@ class GraphBuilder:
         self.graph = FxGraph()
         self.env: dict[Node, Node] = {}
 
-    def placeholder(self, node: Node) -> Node:
-        """A new argument that stands for `node`."""
-        new = self.graph.create_node("placeholder", node.name, name=node.name)
-        return self._adopt(node, new)
+    def placeholder(self, node: Node, name: str | None = None) -> Node:
+        """A new argument that stands for `node`, called as `node` is or `name`."""
+        name = node.name if name is None else name
+        return self._adopt(node, self.graph.create_node("placeholder", name, name=name))
 
     def copy(self, node: Node) -> Node:
         """The same operation on the new graph's values."""
-        look_up = self.env.__getitem__
-        new = self.graph.create_node(
-            node.op,
-            node.target,
-            map_arg(node.args, look_up),
-            map_arg(node.kwargs, look_up),
-            node.name,
-            node.type,
-        )
-        return self._adopt(node, new)
+        return self._copy(node, node.name)
+
+    def copy_as_theirs(self, node: Node) -> Node:
+        """`copy`, called as PyTorch's tracer calls it; a constant keeps its name."""
+        return self._copy(node, node.name if node.op == "get_attr" else operator_name(node.target))
 
     def copy_all(self, nodes: Iterable[Node]) -> None:
         """`copy` each, in order."""
@@ -82,6 +77,11 @@ class GraphBuilder:
         """Closes the graph; `results` are nodes of the new graph."""
         self.graph.output(tuple(results))
         return Graph(graph_module(self.source, self.graph), tuple(ins), tuple(outs))
+
+    def _copy(self, node: Node, name: str | None) -> Node:
+        look_up = self.env.__getitem__
+        args, kwargs = map_arg(node.args, look_up), map_arg(node.kwargs, look_up)
+        return self._adopt(node, self.graph.create_node(node.op, node.target, args, kwargs, name, node.type))
 
     def _adopt(self, old: Node, new: Node) -> Node:
         new.meta = dict(old.meta)

@@ -15,13 +15,12 @@ from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.layer import Call
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import DataWritten
 from aotdist.program import ArgIdx, DistinctIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.guard import no_overlap
 from aotdist.runtime.node import Backward, detached_views, make_node, result_views, without_autocast
-from aotdist.runtime.print_call import Fit, print_call
+from aotdist.runtime.print_call import MISS, Fit, print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer, variable_names
 from aotdist.runtime.ranks import naming_lost_ranks
@@ -45,9 +44,19 @@ class Artifact:
     fit: Fit
 
 
-def load(compilation: Compilation) -> Artifact:
-    """Print the runtime of a compilation and load it."""
-    fit = fit_of(compilation)
+def call_fitting(artifacts: list[Artifact], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call the artifact that fits and move it to the front, where it is tried first; `MISS` if none fits."""
+    for position, artifact in enumerate(artifacts):
+        result = artifact.call(args, kwargs)
+        if result is not MISS:
+            if position:
+                artifacts.insert(0, artifacts.pop(position))
+            return result
+    return MISS
+
+
+def load(compilation: Compilation, fit: Fit) -> Artifact:
+    """Print the runtime of a compilation, for the calls that it fits, and load it."""
     printer = Printer(fit.variables)
     names = fit.primal_variables()
     plans = compilation.plans
@@ -163,8 +172,7 @@ def fit_of(compilation: Compilation) -> Fit:
     captured, traced = compilation.captured, compilation.traced
     environment = captured.environment
     facts = traced.facts
-    written = {idx for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)}
-    written |= {write.input for write in facts.backward_writes}
+    written = set(facts.written())
     written |= {idx for idx in compilation.bases.bases.indices() if compilation.bases.is_span(idx)}
     guard = ModuleGuard(environment.modules, environment.state)
     holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
@@ -216,13 +224,12 @@ def _with_closed_over(compilation: Compilation) -> DedupePlan:
     return DedupePlan(Row(kept), Row(source))
 
 
-def refuse_overlap(compilation: Compilation) -> None:
+def refuse_overlap(fit: Fit) -> None:
     """Refuse a program that writes an input which shares memory with another, and with no base in common.
 
     Raises:
         UnsupportedProgram: naming both.
     """
-    fit = fit_of(compilation)
     apart = {at: plains for at, plains in fit.plains_apart(fit.examples.map(plain_tensors))}
     for idx in fit.written:
         for other, plains in apart.items():

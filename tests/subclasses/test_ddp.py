@@ -182,3 +182,16 @@ def surroundings_case() -> None:
 
 def test_around_training(world2: World) -> None:
     world2.run(surroundings_case)
+
+
+def transformed_case() -> None:
+    """Under a `torch.func` transform all of it runs eagerly, so the reducer has to reduce."""
+    models = [DistributedDataParallel(seeded(lambda: nn.Linear(5, 3))) for _ in range(2)]
+    eager, compiled = models[0], aotdist.compile(models[1], backend="fx")
+    for model in (eager, compiled):
+        torch.func.vmap(model)(batch(0)).square().sum().backward()
+    assert not different_grads(eager, compiled)
+
+
+def test_under_a_transform(world2: World) -> None:
+    world2.run(transformed_case)
