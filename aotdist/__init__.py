@@ -5,7 +5,7 @@ forward and backward as flat functional graphs, collectives among them; every mu
 back exactly as eager would.
 """
 
-from aotdist.api import compile, disable, explain, reset
+from aotdist.api import compile, disable, explain, mark_dynamic, reset
 from aotdist.errors import (
     AotdistError,
     BadSettings,
@@ -34,5 +34,6 @@ __all__ = [
     "compile",
     "disable",
     "explain",
+    "mark_dynamic",
     "reset",
 ]

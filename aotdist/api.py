@@ -24,7 +24,13 @@ from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
-from aotdist.torch_seam import compiled_call_of, set_compiled_call, uncompiled_call, under_transform
+from aotdist.torch_seam import (
+    compiled_call_of,
+    mark_dims,
+    set_compiled_call,
+    uncompiled_call,
+    under_transform,
+)
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -259,6 +265,29 @@ def compile(
         call = ContainerCall(target, rule, _compile_in_place(contained, resolved, chosen))
         set_compiled_call(target, call)
     return target
+
+
+def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
+    """Let the sizes of some dimensions differ from call to call without compiling again.
+
+    A dimension whose size is 0 or 1 when a program is compiled is not dynamic in it. PyTorch's own
+    `torch._dynamo.mark_dynamic` does as well.
+
+    Args:
+        tensor: to be passed to a compiled call; parameters and buffers may be marked too.
+        dims: the dimensions; negative ones count from the end.
+
+    Raises:
+        BadSettings: the tensor has no such dimension.
+        UnsupportedProgram: at the first call: the program only works for the size at hand.
+    """
+    for dim in dims:
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise BadSettings(
+                f"a tensor of size {list(tensor.shape)} has no dimension {dim} to mark as dynamic",
+                fix=f"name dimensions from {-tensor.dim()} to {tensor.dim() - 1}",
+            )
+    mark_dims(tensor, [dim % tensor.dim() for dim in dims])
 
 
 def _compile_in_place(module: nn.Module, backend: Backend, settings: Settings) -> CompiledModule:

@@ -31,6 +31,7 @@ from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refus
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.node import node_plan
 from aotdist.runtime.print_call import MISS
+from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
@@ -94,6 +95,8 @@ def compile_call(
         compilation = _compile(_Call(target, run, args, kwargs, backend, settings))
         fit = fit_of(compilation)
         refuse_overlap(fit)
+        if settings.validate_guards:
+            prove_guards(fit.sizes)
     agree(
         compilation.collectives(),
         label=label,
@@ -161,7 +164,7 @@ def _trace(
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
-            recorder = Recorder(call.backend.decompositions())
+            recorder = Recorder(call.backend.decompositions(), symbolic=bool(captured.dims))
             recorder.draws.allow(captured.environment.reached.generators)
             traced = trace(
                 program,
@@ -169,6 +172,7 @@ def _trace(
                 training=not captured.ambient.inference,
                 name_closed_over=captured.name_closed_over,
                 bases=bases,
+                dims=captured.dims,
             )
     return captured, deduped, traced, before
 
@@ -224,17 +228,18 @@ class _Twice:
         self._joint, self._again, self._emitter = joint, again, emitter
         self._artifacts: list[Artifact] = []
 
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients, given the primals that are needed and tangents."""
-        result = call_fitting(self._artifacts, tensors, {})
+    def __call__(self, *given: torch.Tensor | float) -> list[torch.Tensor]:
+        """Gradients, given the primals that are needed, sizes and tangents."""
+        result = call_fitting(self._artifacts, given, {})
         if result is not MISS:
             return result
         emitter = self._emitter
         run = as_function(gradients(self._joint, self._again))
         run.__name__ = f"gradients of {emitter.name}"
-        artifact = compile_call(run, run, tensors, {}, emitter.backend, emitter.settings)
+        settings = replace(emitter.settings, dynamic=False)  # its sizes are constants of the call
+        artifact = compile_call(run, run, given, {}, emitter.backend, settings)
         self._artifacts.append(artifact)
-        return artifact.call(tensors, {})
+        return artifact.call(given, {})
 
 
 def _compile_inference(

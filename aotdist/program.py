@@ -73,10 +73,11 @@ class Row(Generic[I, T]):
         return Row(fn(item) for item in self._items)
 
 
-Role = Literal["primal", "output", "write", "saved", "tangent", "grad", "backward_write"]
+Role = Literal["primal", "size", "output", "write", "saved", "tangent", "grad", "backward_write"]
 """What a graph argument or result is to the program.
 
 - `primal`: a plain tensor of the user's (argument, parameter, buffer, lifted constant).
+- `size`: a number that differs from call to call; its path is an expression (`aotdist.sizes`).
 - `output`: a tensor that the forward returns, or a base that an output is rebuilt from.
 - `write`: the new value of an input that the forward wrote.
 - `saved`: handed from forward to backward.
@@ -140,6 +141,10 @@ class Graph:
         """The argument nodes, in the order of `ins`."""
         return self.gm.graph.find_nodes(op="placeholder")
 
+    def sizes(self) -> tuple[str, ...]:
+        """The expressions of the numbers that it takes, in the order of `ins`."""
+        return tuple(slot.path for slot in self.ins if slot.role == "size")
+
     def results(self) -> Sequence[torch.fx.Node | None]:
         """The result nodes, in the order of `outs`; None where a result is absent."""
         (values,) = self.gm.graph.output_node().args
@@ -159,13 +164,13 @@ class Split:
     """A joint graph cut in two.
 
     `forward.outs` is the joint graph's `output` and `write` slots followed by the `saved` slots that
-    the forward computes. `backward.ins` is `saved`, in order, followed by the `tangent` slots.
+    the forward computes. `backward.ins` is `saved`, in order, followed by `size`, then by `tangent` slots.
     A saved slot whose path and inner name a primal is that primal itself: the forward does not return it.
 
     Args:
-        forward: primals -> outputs, writes, computed saved values.
-        backward: saved values, tangents -> grads, backward writes.
-        saved: every value that the backward needs, in the order of the backward's arguments.
+        forward: primals, sizes -> outputs, writes, computed saved values.
+        backward: saved values, sizes, tangents -> grads, backward writes.
+        saved: every tensor that the backward needs, in the order of the backward's arguments.
         saved_primals: for each saved slot that *is* a primal, that primal's slot.
         saved_bytes: bytes that are kept alive for the backward alone: storage that a primal or an output
             keeps alive anyway is not counted, and shared storage once.

@@ -34,6 +34,10 @@ class Settings:
         max_artifacts: signatures compiled for one callable before a warning names what keeps changing.
         rank_timeout_s: seconds that a rank waits for its peers to agree before it raises.
         verify: check the graph's invariants after every pass.
+        dynamic: let every size of the arguments differ from call to call without compiling again, except
+            sizes of 0 and 1; see `aotdist.mark_dynamic` for single dimensions.
+        validate_guards: prove with Z3 (extra `validate`) that the conditions which a call is checked for
+            imply everything that was decided by symbolic sizes while it was compiled.
         report_side_effects: warn about Python side effects that happen only while capturing.
     """
 
@@ -43,6 +47,8 @@ class Settings:
     max_artifacts: int = 8
     rank_timeout_s: float = 300.0
     verify: bool = True
+    dynamic: bool = False
+    validate_guards: bool = False
     report_side_effects: bool = False
 
     def __post_init__(self) -> None:
@@ -118,5 +124,7 @@ _PARSERS: dict[str, Any] = {
     "max_artifacts": int,
     "rank_timeout_s": float,
     "verify": _parse_bool,
+    "dynamic": _parse_bool,
+    "validate_guards": _parse_bool,
     "report_side_effects": _parse_bool,
 }

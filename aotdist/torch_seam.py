@@ -11,11 +11,11 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +67,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
 
+if TYPE_CHECKING:
+    # Imports sympy: 0.3 s that only symbolic sizes need.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
 T = TypeVar("T")
 
 # --- every stage: operators, graphs, modes --------------------------------------------------------
@@ -80,6 +84,16 @@ def is_operator(func: Any) -> bool:
 def writes_arguments(op: OpOverload) -> bool:
     """Whether an operator writes one of its arguments."""
     return op._schema.is_mutable
+
+
+@functools.cache
+def functional_twin(op: OpOverload) -> OpOverload | None:
+    """The operator that computes what an in-place one writes (`sin` for `sin_`); None for any other."""
+    namespace, _, name = op._schema.name.partition("::")
+    if not name.endswith("_") or torch.Tag.inplace_view in op.tags or name == "copy_":
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    return None if packet is None else getattr(packet, op._overloadname, None)
 
 
 @functools.cache
@@ -207,6 +221,120 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+# --- joint: symbolic sizes ------------------------------------------------------------------------
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""The types of numbers that are not known before a call."""
+
+
+def shape_env() -> ShapeEnv:
+    """Keeps symbols, and what a trace decides by them. Equal sizes do not share a symbol: `s0`, `s1`, ..."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    class NumberedShapeEnv(ShapeEnv):
+        def _generate_unique_id(self, source_name: str) -> int:
+            return len(self.var_to_range)
+
+    return NumberedShapeEnv(
+        allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
+    )
+
+
+def new_symbol(env: ShapeEnv, value: int, place: str) -> torch.SymInt:
+    """A symbol that is `value` in this call; `place` says where it is read."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    symbol = env.create_symbol(value, _place(place), dynamic_dim=DimDynamic.DYNAMIC)
+    made: Any = env.create_symintnode(symbol, hint=value)
+    return made
+
+
+def _place(text: str) -> Any:
+    from torch._guards import GuardSource, Source
+
+    class Place(Source):
+        _name_template: str = text  # type: ignore[assignment]
+        guard_source: GuardSource = GuardSource.CONSTANT  # type: ignore[assignment]
+
+    return Place()
+
+
+def expression(value: Any) -> str:
+    """A symbolic number as Python source, in terms of `math`, `torch` and symbols."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return PythonPrinter().doprint(value.node.expr)
+
+
+def hint(value: Any) -> Any:
+    """A number, symbolic or not, as it is in the call that is traced."""
+    return value.node.hint if isinstance(value, SYMBOLIC) else value
+
+
+def surely_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two sequences of numbers are equal in every call; nothing is decided for symbols."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> Any:
+    """Nodes at the graph's insertion point that compute a symbolic number from nodes of the symbols."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    expr = number.node.expr
+    if expr.is_number:
+        return number.node.hint
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    env: Any = {symbol: torch.fx.Proxy(symbols[str(symbol)], tracer) for symbol in expr.free_symbols}
+    node = sympy_interp(PythonReferenceAnalysis, env, expr).node
+    for made in graph.nodes:
+        if "val" not in made.meta and made.op == "call_function":
+            made.meta["val"] = made.target(*torch.fx.node.map_arg(made.args, lambda n: n.meta["val"]))
+    return node
+
+
+def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
+    """Dimensions that `mark_dims`, or PyTorch's `mark_dynamic`, was called for."""
+    return frozenset(getattr(tensor, "_dynamo_dynamic_indices", ()))
+
+
+def mark_dims(tensor: torch.Tensor, dims: Collection[int]) -> None:
+    """Mark dimensions of a tensor where PyTorch's own front end looks for marks too."""
+    vars(tensor)["_dynamo_dynamic_indices"] = {*marked_dims(tensor), *dims}
+
+
+def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
+    """What was decided by symbols, as Python conditions: without what follows from others, and all of it."""
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.printers import PythonPrinter
+
+    doprint = PythonPrinter().doprint
+    kept: dict[str, None] = {}
+    for symbol, bounds in env.var_to_range.items():
+        if symbol in env.replacements:
+            kept[f"{symbol} == {doprint(env.replace(symbol))}"] = None
+            continue
+        kept[f"{bounds.lower} <= {symbol}"] = None
+        if bounds.upper is not int_oo:
+            kept[f"{symbol} <= {bounds.upper}"] = None
+    for guard in env.guards:
+        left = env.replace(guard.expr)
+        if str(left) != "True" and str(env.bound_sympy(left).lower) != "True":
+            kept[doprint(left)] = None
+    return list(kept), list(dict.fromkeys(doprint(guard.expr) for guard in env.guards))
+
+
+def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:
+    """The line where a symbol was found to be one certain number; None if it may still differ."""
+    if not symbol.node.expr.is_number:
+        return None
+    named = symbol.node._expr
+    lines = (str(guard.sloc).strip("()") for guard in env.guards if guard.expr.has(named))
+    return next(lines, "")
+
+
 # --- joint: functional tensors, nodes, the backward of a trace ------------------------------------
 
 
@@ -293,6 +421,14 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
 def track(fake: torch.Tensor, node: torch.fx.Node, tracer: PythonKeyTracer) -> None:
     """From now on, `fake` stands for `node` in what `tracer` records."""
     tracer.tensor_tracker[fake] = _ProxyTensor(torch.fx.Proxy(node, tracer), None)
+
+
+def track_number(number: Any, node: torch.fx.Node, tracer: PythonKeyTracer) -> None:
+    """From now on, a symbolic `number` stands for `node` in what PyTorch's own proxy mode records."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot, thunkify
+
+    if get_proxy_slot(number, tracer, None) is None:
+        set_proxy_slot(number, tracer, thunkify(tracer, lambda: torch.fx.Proxy(node, tracer)))
 
 
 def node_of(fake: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Node | None:

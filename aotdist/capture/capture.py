@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam import marked_dims, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class Captured:
         ambient: the modes that were on.
         closed_over: tensors outside of arguments and modules, by identity, with where to read them.
         name: a word for the function or module.
+        dims: dimensions whose size may differ from call to call, by the identity of the tensor.
     """
 
     program: Program[ArgIdx]
@@ -110,6 +111,7 @@ class Captured:
     ambient: Ambient
     closed_over: Mapping[int, Source]
     name: str
+    dims: Mapping[int, frozenset[int]]
 
     def static_slots(self) -> frozenset[Slot]:
         """Plain tensors that keep their address from call to call: parameters and buffers."""
@@ -182,7 +184,16 @@ def capture(
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
     name = getattr(target, "__name__", type(target).__name__)
-    return Captured(program, arguments, environment, ambient(), _closed_over(environment), name)
+    dims = _dynamic_dims(tensors if settings.dynamic else (), examples)
+    return Captured(program, arguments, environment, ambient(), _closed_over(environment), name, dims)
+
+
+def _dynamic_dims(
+    everywhere: Sequence[torch.Tensor], marked: Sequence[torch.Tensor]
+) -> Mapping[int, frozenset[int]]:
+    """The dimensions that carry a mark, and all dimensions of tensors that are dynamic `everywhere`."""
+    dims = {id(tensor): found for tensor in marked if (found := marked_dims(tensor))}
+    return dims | {id(tensor): frozenset(range(tensor.dim())) for tensor in everywhere}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
-from aotdist.torch_seam import FakeTensorMode, no_modes
+from aotdist.torch_seam import FakeTensorMode, no_modes, surely_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _with_strides(graph: Graph, strides: Mapping[Slot, Strides], fake_mode: Fake
     different = {
         slot: strides[slot]
         for slot, node in graph.named_placeholders().items()
-        if slot in strides and strides[slot] != _strides_of(node)
+        if slot in strides and not surely_equal(strides[slot], _strides_of(node))
     }
     if not different:
         return graph

@@ -15,7 +15,7 @@ from torch.fx import Node
 from aotdist.codegen.graph_copy import copied
 from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
-from aotdist.torch_seam import runs_on_gloo
+from aotdist.torch_seam import runs_on_gloo, spell_number
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
@@ -28,7 +28,7 @@ def gathers_into_buffers(graph: Graph) -> Graph:
         return graph
     safe = Graph(copied(graph), graph.ins, graph.outs)
     for gather in list(_gathers_on_gloo(safe)):
-        _gather_into_buffer(safe.gm.graph, gather)
+        _gather_into_buffer(safe, gather)
     return safe
 
 
@@ -38,11 +38,13 @@ def _gathers_on_gloo(graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def _gather_into_buffer(nodes: torch.fx.Graph, gather: Node) -> None:
-    value = gather.meta["val"]
+def _gather_into_buffer(graph: Graph, gather: Node) -> None:
+    value, nodes = gather.meta["val"], graph.gm.graph
+    sizes = {slot.path: node for slot, node in graph.named_placeholders().items() if slot.role == "size"}
     with nodes.inserting_before(gather):
+        shape = [n if isinstance(n, int) else spell_number(n, sizes, nodes) for n in value.shape]
         options = {"dtype": value.dtype, "device": value.device}
-        buffer = nodes.call_function(_EMPTY, (list(value.shape),), options)
+        buffer = nodes.call_function(_EMPTY, (shape,), options)
     buffer.meta = dict(gather.meta)
     gather.target = _GATHER_INTO
     gather.kwargs = {"out": buffer}

@@ -44,7 +44,9 @@ def _complete_sets(graph: Graph) -> dict[tuple[Node, int], list[Node]]:
 
 def _is_complete(source: Node, dim: int, selects: list[Node]) -> bool:
     size = source.meta["val"].size(dim)
-    return size >= _FEWEST and {_index(node, size) for node in selects} == set(range(size))
+    if isinstance(size, torch.SymInt) or size < _FEWEST:
+        return False
+    return {_index(node, size) for node in selects} == set(range(size))
 
 
 def _index(select: Node, size: int) -> int:

@@ -13,11 +13,13 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
+from aotdist.sizes import is_symbolic
 from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
     OpOverload,
     functional_storage_id,
+    functional_twin,
     functional_value,
     is_functional_base,
     is_operator,
@@ -70,6 +72,13 @@ class Functionalisation(FunctionalTensorMode):
         elif func is _POLYGAMMA:
             with self:  # its functional twin takes its arguments the other way round
                 result = args[0].copy_(torch.polygamma(args[1], args[0]))
+        elif (twin := _twin_of_symbolic_write(func, args)) is not None:
+            with self:
+                value = twin(*args, **kwargs)
+            result = args[0]
+            if value.size() != result.size():
+                raise RuntimeError(f"`{func}` cannot write {list(value.size())} into {list(result.size())}")
+            replace_functional_value(result, functional_value(value))
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         for owner, before in written:
@@ -107,6 +116,19 @@ class Functionalisation(FunctionalTensorMode):
         return tensor
 
 
+def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | None:
+    """What computes the new value that an in-place operator writes, where sizes are symbolic.
+
+    PyTorch tries such an operator on meta tensors first, to find wrong shapes, and many fail with symbols in
+    them: `clamp_`, and all that promote 16-bit floats (torch 2.11 and 2.13).
+    """
+    twin = functional_twin(func) if is_operator(func) else None
+    if twin is None or not isinstance(args[0], FunctionalTensor):
+        return None
+    shapes = [value.shape for value in args if isinstance(value, FunctionalTensor)]
+    return twin if any(map(is_symbolic, shapes)) else None
+
+
 def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
     """Give the new value of a written tensor the layout of the one before, if it came with another."""
     value = functional_value(tensor)
@@ -137,4 +159,6 @@ def _memory_order(tensor: torch.Tensor) -> list[int] | None:
 
 def _by_stride(size: Sequence[int], stride: Sequence[int]) -> list[int]:
     """The dimensions from the largest stride to the smallest, after those of size 1, which lie anywhere."""
-    return sorted(range(len(size)), key=lambda dim: (size[dim] > 1, -stride[dim] if size[dim] > 1 else 0))
+    return sorted(
+        range(len(size)), key=lambda dim: (bool(size[dim] > 1), -stride[dim] if size[dim] > 1 else 0)
+    )

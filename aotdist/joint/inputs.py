@@ -19,8 +19,11 @@ from aotdist.capture.origins import Origins
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
+from aotdist.joint.symbols import Symbols
 from aotdist.program import PrimalIdx, Row, Slot
+from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
+    Plain,
     Recipe,
     is_real,
     leaves,
@@ -93,8 +96,9 @@ NON_LEAF = f"{_NonLeaf.__name__}Backward"
 class Inputs:
     """Makes and remembers stand-ins; a tensor met twice has one."""
 
-    def __init__(self, recorder: Recorder, bases: BasePlan = NO_BASES) -> None:
+    def __init__(self, recorder: Recorder, symbols: Symbols, bases: BasePlan = NO_BASES) -> None:
         self._recorder = recorder
+        self._symbols = symbols
         self._bases = bases
         self._aliases = bases.aliases()
         self._views = bases.views()
@@ -107,9 +111,12 @@ class Inputs:
         refuse_unknown_subclass(example, slot.path)
         _refuse_layout(example, slot)
         at = PrimalIdx(len(self._stand_ins))
-        recipe = recipe_of(example)
-        fakes = [self._recorder.fake(plain) for plain in plain_tensors(example)]
         is_span = self._bases.is_span(at)
+        recipe = recipe_of(example)
+        if not is_span and at not in self._views and not any(primal == at for primal, _ in self._aliases):
+            recipe = self._symbols.recipe(at, slot, example, recipe)
+        pairs = zip(leaves(recipe), plain_tensors(example), strict=True)
+        fakes = [self._fake(leaf, plain) for (_, leaf), plain in pairs]
         functionals = [
             self._recorder.argument(Slot("primal", slot.path, inner), fake, overwritten=is_span)
             for (inner, _), fake in zip(leaves(recipe), fakes, strict=True)
@@ -126,6 +133,11 @@ class Inputs:
         self._by_example[id(example)] = stand_in
         self._stand_ins.append(stand_in)
         return stand_in.tensor
+
+    def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
+        if is_symbolic(leaf):
+            return self._recorder.fake_like(leaf, plain.device)
+        return self._recorder.fake(plain)
 
     def _of_its_own(
         self,

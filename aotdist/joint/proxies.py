@@ -11,7 +11,7 @@ Every node is stamped with where it comes from, see `aotdist.program.Graph`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from aotdist.errors import InternalError
 from aotdist.joint.functional import Functionalisation
 from aotdist.joint.random import Draws
 from aotdist.joint.recording import Recording
-from aotdist.program import Graph, Slot
+from aotdist.program import Graph, Role, Slot
 from aotdist.subclasses.protocol import Plain
 from aotdist.torch_seam import (
     FakeTensorMode,
@@ -31,9 +31,11 @@ from aotdist.torch_seam import (
     PythonKeyTracer,
     TracingContext,
     decomposing,
+    expression,
     functional,
     functional_value,
     graph_module,
+    hint,
     is_functional_base,
     next_sequence_nr,
     no_modes,
@@ -42,6 +44,7 @@ from aotdist.torch_seam import (
     running_sequence_nr,
     saved_tensor_hooks_off,
     second_shell,
+    shape_env,
     tracing,
     track,
 )
@@ -71,21 +74,24 @@ class Recorder:
 
     Args:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
+        symbolic: whether sizes may be symbolic.
     """
 
-    def __init__(self, decompositions: Mapping[OpOverload, Callable[..., Any]]) -> None:
-        self.fake_mode = FakeTensorMode(static_shapes=True)
+    def __init__(
+        self, decompositions: Mapping[OpOverload, Callable[..., Any]], *, symbolic: bool = False
+    ) -> None:
+        self.shape_env = shape_env() if symbolic else None
+        self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
         self.phase: Phase = "forward"
         self._tracer = _Tracer(self._stamp)
         self._decompositions = decompositions
         self.draws = Draws()
         self._functionalisation = Functionalisation()
-        self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws)
+        self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, self.size)
         self._origins = Origins()
         self._first_seq_nr = next_sequence_nr()
         self._forward_origins: dict[int, tuple[str, str]] = {}
-        self._slots: list[Slot] = []
-        self._last_placeholder: torch.fx.Node | None = None
+        self._arguments: dict[Slot, torch.fx.Node] = {}
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -127,20 +133,28 @@ class Recorder:
             fake: what it is like.
             overwritten: its memory is written by another name, so that backward cannot keep it.
         """
-        graph = self._tracer.graph
-        where = (
-            graph.inserting_after(self._last_placeholder)
-            if self._last_placeholder is not None
-            else graph.inserting_before(None)
-        )
-        with where:
-            node = self._tracer.create_node("placeholder", _identifier(slot), (), {})
-        node.meta["val"] = fake
+        node = self._placeholder(slot, fake)
         node.meta["overwritten"] = overwritten
         track(fake, node, self._tracer)
-        self._last_placeholder = node
-        self._slots.append(slot)
         return self._functionalisation.remember(functional(fake))
+
+    def size(self, number: Any) -> Any:
+        """The argument of the graph that stands for a symbolic number; a certain number is itself."""
+        spelled = expression(number)
+        if number.node.expr.is_number:
+            return hint(number)
+        slot = Slot("size", spelled)
+        return self._arguments.get(slot) or self._placeholder(slot, number)
+
+    def _placeholder(self, slot: Slot, val: Any) -> torch.fx.Node:
+        """A new argument, after those that are there already."""
+        graph = self._tracer.graph
+        last = next(reversed(self._arguments.values()), None)
+        with graph.inserting_before(None) if last is None else graph.inserting_after(last):
+            node = self._tracer.create_node("placeholder", _identifier(slot), (), {})
+        node.meta["val"] = val
+        self._arguments[slot] = node
+        return node
 
     def _stamp(self) -> dict[str, Any]:
         if self.phase == "forward":
@@ -172,12 +186,24 @@ class Recorder:
             raise InternalError(f"no node computes {fake}", stage="joint")
         return node
 
-    def graph(self, results: Sequence[tuple[Slot, torch.fx.Node | None]]) -> Graph:
-        """The recorded graph with `results` as its outputs."""
+    def graph(self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any]) -> Graph:
+        """The recorded graph with `results` as its outputs.
+
+        It takes every symbol, used or not: a pass may add an operator that needs it.
+        """
+        for symbol in symbols:
+            self.size(symbol)
         graph = self._tracer.graph
         graph.output(tuple(node for _, node in results))
+        slots = sorted(self._arguments, key=lambda slot: _SEGMENTS.index(slot.role))
+        for slot in reversed(slots):
+            next(iter(graph.nodes)).prepend(self._arguments[slot])
         gm = graph_module(self._tracer.root, graph)
-        return Graph(gm, tuple(self._slots), tuple(slot for slot, _ in results))
+        return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
+
+
+_SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent")
+"""The order of a joint graph's arguments."""
 
 
 def _identifier(slot: Slot) -> str:

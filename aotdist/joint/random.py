@@ -16,7 +16,7 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import OpOverload, generator_id, no_modes, pytree
+from aotdist.torch_seam import OpOverload, generator_id, hint, no_modes, pytree
 
 
 class Draws:
@@ -127,5 +127,5 @@ class _Generator:
 def _describe(leaf: Any) -> Hashable:
     """An argument of a random operation, in so far as it decides what is drawn."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, leaf.device, leaf.size(), leaf.stride()
+        return leaf.dtype, leaf.device, *map(hint, (*leaf.size(), *leaf.stride()))
     return type(leaf), str(leaf)

@@ -1,12 +1,14 @@
 """The dispatch mode that turns operations on fake tensors into nodes.
 
-PyTorch's proxy mode handles every kind of call: constants, higher-order operators, decompositions,
-symbolic sizes. Most operations of a training step are none of these: plain functional operators on
+PyTorch's proxy mode handles every kind of call: constants, higher-order operators, decompositions.
+Most operations of a training step are none of these: plain functional operators on
 tensors that already have nodes. Those are recorded here directly, in 0.3x of the time; everything else is
 left to the general mode, and both keep the same books.
 
 A tensor that has a node keeps it: nothing is ever rebound, because a functional operator's results
 are new tensors.
+
+A symbolic number is no node that computes it, but an argument of the graph: one for each expression.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.fx import Node
 
 from aotdist.joint.random import Draws
 from aotdist.torch_seam import (
+    SYMBOLIC,
     FakeTensor,
     OpOverload,
     ProxyTorchDispatchMode,
@@ -28,7 +31,9 @@ from aotdist.torch_seam import (
     decomposition_option,
     is_operator,
     node_of,
+    pytree,
     track,
+    track_number,
     writes_arguments,
 )
 
@@ -65,6 +70,7 @@ class Recording(ProxyTorchDispatchMode):
         decompositions: operators that are recorded as simpler ones.
         stamp: the origin of the operation that runs now, for `node.meta`.
         draws: which random numbers are drawn.
+        size: the node of a symbolic number, or the number itself if it is a certain one.
     """
 
     def __init__(
@@ -73,11 +79,13 @@ class Recording(ProxyTorchDispatchMode):
         decompositions: Mapping[OpOverload, Callable[..., Any]],
         stamp: Callable[[], dict[str, Any]],
         draws: Draws,
+        size: Callable[[Any], Any],
     ) -> None:
         super().__init__(tracer, "fake", **decomposition_option(decompositions))
         self._decompositions = decompositions
         self._stamp = stamp
         self._draws = draws
+        self._size = size
         self._is_direct: dict[OpOverload, bool] = {}
 
     def __torch_dispatch__(
@@ -113,7 +121,16 @@ class Recording(ProxyTorchDispatchMode):
                 pass
             else:
                 return self._record(func, args, kwargs or {}, node_args, node_kwargs)
+        for number in pytree.tree_leaves((args, kwargs)):
+            if isinstance(number, SYMBOLIC) and isinstance(node := self._size(number), Node):
+                track_number(number, node, self.tracer)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def __sym_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Arithmetic of symbolic numbers is not recorded."""
+        return func(*args, **kwargs)
 
     def _records_directly(self, func: OpOverload) -> bool:
         return (
@@ -135,6 +152,8 @@ class Recording(ProxyTorchDispatchMode):
             return node
         if isinstance(value, _ATOMS):
             return value
+        if isinstance(value, SYMBOLIC):
+            return self._size(value)
         if type(value) in (list, tuple, torch.Size):
             return [self._argument(item) for item in value]
         raise _NeedsGeneralMode

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -22,6 +23,7 @@ from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
+from aotdist.joint.symbols import Dims, Symbols
 from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import (
     is_real,
@@ -56,12 +58,14 @@ class Traced:
         graph: the joint graph; see `aotdist.program.Graph` for the order of its segments.
         facts: what the trace showed.
         fake_mode: the mode of the graph's `val`s.
+        symbols: its symbolic sizes. What compilers decide by them later is added there.
     """
 
     program: Program[PrimalIdx]
     graph: Graph
     facts: Facts
     fake_mode: FakeTensorMode
+    symbols: Symbols
 
     def has_backward(self) -> bool:
         """Whether a gradient can come back for any result."""
@@ -79,6 +83,7 @@ def trace(
     training: bool,
     name_closed_over: Callable[[torch.Tensor], Slot],
     bases: BasePlan = NO_BASES,
+    dims: Dims = MappingProxyType({}),
 ) -> Traced:
     """Trace `program` once.
 
@@ -88,11 +93,13 @@ def trace(
         training: record a backward for the differentiable results.
         name_closed_over: names a real tensor that is none of the program's inputs.
         bases: which of the inputs share memory.
+        dims: which dimensions of which tensors have symbolic sizes; those that share memory have none.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
     """
-    inputs = Inputs(recorder, bases)
+    symbols = Symbols(recorder.shape_env, dims)
+    inputs = Inputs(recorder, symbols, bases)
 
     def stand_in(real: torch.Tensor) -> torch.Tensor:
         known = inputs.of_example(real)
@@ -148,7 +155,7 @@ def trace(
         functions=tuple(name for name in functions if name != NON_LEAF),
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
-    return Traced(seen, recorder.graph(results + written), facts, recorder.fake_mode)
+    return Traced(seen, recorder.graph(results + written, symbols), facts, recorder.fake_mode, symbols)
 
 
 _ASKS_FOR_DATA = (

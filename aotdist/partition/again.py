@@ -70,12 +70,12 @@ def _obstacle(
 
 
 def gradients(joint: Graph, again: Again) -> Graph:
-    """The graph of the gradients alone: primals that are needed, tangents -> gradients."""
+    """The graph of the gradients alone: primals that are needed, sizes, tangents -> gradients."""
     builder = GraphBuilder(joint.gm)
     needed = _needed(joint)
     ins: list[Slot] = []
     for slot, node in joint.named_placeholders().items():
-        if slot.role == "tangent" or slot in again.primals:
+        if slot.role in ("size", "tangent") or slot in again.primals:
             builder.placeholder(node)
             ins.append(slot)
     for node in joint.gm.graph.nodes:
@@ -94,8 +94,8 @@ def as_function(graph: Graph) -> Callable[..., list[torch.Tensor]]:
     """The graph as a function that autograd records."""
     interpreter = _InGradModes(graph.gm)
 
-    def gradients_of(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return list(interpreter.run(*tensors))
+    def gradients_of(*given: torch.Tensor | float) -> list[torch.Tensor]:
+        return list(interpreter.run(*given))
 
     return gradients_of
 

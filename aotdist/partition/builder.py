@@ -12,12 +12,14 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from aotdist.partition.traits import is_size
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import graph_module, operator_name
+from aotdist.torch_seam import graph_module, operator_name, spell_number
 
 
 @contextmanager
@@ -72,6 +74,13 @@ class GraphBuilder:
         new = self.graph.create_node("call_function", target, args, name=name)
         new.meta = {**like.meta, **meta}
         return new
+
+    def number(self, value: int | torch.SymInt) -> int | Node:
+        """A number, computed from the new graph's sizes if it is symbolic."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        sizes = {str(node.meta["val"]): node for node in self.env.values() if is_size(node)}
+        return spell_number(value, sizes, self.graph)
 
     def finish(self, results: Sequence[Node | None], ins: Sequence[Slot], outs: Sequence[Slot]) -> Graph:
         """Closes the graph; `results` are nodes of the new graph."""

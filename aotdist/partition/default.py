@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from aotdist.partition.halves import Halves
-from aotdist.partition.traits import is_view
+from aotdist.partition.traits import is_size, is_view
 
 
 def default_saved(halves: Halves) -> set[Node]:
@@ -23,7 +23,7 @@ def default_saved(halves: Halves) -> set[Node]:
     stack = halves.boundary()
     while stack:
         node = stack.pop()
-        if node in seen or node.op == "get_attr":
+        if node in seen or node.op == "get_attr" or is_size(node):
             continue
         seen.add(node)
         if is_view(node) or node in halves.must_recompute:

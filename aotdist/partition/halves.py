@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from aotdist.errors import InternalError
 from aotdist.partition.storage import view_base
-from aotdist.partition.traits import is_effectful, is_getitem, is_wait
+from aotdist.partition.traits import is_effectful, is_getitem, is_size, is_wait
 from aotdist.program import Graph
 
 FORWARD_ROLES = frozenset({"output", "write"})
@@ -55,7 +55,7 @@ class Halves:
         """Early values that the backward reads or returns itself, each once, in order of first use."""
         reads = (i for node in self.backward for i in node.all_input_nodes)
         wanted = dict.fromkeys([*reads, *self.backward_roots])
-        return [n for n in wanted if n not in self.late]
+        return [n for n in wanted if n not in self.late and not is_size(n)]
 
 
 def results_of(graph: Graph, roles: Container[str]) -> list[Node]:

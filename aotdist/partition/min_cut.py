@@ -55,7 +55,7 @@ from aotdist.partition.halves import Halves, results_of
 from aotdist.partition.recomputable import chain_breaks, is_border, is_cheap
 from aotdist.partition.split import saved_bytes
 from aotdist.partition.storage import storage_root, value_bytes
-from aotdist.partition.traits import is_collective, is_view
+from aotdist.partition.traits import is_collective, is_size, is_view
 
 
 def min_cut_saved(halves: Halves) -> set[Node]:
@@ -117,7 +117,7 @@ class Problem:
         network = Network(
             save_cost=[self._save_cost(node, scale) for node in self.items],
             source_cost=[self._again_cost(node, scale) for node in self.items],
-            edges=[(index[i], index[n]) for n in self._remade() for i in n.all_input_nodes],
+            edges=[(index[i], index[n]) for n in self._remade() for i in n.all_input_nodes if i in index],
             needed=[index[n] for n in self.halves.boundary() if n.op != "get_attr"],
             infinite=scale.infinite,
         )
@@ -188,4 +188,4 @@ def _reachable(halves: Halves, fixed: set[Node]) -> tuple[Node, ...]:
     for node in reversed(halves.order):
         if node in needed and node not in fixed:
             needed.update(node.all_input_nodes)
-    return tuple(n for n in halves.order if n in needed)
+    return tuple(n for n in halves.order if n in needed and not is_size(n))

@@ -17,6 +17,7 @@ from torch.fx import Node
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful
 from aotdist.program import Graph, Slot
+from aotdist.torch_seam import surely_equal
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -69,7 +70,8 @@ def _summands(order: list[Node], zero: set[Node]) -> Mapping[Node, Node]:
 
 def _same_layout(a: Node, b: Node) -> bool:
     first, second = a.meta["val"], b.meta["val"]
-    return (first.dtype, first.size(), first.stride()) == (second.dtype, second.size(), second.stride())
+    layouts = [(*val.size(), *val.stride()) for val in (first, second)]
+    return first.dtype == second.dtype and surely_equal(*layouts)
 
 
 def _needed(
@@ -93,7 +95,7 @@ def _make_zeros(builder: GraphBuilder, node: Node, zero: set[Node]) -> None:
             val = value.new_empty(value.size())
             made = builder.call(
                 torch.ops.aten.full.default,
-                (list(value.size()), 0),
+                ([builder.number(size) for size in value.size()], 0),
                 like=source,
                 name=f"{source.name}_zero",
                 val=val,

@@ -16,7 +16,7 @@ from aotdist.errors import InternalError
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import FORWARD_ROLES, Halves, ancestors, results_of
 from aotdist.partition.storage import storage_bytes
-from aotdist.partition.traits import is_effectful
+from aotdist.partition.traits import is_effectful, is_size
 from aotdist.program import Graph, Slot, Split
 
 
@@ -78,7 +78,7 @@ def _sort_saved(halves: Halves, saved: Sequence[Node]) -> _Saved:
 
 def _recomputed(halves: Halves, needed: set[Node], kept: _Saved) -> set[Node]:
     """Forward nodes that the backward runs a second time."""
-    again = needed - halves.late - set(kept.in_order())
+    again = {n for n in needed - halves.late - set(kept.in_order()) if not is_size(n)}
     for node in again:
         if node.op == "placeholder":
             raise _split_error(node, "is needed by the backward but not saved")
@@ -106,7 +106,7 @@ def _primal_slots(halves: Halves, nodes: Sequence[Node]) -> list[Slot]:
 def _build_forward(halves: Halves, kept: _Saved, slots: Sequence[Slot]) -> Graph:
     joint = halves.joint
     builder = GraphBuilder(joint.gm)
-    arguments = {s: n for s, n in joint.named_placeholders().items() if s.role == "primal"}
+    arguments = {s: n for s, n in joint.named_placeholders().items() if s.role in ("primal", "size")}
     for node in arguments.values():
         builder.placeholder(node)
     copies = [_copy_before_write(builder, node) for node in kept.copied]
@@ -140,13 +140,18 @@ def _build_backward(halves: Halves, kept: _Saved, again: set[Node], slots: Seque
     builder = GraphBuilder(joint.gm)
     for node in kept.in_order():
         builder.placeholder(node)
-    tangents = {s: n for s, n in joint.named_placeholders().items() if s.role == "tangent"}
-    for node in tangents.values():
+    read = {i for n in (*halves.backward, *again) for i in n.all_input_nodes}
+    given = {
+        s: n
+        for s, n in joint.named_placeholders().items()
+        if s.role == "tangent" or (s.role == "size" and (n in read or s.path.isidentifier()))
+    }
+    for node in given.values():
         builder.placeholder(node)
     for node in _on_demand(halves, again):
         builder.copy(node).meta["phase"] = "backward"
     outs, results = _results(halves, builder, forward=False)
-    return builder.finish(results, (*slots, *tangents), outs)
+    return builder.finish(results, (*slots, *given), outs)
 
 
 def _on_demand(halves: Halves, again: set[Node]) -> Iterator[Node]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam import SYMBOLIC, OpOverload
 
 _COLLECTIVES = "_c10d_functional"
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -40,6 +40,11 @@ def is_view(node: Node) -> bool:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
     return isinstance(node.target, OpOverload) and _op_is_view(node.target)
+
+
+def is_size(node: Node) -> bool:
+    """Whether the node is an argument that stands for a symbolic number: both halves are given it."""
+    return node.op == "placeholder" and isinstance(node.meta.get("val"), SYMBOLIC)
 
 
 def is_getitem(node: Node) -> bool:

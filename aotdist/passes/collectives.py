@@ -11,7 +11,7 @@ from torch.fx import Node
 from aotdist.partition.storage import value_bytes
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.program import Graph
-from aotdist.torch_seam import OpOverload, argument_names
+from aotdist.torch_seam import OpOverload, argument_names, hint
 
 _UNEVEN = frozenset({"all_to_all_single"})
 """Operators whose ranks may legitimately bring different element counts."""
@@ -87,8 +87,8 @@ def _describe(node: Node) -> Collective:
         group_size=named.get("group_size"),
         reduce_op=named.get("reduce_op"),
         dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "none",
-        numel=sum(tensor.numel() for tensor in sent),
-        num_bytes=max(value_bytes(node), sum(t.numel() * t.element_size() for t in sent)),
+        numel=sum(hint(tensor.numel()) for tensor in sent),
+        num_bytes=max(value_bytes(node), sum(hint(t.numel()) * t.element_size() for t in sent)),
         unit=node.meta.get("unit"),
         node=node.name,
         source=node.meta.get("source"),

@@ -24,6 +24,7 @@ from aotdist.runtime.print_call import MISS, Fit, print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer, variable_names
 from aotdist.runtime.ranks import naming_lost_ranks
+from aotdist.sizes import SCOPE, concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
 
 
@@ -59,6 +60,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     """Print the runtime of a compilation, for the calls that it fits, and load it."""
     printer = Printer(fit.variables)
     names = fit.primal_variables()
+    symbols = [name for name, _ in fit.sizes.symbols]
     plans = compilation.plans
     watch = _watch(compilation)
     match compilation.region:
@@ -66,6 +68,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
             print_node(
                 printer,
                 names,
+                symbols,
                 region.node,
                 _forward(compilation, region.halves.forward),
                 _backward(compilation, region, watch),
@@ -77,6 +80,8 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
             print_inference(
                 printer,
                 names,
+                symbols,
+                region.graph.sizes(),
                 plans.unwrap,
                 plans.plain_writes,
                 _forward(compilation, region.emitted),
@@ -148,23 +153,35 @@ def _watch(compilation: Compilation) -> Watch:
 
 def reference(artifact: Artifact) -> Call:
     """The composed lifts: what the printed call is tested against. Takes the arguments, then the sources."""
-    compilation = artifact.compilation
-    plans = compilation.plans
+    compilation, fit = artifact.compilation, artifact.fit
+
+    def inner(primals: Sequence[Any]) -> list[Any]:
+        return _lifted(compilation, fit.sizes.read(primals))(primals)
+
+    return fit.dedupe.lift(compilation.bases.lift(inner))
+
+
+def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
+    """The layers inside of the synthetic bases, in a call of these sizes."""
+    plans = concrete(compilation.plans, symbols)
     match compilation.region:
         case Training() as region:
             forward = _forward(compilation, region.halves.forward)
-            call = make_node(region.node, forward, _backward(compilation, region, None))
+            call = make_node(
+                concrete(region.node, symbols), forward, _backward(compilation, region, None), symbols
+            )
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
+            sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
             call = plans.unwrap.lift(
-                plans.plain_writes.lift(lambda plains: detached_views(forward(list(plains)), views))
+                plans.plain_writes.lift(lambda plains: detached_views(forward([*plains, *sizes]), views))
             )
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
     call = plans.metadata.lift(plans.writes.lift(call))
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
-    return artifact.fit.dedupe.lift(compilation.bases.lift(plans.epilogue.lift(call)))
+    return plans.epilogue.lift(call)
 
 
 def fit_of(compilation: Compilation) -> Fit:
@@ -180,7 +197,8 @@ def fit_of(compilation: Compilation) -> Fit:
     sources = _sources(compilation)
     paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
     base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
-    names = variable_names([*paths, *base_paths])
+    sizes = traced.symbols.sizes()
+    names = variable_names([*paths, *base_paths], [*SCOPE, *(name for name, _ in sizes.symbols)])
     return Fit(
         arguments=captured.arguments,
         variables=tuple(names[: len(paths)]),
@@ -191,6 +209,7 @@ def fit_of(compilation: Compilation) -> Fit:
         slots=traced.program.ins,
         examples=traced.program.examples,
         recipes=facts.recipes,
+        sizes=sizes,
         written=tuple(sorted(written)),
         ambient=captured.ambient,
         holds=tuple(holds),

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from aotdist.convention.memory import share_memory
-from aotdist.torch_seam import TensorGuards, storage_id
+from aotdist.sizes import is_symbolic
+from aotdist.subclasses.protocol import Constant, Recipe
+from aotdist.torch_seam import SYMBOLIC, TensorGuards, storage_id
 
 
-def tensor_check(examples: Sequence[torch.Tensor]) -> TensorGuards:
+def tensor_check(examples: Sequence[torch.Tensor], recipes: Sequence[Recipe]) -> TensorGuards:
     """A check of many tensors at once, in C++ (5.5 us for 100).
 
     `check(*tensors)` is true when each has the type, dtype, device, dispatch keys, sizes, strides and
-    `requires_grad` of its example, and all are different objects.
+    `requires_grad` of its example, and all are different objects. Symbolic sizes and strides are left open.
     """
-    return TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    if not is_symbolic(tuple(recipes)):
+        return TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    sizes: Any
+    strides: Any
+    sizes, strides = ([_known(numbers) for numbers in of] for of in zip(*map(_numbers, recipes), strict=True))
+    return TensorGuards(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def _numbers(recipe: Recipe) -> tuple[Sequence[Any], Sequence[Any]]:
+    assert not isinstance(recipe, Constant), "a tensor's recipe"
+    return recipe.size, recipe.stride
+
+
+def _known(numbers: Sequence[Any]) -> list[int | None]:
+    return [None if isinstance(number, SYMBOLIC) else number for number in numbers]
 
 
 def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -25,6 +25,7 @@ from aotdist.partition.again import Again
 from aotdist.partition.traits import is_view
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.tangent import Tangent
+from aotdist.sizes import Expression, concrete, evaluate
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, plain_tensors, rebuild, tangent_recipe
 from aotdist.torch_seam import any_autocast, autocast_off, keeps_graph
 
@@ -51,7 +52,9 @@ class NodePlan:
         unwrap: how inputs are taken apart and outputs put together.
         writes: writes without history, done inside.
         outs: what the node returns; `writes` of its own have been dropped.
-        saved: where each argument of the backward graph before the tangents comes from.
+        saved: where each saved argument of the backward graph comes from.
+        sizes: the numbers that the forward graph takes after its plain inputs.
+        backward_sizes: those that the backward graph takes between saved values and tangents.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
@@ -64,6 +67,8 @@ class NodePlan:
     writes: PlainWrites
     outs: Row[NodeOutIdx, NodeOut]
     saved: tuple[SavedInput | SavedResult, ...]
+    sizes: tuple[Expression, ...]
+    backward_sizes: tuple[Expression, ...]
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[PlainIdx, ...]
@@ -106,6 +111,8 @@ def node_plan(
         plans.plain_writes,
         outs,
         saved,
+        split.forward.sizes(),
+        split.backward.sizes(),
         tangents,
         facts.grads,
         backward_writes,
@@ -146,26 +153,28 @@ def _tangent(out: NodeOut, strides: Mapping[Slot, Strides]) -> Tangent:
     return Tangent(out.slot.path, recipe, tuple(strides.get(slot) for slot in slots))
 
 
-def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward) -> Call:
+def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: Mapping[str, int]) -> Call:
     """The node as a call: the reference for the printed one.
 
     Args:
         plan: how tensors pass.
-        forward: plain inputs -> results, then saved values.
+        forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward.
+        symbols: of this call.
     """
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *primals: Any) -> Any:
             plains = [plain for primal in primals for plain in plain_tensors(primal)]
-            results = list(forward(list(plains)))
+            results = list(forward([*plains, *(evaluate(size, symbols) for size in plan.sizes)]))
             for plain, position, bumps in plan.writes.writes:
                 write_plain(plains[plain], results[position], bumps)
             for idx, count in plan.unwrap.bumps:
                 bump(primals[idx], count)
             ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
             ctx.again = tuple(primals[idx] for idx in plan.again)
+            ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in plan.backward_writes]
             values = detached_views(results[: plan.writes.num_values], plan.views)
             outs = rebuild_all(plan.unwrap.outs, values)
@@ -203,17 +212,19 @@ class Backward:
 
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients, given a tangent, or None, for each differentiable output."""
-        pairs = list(zip(self.plan.tangents, tangents, strict=True))
+        plan = concrete(self.plan, ctx.symbols) if self.plan.sizes else self.plan
+        pairs = list(zip(plan.tangents, tangents, strict=True))
         if all(arrived is None for _, arrived in pairs):
             return (None,) * len(self.plan.grads)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
         args = list(ctx.saved_tensors)
+        args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
         args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
         if not keeps_graph():
             ctx.maybe_clear_saved_tensors()
             ctx.again = None
         results = list((self.reduced(missing) if missing else self.whole)(args))
-        grads, written = _split_grads(self.plan, results)
+        grads, written = _split_grads(plan, results)
         for plain, value in zip(ctx.written if self.plan.backward_writes else (), written, strict=True):
             if value is not None:
                 plain.copy_(value)
@@ -236,11 +247,13 @@ class Backward:
         if all(tangent is None for tangent in tangents):
             return (None,) * len(self.plan.grads)
         ctx.saved_tensors  # noqa: B018  # raises where one was written since
+        plan = concrete(self.plan, ctx.symbols) if self.plan.sizes else self.plan
         given = [
             _zeros(tangent.recipe, ctx.again) if arrived is None else arrived
-            for tangent, arrived in zip(self.plan.tangents, tangents, strict=True)
+            for tangent, arrived in zip(plan.tangents, tangents, strict=True)
         ]
-        found = iter(self.twice(*ctx.again, *given))
+        sizes = [evaluate(size, ctx.symbols) for size in plan.sizes]
+        found = iter(self.twice(*ctx.again, *sizes, *given))
         return tuple(None if recipe is None else next(found) for recipe in self.plan.grads)
 
 

@@ -37,9 +37,10 @@ from aotdist.facts import (
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.guard import no_overlap, tensor_check
 from aotdist.runtime.print_node import print_plains
-from aotdist.runtime.printer import Printer, sequence
-from aotdist.subclasses.protocol import Recipe, Wrapper, plain_tensors, wrapper_rule
-from aotdist.torch_seam import pytree, tree_children
+from aotdist.runtime.printer import Printer, print_size, sequence
+from aotdist.sizes import Sizes, concrete, is_symbolic
+from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, recipe_of, wrapper_rule
+from aotdist.torch_seam import SYMBOLIC, expression, pytree, tree_children
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class Fit:
         slots: names of what the program takes: bases, then the distinct tensors.
         examples: what it took at capture.
         recipes: how each is put together.
+        sizes: the symbols in them.
         written: inputs that the program writes.
         ambient: the modes.
         holds: further conditions: each a name, a function, and its arguments.
@@ -78,6 +80,7 @@ class Fit:
     slots: Row[PrimalIdx, Slot]
     examples: Row[PrimalIdx, torch.Tensor]
     recipes: Row[PrimalIdx, Recipe]
+    sizes: Sizes
     written: tuple[PrimalIdx, ...]
     ambient: Ambient
     holds: tuple[tuple[str, Callable[[], bool]], ...]
@@ -137,6 +140,7 @@ def print_call(
             printer.comment("does this artifact fit?")
             _miss_unless(printer, _conditions(printer, fit))
         primals = fit.primal_variables()
+        _print_sizes(printer, fit.sizes, primals)
         printer.comment("run")
         for idx in plans.metadata.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
@@ -146,12 +150,15 @@ def print_call(
                 given[primal] = f"{primals[primal]}_before"
                 taken = f"{given[primal]}, {primals[primal]}_rest"
                 printer.line(f"{taken} = {printer.bind('take', take)}({primals[primal]})")
-            printer.spread(f"values = {run}(", given, ")")
+            printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.sizes.symbols else [])], ")")
             for primal, value, bumps in plans.writes.writes:
                 written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
                 printer.line(f"{printer.bind('put', put)}({written})")
         for write in plans.metadata.writes:
             change = printer.bind(f"{getattr(write.op, '__name__', 'change')}", write)
+            change = (
+                f"{printer.bind('concrete', concrete)}({change}, symbols)" if is_symbolic(write) else change
+            )
             printer.line(f"{printer.bind('rewrite', rewrite)}({primals[write.input]}, {change})")
         _print_outputs(printer, plans.epilogue, primals, fit.ambient)
         _print_return(printer, returned)
@@ -239,6 +246,21 @@ def _print_sources(printer: Printer, fit: Fit) -> None:
         printer.line(f"{name} = {source.expression(printer.bind)}")
 
 
+def _print_sizes(printer: Printer, sizes: Sizes, primals: Sequence[str]) -> None:
+    """Bind each symbol to a variable of its name, and test what has to hold of them."""
+    if not sizes.symbols:
+        return
+    printer.comment("sizes")
+    for name, measure in sizes.symbols:
+        printer.line(f"{name} = {measure.spelled(primals[measure.input])}")
+    conditions = [
+        f"{measure.spelled(primals[measure.input])} == {print_size(printer, expected)}"
+        for measure, expected in sizes.conditions
+    ]
+    _miss_unless(printer, [*conditions, *(print_size(printer, guard) for guard in sizes.guards)])
+    printer.line(f"symbols = {{{', '.join(f'{name!r}: {name}' for name, _ in sizes.symbols)}}}")
+
+
 def _print_bases(printer: Printer, fit: Fit) -> None:
     """Bind every base to its variable: None where inputs do not share memory as they did at capture."""
     distinct, new = fit.distinct_variables(), iter(fit.base_variables)
@@ -288,26 +310,33 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
 def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
     """Type and metadata of every tensor; of a wrapper also its context and what is beneath it."""
     names = fit.primal_variables()
-    conditions = [f"{printer.bind('fits', tensor_check(list(fit.examples)).check)}({', '.join(names)})"]
+    check = tensor_check(list(fit.examples), list(fit.recipes))
+    conditions = [f"{printer.bind('fits', check.check)}({', '.join(names)})"]
     plains: dict[int, str] = {}
     examples: list[torch.Tensor] = []
+    beneath_all: list[Recipe] = []
     for name, example, recipe in zip(names, fit.examples, fit.recipes, strict=True):
         if isinstance(recipe, Wrapper):
             conditions.append(_same_context(printer, name, example, recipe))
-            for plain, beneath in zip(print_plains(recipe, name), plain_tensors(example), strict=True):
+            parts = zip(print_plains(recipe, name), plain_tensors(example), leaves(recipe), strict=True)
+            for plain, beneath, (_, leaf) in parts:
                 if id(beneath) in plains:  # the check wants different objects
                     conditions.append(f"{plain} is {plains[id(beneath)]}")
                 else:
                     plains[id(beneath)] = plain
                     examples.append(beneath)
+                    beneath_all.append(leaf)
     if plains:
-        check = printer.bind("plain_fits", tensor_check(examples).check)
+        check = printer.bind("plain_fits", tensor_check(examples, beneath_all).check)
         conditions.append(f"{check}({', '.join(plains.values())})")
     return conditions if names else []
 
 
 def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> str:
     rule = wrapper_rule(recipe.cls)
+    if rule is not None and is_symbolic(recipe):
+        seen = f"{printer.bind('recipe_of', recipe_of)}({name})"
+        return f"{printer.bind('same_layout', rule.same_layout)}({seen}, {printer.bind('recipe', recipe)})"
     if rule is not None:
         return rule.same_context_source(name, printer.bind(f"{name} at capture", rule.context_of(example)))
     same = printer.bind("has_context", _has_context)
@@ -425,6 +454,11 @@ def _display(printer: Printer, spec: pytree.TreeSpec, positions: Any) -> str:
 
 def _literal(printer: Printer, value: Any) -> str:
     """`value` spelled out, where Python can, else a name for it."""
+    if isinstance(value, SYMBOLIC):
+        return print_size(printer, expression(value))
+    if type(value) in (list, tuple) and is_symbolic(value):
+        items = [_literal(printer, item) for item in value]
+        return sequence(items) if type(value) is tuple else f"[{', '.join(items)}]"
     plain = type(value) in (int, str, bool, type(None)) or (
         type(value) in (list, tuple) and all(type(item) is int for item in value)
     )

@@ -13,8 +13,9 @@ from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump
 from aotdist.runtime.node import Backward, NodePlan, SavedInput
-from aotdist.runtime.printer import Printer, sequence
-from aotdist.runtime.tangent import rebuilt
+from aotdist.runtime.printer import Printer, print_size, sequence
+from aotdist.runtime.tangent import Tangent, rebuilt
+from aotdist.sizes import Expression, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam import keeps_graph, node_base
 
@@ -40,6 +41,9 @@ def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str
     """An expression for the tensor that `recipe` puts together from `plains`."""
     if isinstance(recipe, Plain):
         return plains[0]
+    if is_symbolic(recipe):
+        sized = f"{printer.bind('concrete', concrete)}({printer.bind(hint, recipe)}, symbols)"
+        return f"{printer.bind('rebuilt', rebuilt)}({sized})({', '.join(plains)})"
     return f"{printer.bind(f'rebuild_{hint}', rebuilt(recipe))}({', '.join(plains)})"
 
 
@@ -62,6 +66,7 @@ def print_results(
 def print_node(
     printer: Printer,
     names: Sequence[str],
+    symbols: Sequence[str],
     plan: NodePlan,
     forward: BoxedCall,
     backward: Backward,
@@ -73,22 +78,25 @@ def print_node(
     Args:
         printer: where to print.
         names: a variable for each primal.
+        symbols: the symbols' names; their values are one more argument, a dictionary.
         plan: how tensors pass through the node.
-        forward: plain inputs -> results, then saved values.
+        forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward; as it is, where some tangent is missing.
         after_backward: functions to call, each with its argument, when the gradients are there.
         watch: a context for every run of a graph, if any.
     """
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
-        _print_forward(printer, names, plan, forward, watch)
+        _print_forward(printer, names, symbols, plan, forward, watch)
         printer.line()
-        _print_backward(printer, plan, backward, after_backward, watch)
+        _print_backward(printer, symbols, plan, backward, after_backward, watch)
     printer.line()
 
 
 def print_inference(
     printer: Printer,
     names: Sequence[str],
+    symbols: Sequence[str],
+    sizes: Sequence[Expression],
     unwrap: UnwrapPlan,
     writes: PlainWrites,
     emitted: BoxedCall,
@@ -102,17 +110,20 @@ def print_inference(
     Args:
         printer: where to print.
         names: a variable for each primal.
+        symbols: the symbols' names; their values are one more argument, a dictionary.
+        sizes: the numbers that the graph takes.
         unwrap: how inputs are taken apart and outputs put together.
         writes: writes to plain inputs.
-        emitted: plain inputs -> results.
+        emitted: plain inputs, sizes -> results.
         watch: a context for every run of the graph, if any.
         views: results that are made as views, see `aotdist.runtime.node.result_views`.
         recorded: whether autograd would record the graph's operations, unless it is switched off.
     """
-    printer.spread("def region(", names, "):")
+    printer.spread("def region(", _with_symbols(names, symbols), "):")
     off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
     with printer.indented(), off:
-        _print_run(printer, unwrap, writes, emitted, names, watch)
+        _print_symbols(printer, symbols, "symbols")
+        _print_run(printer, unwrap, writes, emitted, names, sizes, watch)
         values = _values(writes, views)
         outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
         printer.line(f"return {sequence(outs)}")
@@ -130,6 +141,7 @@ def _print_run(
     writes: PlainWrites,
     emitted: BoxedCall,
     names: Sequence[str],
+    sizes: Sequence[Expression],
     watch: Watch,
 ) -> list[str]:
     """Print the call of the forward graph and the writes; returns expressions for the plain inputs."""
@@ -137,7 +149,8 @@ def _print_run(
         plain for recipe, name in zip(unwrap.ins, names, strict=True) for plain in print_plains(recipe, name)
     ]
     with _watched(printer, watch):
-        printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", plains, "])")
+        given = [*plains, *(print_size(printer, size) for size in sizes)]
+        printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", given, "])")
     if writes.writes:
         with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
             for plain, position, bumps in writes.writes:
@@ -154,12 +167,18 @@ def _write(printer: Printer, plain: str, value: str, bumps: int) -> str:
 
 
 def _print_forward(
-    printer: Printer, names: Sequence[str], plan: NodePlan, forward: BoxedCall, watch: Watch
+    printer: Printer,
+    names: Sequence[str],
+    symbols: Sequence[str],
+    plan: NodePlan,
+    forward: BoxedCall,
+    watch: Watch,
 ) -> None:
     printer.line("@staticmethod")
-    printer.spread("def forward(", ["ctx", *names], "):")
+    printer.spread("def forward(", ["ctx", *_with_symbols(names, symbols)], "):")
     with printer.indented():
-        plains = _print_run(printer, plan.unwrap, plan.writes, forward, names, watch)
+        _print_symbols(printer, symbols, "symbols")
+        plains = _print_run(printer, plan.unwrap, plan.writes, forward, names, plan.sizes, watch)
         saved = [
             plains[source.plain] if isinstance(source, SavedInput) else f"results[{source.position}]"
             for source in plan.saved
@@ -167,6 +186,8 @@ def _print_forward(
         printer.spread("ctx.save_for_backward(", saved, ")")
         if plan.again:
             printer.spread("ctx.again = (", [names[idx] for idx in plan.again], ",)")
+        if symbols:
+            printer.line("ctx.symbols = symbols")
         if plan.backward_writes:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in plan.backward_writes])}")
         printer.line("ctx.set_materialize_grads(False)")
@@ -183,6 +204,7 @@ def _print_forward(
 
 def _print_backward(
     printer: Printer,
+    symbols: Sequence[str],
     plan: NodePlan,
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
@@ -191,17 +213,21 @@ def _print_backward(
     names = [f"t{idx}" for idx in plan.outs.indices()]
     with _static(printer, f"def backward(ctx, {', '.join(names)}):"):
         arrived = [names[idx] for idx in plan.differentiable()]
+        again, of_some = (
+            f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
+            for name, call in (("BACKWARD_AGAIN", backward.again), ("BACKWARD_OF_SOME", backward))
+        )
         with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
-            printer.line(
-                f"return {printer.bind('BACKWARD_AGAIN', backward.again)}(ctx, {', '.join(arrived)})"
-            )
+            printer.line(f"return (*{again}, None)" if symbols else f"return {again}")
         with printer.block(f"if {' or '.join(f'{name} is None' for name in arrived)}:"):
-            printer.line(f"return {printer.bind('BACKWARD_OF_SOME', backward)}(ctx, {', '.join(arrived)})")
-        tangents = [
-            f"*{printer.bind(f'tangent_{tangent.path}', tangent)}({names[idx]})"
+            printer.line(f"return (*{of_some}, None)" if symbols else f"return {of_some}")
+        _print_symbols(printer, symbols, "ctx.symbols")
+        given = ["*ctx.saved_tensors", *(print_size(printer, size) for size in plan.backward_sizes)]
+        given += [
+            f"*{_tangent(printer, tangent)}({names[idx]})"
             for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
         ]
-        printer.line(f"args = [{', '.join(['*ctx.saved_tensors', *tangents])}]")
+        printer.line(f"args = [{', '.join(given)}]")
         printer.line(f"del {', '.join(names)}")
         with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
             printer.line("ctx.maybe_clear_saved_tensors()")
@@ -219,7 +245,26 @@ def _print_backward(
         for function, argument in after_backward:
             printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
         returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
+        returned += ["None"] if symbols else []
         printer.spread("return (", returned, ",)")
+
+
+def _with_symbols(names: Sequence[str], symbols: Sequence[str]) -> list[str]:
+    return [*names, "symbols"] if symbols else list(names)
+
+
+def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None:
+    """Bind each symbol to a variable of its name, and all of them to `symbols`."""
+    if not symbols:
+        return
+    if place != "symbols":
+        printer.line(f"symbols = {place}")
+    printer.line(f"{sequence(list(symbols))} = symbols.values()")
+
+
+def _tangent(printer: Printer, tangent: Tangent) -> str:
+    name = printer.bind(f"tangent_{tangent.path}", tangent)
+    return f"{printer.bind('concrete', concrete)}({name}, symbols)" if tangent.needs_sizes() else name
 
 
 def _static(printer: Printer, head: str) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from aotdist.codegen.python_source import Bindings, identifier, load_function
+from aotdist.sizes import SCOPE, Expression
 
 _WIDTH = 100
 
@@ -86,9 +87,18 @@ def sequence(items: list[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
-def variable_names(paths: Iterable[str]) -> list[str]:
-    """A different Python name for each path: `blocks.3.scale` -> `blocks_3_scale`."""
-    taken: set[str] = set()
+def print_size(printer: Printer, size: Expression) -> str:
+    """An expression of sizes, with what it names bound."""
+    for name, value in SCOPE.items():
+        if f"{name}." in size:
+            bound = printer.bind(name, value)
+            assert bound == name, "names of expressions are reserved"
+    return size
+
+
+def variable_names(paths: Iterable[str], reserved: Iterable[str] = ()) -> list[str]:
+    """A different Python name for each path, none of them `reserved`: `blocks.3.a` -> `blocks_3_a`."""
+    taken: set[str] = set(reserved)
     names: list[str] = []
     for path in paths:
         stem = name = identifier(path)

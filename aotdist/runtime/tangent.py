@@ -9,6 +9,7 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
+from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
@@ -38,6 +39,10 @@ class Tangent:
     def slots(self) -> list[Slot]:
         """The names of its plain tensors among the backward graph's arguments."""
         return [Slot("tangent", self.path, inner) for inner, _ in leaves(self.recipe)]
+
+    def needs_sizes(self) -> bool:
+        """Whether the numbers of a call have to be put in first; those of a plain tensor are not read."""
+        return is_symbolic(self.strides) or (isinstance(self.recipe, Wrapper) and is_symbolic(self.recipe))
 
     def __call__(self, tangent: torch.Tensor) -> list[torch.Tensor]:
         """The plain tensors of `tangent`, as the graph expects them.

@@ -180,9 +180,9 @@ class Program:
             made[name] = eval(expression, {**SCOPE, **made})
         return made
 
-    def scenes(self, count: int = 2) -> list[Scene]:
-        """The same function, called on different numbers."""
-        fn = self.load()
+    def scenes(self, count: int = 2, fn: Callable[..., Any] | None = None) -> list[Scene]:
+        """The same function, `fn` if it is loaded already, called on different numbers."""
+        fn = self.load() if fn is None else fn
         return [self._scene(fn) for _ in range(count)]
 
     def _scene(self, fn: Callable[..., Any]) -> Scene:

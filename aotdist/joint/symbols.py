@@ -1,0 +1,136 @@
+"""Gives the inputs of a trace symbols for sizes, and remembers what the trace found out about them.
+
+Each size that may differ has a symbol of its own; if a trace compares two, or one with a number, the
+outcome is a guard. A size of 0 or 1 is never symbolic: broadcasting and emptiness depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import PrimalIdx, Slot
+from aotdist.sizes import STATIC, Measure, Sizes
+from aotdist.subclasses.protocol import Constant, Plain, Recipe
+from aotdist.torch_seam import (
+    SYMBOLIC,
+    expression,
+    guards_of,
+    marked_dims,
+    new_symbol,
+    specialised_at,
+)
+
+if TYPE_CHECKING:
+    from aotdist.torch_seam import ShapeEnv
+
+Dims = Mapping[int, AbstractSet[int]]
+"""Which dimensions of a tensor may differ from call to call, by the identity of the tensor."""
+
+
+class Symbols:
+    """The symbols of one trace.
+
+    Args:
+        env: keeps them, and the guards.
+        dims: which dimensions get one.
+    """
+
+    def __init__(self, env: ShapeEnv | None, dims: Dims) -> None:
+        self._env = env
+        self._dims = dims
+        self._symbols: list[tuple[torch.SymInt, str, Measure]] = []
+        self._conditions: list[tuple[Measure, Any]] = []
+        self._marked: list[tuple[str, Any]] = []
+
+    def recipe(self, at: PrimalIdx, slot: Slot, example: torch.Tensor, recipe: Recipe) -> Recipe:
+        """`recipe`, that of `example`, with symbols in it."""
+        dims = self._dims.get(id(example), frozenset())
+        if self._env is None or not dims or example.is_conj() or example.is_neg():
+            return recipe
+        found: dict[tuple[int, int], torch.SymInt] = {}
+
+        def size_at(dim: int, number: int, inner: str) -> int | torch.SymInt:
+            if dim not in dims or number < 2:
+                return number
+            if (dim, number) not in found:
+                found[dim, number] = self._new(slot, Measure(at, inner, "size", dim), number)
+                if dim in marked_dims(example):
+                    self._marked.append((f"{slot.path}{inner}.size({dim})", found[dim, number]))
+            return found[dim, number]
+
+        return self._sized(recipe, at, "", size_at)
+
+    def _new(self, slot: Slot, measure: Measure, number: int) -> torch.SymInt:
+        assert self._env is not None
+        symbol = new_symbol(self._env, number, measure.spelled(slot.path))
+        self._symbols.append((symbol, expression(symbol), measure))
+        return symbol
+
+    def __iter__(self) -> Iterator[torch.SymInt]:
+        return (symbol for symbol, _, _ in self._symbols)
+
+    def _sized(
+        self, recipe: Recipe, at: PrimalIdx, inner: str, size_at: Callable[[int, int, str], Any]
+    ) -> Recipe:
+        if isinstance(recipe, Constant):
+            return recipe
+        size = tuple(size_at(dim, number, inner) for dim, number in enumerate(recipe.size))
+        stride = symbolic_strides(size, recipe.size, recipe.stride)
+        for of, numbers in (("size", size), ("stride", stride)):
+            for dim, number in enumerate(numbers):
+                if isinstance(number, SYMBOLIC):
+                    self._expect(Measure(at, inner, "size" if of == "size" else "stride", dim), number)
+        sized = replace(recipe, size=torch.Size(size), stride=stride)
+        if isinstance(sized, Plain):
+            return sized
+        attributes = ((n, self._sized(part, at, f"{inner}.{n}", size_at)) for n, part in sized.attributes)
+        return replace(sized, attributes=tuple(attributes))
+
+    def _expect(self, measure: Measure, number: Any) -> None:
+        if not any(measure == known for _, _, known in self._symbols):
+            self._conditions.append((measure, number))
+
+    def sizes(self) -> Sizes:
+        """What the trace, and whatever came after it, knows of the symbols.
+
+        Raises:
+            UnsupportedProgram: a dimension that was marked as dynamic turned out to be a certain number.
+        """
+        if self._env is None or not self._symbols:
+            return STATIC
+        for place, symbol in self._marked:
+            where = specialised_at(self._env, symbol)
+            if where is not None:
+                raise UnsupportedProgram(
+                    f"`{place}` was marked as dynamic, and the program only works for {expression(symbol)}",
+                    where=where,
+                    stage="joint",
+                    fix="do not mark it, or write the program for any size",
+                )
+        conditions = tuple((measure, expression(number)) for measure, number in self._conditions)
+        symbols = tuple((name, measure) for _, name, measure in self._symbols)
+        return Sizes(symbols, conditions, *map(tuple, guards_of(self._env)))
+
+
+def symbolic_strides(
+    size: Sequence[Any], numbers: Sequence[int], strides: Sequence[int]
+) -> tuple[int | torch.SymInt, ...]:
+    """The strides of a tensor as products of its symbolic sizes, where they are such products.
+
+    Args:
+        size: with symbols.
+        numbers: the sizes as they are.
+        strides: the strides as they are.
+    """
+    made: dict[int, Any] = {1: 1}
+    found: dict[int, Any] = {}
+    for dim in sorted(range(len(strides)), key=lambda dim: (strides[dim], numbers[dim])):
+        found[dim] = made.get(strides[dim], strides[dim])
+        made[strides[dim] * numbers[dim]] = found[dim] * size[dim]
+    return tuple(found[dim] for dim in range(len(strides)))

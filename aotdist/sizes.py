@@ -1,0 +1,134 @@
+"""Symbolic sizes: numbers that differ from call to call, what they are made of, and what is asked of them.
+
+In a trace with symbolic sizes PyTorch's `SymInt`s stand in sizes, strides and arguments, and so they do in
+the facts and plans of the program. At run time each symbol is read off a tensor of the call, and `concrete`
+makes numbers of all the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+
+from aotdist.program import PrimalIdx, Row
+from aotdist.torch_seam import SYMBOLIC, expression
+
+T = TypeVar("T")
+
+Expression: TypeAlias = str
+"""Python source of a number in terms of symbols: `s0*4`."""
+
+SCOPE: Mapping[str, Any] = {"math": math, "torch": torch}
+"""What else an expression may name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One number of a tensor that a call brings.
+
+    Args:
+        input: which of the primals.
+        inner: attribute path of a tensor inside it (`._local_tensor`), else empty.
+        of: the method that tells.
+        dim: its argument.
+    """
+
+    input: PrimalIdx
+    inner: str
+    of: Literal["size", "stride"]
+    dim: int
+
+    def spelled(self, name: str) -> Expression:
+        """How to read it off the variable `name`."""
+        return f"{name}{self.inner}.{self.of}({self.dim})"
+
+    def read(self, primals: Sequence[Any]) -> int:
+        """Its value."""
+        return eval(_code(self.spelled("tensor")), {"tensor": primals[self.input]})
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What symbols a program has.
+
+    Args:
+        symbols: name of each, and where its value is read.
+        conditions: further numbers of the tensors with symbols, and what they have to be.
+        guards: what else has to hold, because the program was traced for it.
+        decided: everything that was decided by symbols; it follows from `guards`.
+    """
+
+    symbols: tuple[tuple[str, Measure], ...] = ()
+    conditions: tuple[tuple[Measure, Expression], ...] = ()
+    guards: tuple[Expression, ...] = ()
+    decided: tuple[Expression, ...] = ()
+
+    def read(self, primals: Sequence[Any]) -> dict[str, int]:
+        """The values of the symbols in one call."""
+        return {name: measure.read(primals) for name, measure in self.symbols}
+
+
+STATIC = Sizes()
+"""Every size is a number."""
+
+
+def evaluate(expression: Expression, symbols: Mapping[str, int]) -> Any:
+    """The value of an expression."""
+    return eval(_code(expression), dict(SCOPE), dict(symbols))
+
+
+@functools.cache
+def _code(expression: Expression) -> CodeType:
+    return compile(expression, "<size>", "eval")
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a symbol stands anywhere in `value`."""
+    if isinstance(value, SYMBOLIC):
+        return True
+    return any(is_symbolic(part) for part in _parts(value))
+
+
+def concrete(value: T, symbols: Mapping[str, int]) -> T:
+    """`value` (a plan, a fact, a recipe) with the numbers of one call in the place of symbols."""
+    if not is_symbolic(value):
+        return value
+    made: Any = value
+    if isinstance(made, SYMBOLIC):
+        made = evaluate(expression(made), symbols)
+    elif isinstance(made, dict):
+        made = {key: concrete(part, symbols) for key, part in made.items()}
+    elif isinstance(made, Row):
+        made = Row[Any, Any](concrete(part, symbols) for part in made)
+    elif _is_ours(made):
+        fields = {f.name: concrete(getattr(made, f.name), symbols) for f in dataclasses.fields(made)}
+        made = dataclasses.replace(made, **fields)
+    elif hasattr(made, "_fields"):
+        made = type(made)(*(concrete(part, symbols) for part in made))
+    else:
+        made = type(made)(concrete(part, symbols) for part in made)
+    return made
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    """What `concrete` looks into: containers, and frozen data of this package."""
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, Row):
+        return list(value)
+    return [getattr(value, f.name) for f in dataclasses.fields(value)] if _is_ours(value) else ()
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether it is frozen data of this package; PyTorch's own (`DTensorSpec`) is left as it is."""
+    ours = type(value).__module__.startswith("aotdist.")
+    return ours and dataclasses.is_dataclass(value) and not isinstance(value, type)
