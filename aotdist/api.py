@@ -99,7 +99,15 @@ class Compiled:
 
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
         with _running_eagerly():
-            artifact = compile_call(self._target(), self._run, args, kwargs, self._backend, self._settings)
+            artifact = compile_call(
+                self._target(),
+                self._run,
+                args,
+                kwargs,
+                self._backend,
+                self._settings,
+                symbolic=not any(artifact.compilation.takes_no_symbols() for artifact in self.artifacts),
+            )
         if len(self.artifacts) >= self._settings.max_artifacts and not self._warned:
             self._warned = True
             name, count = artifact.compilation.captured.name, len(self.artifacts) + 1

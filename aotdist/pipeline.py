@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from aotdist.codegen.emit import Emitter
 from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.stack import Plans, lower_all
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan, plan_bases
+from aotdist.errors import AotdistError
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
@@ -34,7 +36,9 @@ from aotdist.runtime.print_call import MISS
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
+from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import process_groups
+from aotdist.torch_seam import quiet_fakes
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class _Call:
     kwargs: Mapping[str, Any]
     backend: Backend
     settings: Settings
+    symbolic: bool
 
 
 def compile_call(
@@ -72,6 +77,8 @@ def compile_call(
     kwargs: Mapping[str, Any],
     backend: Backend,
     settings: Settings,
+    *,
+    symbolic: bool = True,
 ) -> Artifact:
     """Compile one call of the user's function.
 
@@ -82,6 +89,7 @@ def compile_call(
         kwargs: keyword arguments of the call.
         backend: turns graphs into callables.
         settings: how to compile.
+        symbolic: try symbolic sizes, if settings or marks ask for them.
 
     Raises:
         UnsupportedProgram: the program cannot be compiled ahead of time.
@@ -92,7 +100,7 @@ def compile_call(
     label = getattr(target, "__name__", type(target).__name__)
     # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
     with failing_together(label), collector_paused():
-        compilation = _compile(_Call(target, run, args, kwargs, backend, settings))
+        compilation = _compile(_Call(target, run, args, kwargs, backend, settings, symbolic))
         fit = fit_of(compilation)
         refuse_overlap(fit)
         if settings.validate_guards:
@@ -110,11 +118,12 @@ def _compile(call: _Call) -> Compilation:
     backend, settings = call.backend, call.settings
     times = StageTimes()
     backend.check()
-    captured, deduped, traced, before = _trace(call, times)
+    captured, deduped, traced, before = _trace_with_any_sizes(call, times)
     bases = plan_bases(Program(traced.program.fn, *_distinct(traced)), traced.facts)
     if len(bases.bases):
         # Only a trace tells which inputs are written; where those share memory, the program runs once more.
         before.roll_back()
+        call = replace(call, symbolic=bool(tuple(traced.symbols)))
         captured, deduped, traced, _ = _trace(call, times, bases, _distinct(traced))
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts)
@@ -138,6 +147,36 @@ def _compile(call: _Call) -> Compilation:
         records=(*records, *more),
         seconds=times.seconds,
     )
+
+
+def _trace_with_any_sizes(
+    call: _Call, times: StageTimes
+) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
+    """The first trace: with symbolic sizes where they are asked for, if PyTorch's operators take them.
+
+    Many of linear algebra, Fourier transforms and losses do not. A program that calls one is compiled for
+    each of its sizes.
+    """
+    try:
+        return _trace(call, times)
+    except _FailsWithSymbols as failure:
+        failure.before.roll_back()
+        traced = _trace(replace(call, symbolic=False), times)
+        reason = str(failure.__cause__).partition("\n")[0]
+        warnings.warn(
+            f"aotdist: `{traced[0].name}` is compiled for the sizes at hand: an operator of PyTorch's does "
+            f"not take symbolic ones ({reason})",
+            stacklevel=2,
+        )
+        return traced
+
+
+class _FailsWithSymbols(Exception):
+    """A trace with symbolic sizes failed, as a trace with numbers might not; the cause says how."""
+
+    def __init__(self, before: Reassignments) -> None:
+        super().__init__()
+        self.before = before
 
 
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
@@ -164,16 +203,25 @@ def _trace(
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
-            recorder = Recorder(call.backend.decompositions(), symbolic=bool(captured.dims))
+            dims = captured.dims if call.symbolic else {}
+            recorder = Recorder(call.backend.decompositions(), symbolic=bool(dims))
             recorder.draws.allow(captured.environment.reached.generators)
-            traced = trace(
-                program,
-                recorder,
-                training=not captured.ambient.inference,
-                name_closed_over=captured.name_closed_over,
-                bases=bases,
-                dims=captured.dims,
-            )
+            try:
+                with quiet_fakes() if dims else nullcontext():
+                    traced = trace(
+                        program,
+                        recorder,
+                        training=not captured.ambient.inference,
+                        name_closed_over=captured.name_closed_over,
+                        bases=bases,
+                        dims=dims,
+                    )
+            except AotdistError:
+                raise
+            except Exception as error:
+                if not dims:
+                    raise
+                raise _FailsWithSymbols(before) from error
     return captured, deduped, traced, before
 
 
@@ -210,7 +258,11 @@ def _compile_training(
     @functools.cache
     def reduced(missing: frozenset[Slot]) -> BoxedCall:
         graph, _ = run_passes(without_tangents(whole, missing), "backward", settings)
+        before = traced.symbols.sizes().guards
         call = emitter.another_backward(split, halves, graph).call
+        added = [guard for guard in traced.symbols.sizes().guards if guard not in before]
+        if added:
+            call = _where(added, graph, call, emitter.reference_backward(graph).call)
         groups = process_groups(recipes)
         agree(collectives(graph), label=f"{emitter.name} backward", settings=settings, groups=groups)
         return call
@@ -219,6 +271,17 @@ def _compile_training(
     node = node_plan(traced, plans, split, halves.tangent_strides, again)
     twice = _Twice(traced.graph, again, emitter)
     return Training(joint, split, halves, node, reduced, twice), (*records, *more)
+
+
+def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwise: BoxedCall) -> BoxedCall:
+    """`call` for sizes that pass guards which nothing has tested, `otherwise` for all others."""
+    places = {slot.path: k for k, slot in enumerate(graph.ins) if slot.role == "size"}
+
+    def chosen(args: list[Any]) -> Sequence[Any]:
+        symbols = {name: args[place] for name, place in places.items() if name.isidentifier()}
+        return (call if all(evaluate(guard, symbols) for guard in guards) else otherwise)(args)
+
+    return chosen
 
 
 class _Twice:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -93,7 +94,11 @@ def functional_twin(op: OpOverload) -> OpOverload | None:
     if not name.endswith("_") or torch.Tag.inplace_view in op.tags or name == "copy_":
         return None
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    return None if packet is None else getattr(packet, op._overloadname, None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    taken = [str(argument.type) for argument in op._schema.arguments]
+    # Names alone do not tell: `pow_.Scalar` is the twin of `pow.Tensor_Scalar`.
+    fitting = (o for o in overloads if [str(argument.type) for argument in o._schema.arguments] == taken)
+    return next(fitting, None)
 
 
 @functools.cache
@@ -238,6 +243,17 @@ def shape_env() -> ShapeEnv:
     return NumberedShapeEnv(
         allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
     )
+
+
+@contextmanager
+def quiet_fakes() -> Generator[None]:
+    """Operators that fail on fake tensors raise, and do not log the C++ stack as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def new_symbol(env: ShapeEnv, value: int, place: str) -> torch.SymInt:
@@ -558,6 +574,7 @@ def tracing_context(fake_mode: FakeTensorMode | None) -> Generator[TracingContex
     """Where compilers look for the fake mode, and where Inductor reports its output strides."""
     context = TracingContext(fake_mode)
     context.output_strides = []  # a list asks for the report
+    context.fakify_first_call = fake_mode is not None and fake_mode.shape_env is not None  # as symbols
     with tracing(context):
         yield context
 

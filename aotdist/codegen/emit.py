@@ -13,6 +13,7 @@ import torch
 
 from aotdist.codegen.any_strides import takes_any_strides
 from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides
+from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
 from aotdist.program import Graph, Role, Slot, Split
@@ -82,6 +83,10 @@ class Emitter:
         backward = self._emit_backward(split, graph, {**halves.saved_strides, **halves.tangent_strides})
         backward.finish()
         return backward
+
+    def reference_backward(self, graph: Graph) -> Emitted:
+        """The same operator by operator, for every size that the trace allows."""
+        return FxBackend().emit(graph, Emission("backward", self.fake_mode, self.settings, name=self.name))
 
     def _emit_backward(self, split: Split, graph: Graph, strides: Mapping[Slot, Strides]) -> Emitted:
         restrided = _with_strides(graph, strides, self.fake_mode)

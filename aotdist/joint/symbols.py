@@ -48,6 +48,11 @@ class Symbols:
         self._conditions: list[tuple[Measure, Any]] = []
         self._marked: list[tuple[str, Any]] = []
 
+    @property
+    def none_allowed(self) -> bool:
+        """Whether every size is a number, whatever `dims` says."""
+        return self._env is None
+
     def recipe(self, at: PrimalIdx, slot: Slot, example: torch.Tensor, recipe: Recipe) -> Recipe:
         """`recipe`, that of `example`, with symbols in it."""
         dims = self._dims.get(id(example), frozenset())

@@ -80,6 +80,10 @@ class Compilation:
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
 
+    def takes_no_symbols(self) -> bool:
+        """Whether sizes were to be symbolic, and an operator would not have it."""
+        return bool(self.captured.dims) and self.traced.symbols.none_allowed
+
     def graphs(self) -> dict[str, Graph]:
         """The graphs by name, in the order in which they came to be."""
         match self.region:
