@@ -23,12 +23,14 @@ from aotdist.torch_seam import (
     is_operator,
     pytree,
     replace_functional_value,
+    writes_arguments,
     written_arguments,
 )
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
 _CHECK = torch.ops.aten._linalg_check_errors.default
 _POLYGAMMA = torch.ops.aten.polygamma_.default
+_FOREACH = "aten::_foreach_"
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
 
 
@@ -74,6 +76,9 @@ class Functionalisation(FunctionalTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         for owner, before in written:
             _restore_layout(owner, before)
+        if is_operator(func) and func.name().startswith(_FOREACH) and writes_arguments(func):
+            # Eager counts them where it takes the list apart, beneath all modes.
+            torch.autograd.graph.increment_version([t for t in args[0] if not t.is_inference()])
         if isinstance(result, FunctionalTensor):
             self.remember(result)
         return result
