@@ -17,13 +17,16 @@ import torch
 from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors
 from aotdist.torch_seam import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
-    can_decompose,
+    broken_up,
+    is_left_whole_in_inference,
     is_operator,
     made_by_custom_function,
+    memory_of,
     out_of_place,
     writes_arguments,
 )
@@ -88,16 +91,21 @@ class ViewLog(TorchDispatchMode):
                 stage="joint",
                 fix="use `torch.where` for a branch, or leave that part out of the compiled function",
             )
-        if torch.is_inference_mode_enabled() and is_operator(func) and can_decompose(func):
-            # Elsewhere autograd's dispatch has broken `view_as` and `reshape` up before they come here.
+        whole = is_left_whole_in_inference(func)
+        if whole and not any(map(is_wrapper, args)):
+            # Elsewhere autograd has broken `view_as` and `reshape` up before they come here. Wrappers
+            # get to see `view_as` itself, as in eager.
             with self:
-                return func.decompose(*args, **kwargs)
+                return broken_up(func, *args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
             self._refuse_overlapping_write(func, args[0])
         in_place = torch.Tag.inplace_view in getattr(func, "tags", ())
         size = args[0].size() if in_place else torch.Size()
         result = func(*args, **kwargs)
-        if getattr(func, "is_view", False) and func is not _LIFT:
+        if whole:
+            if _share_memory(args[0], result):  # `reshape`, `to` and `dropout` do so where they can
+                self._log(func, args, kwargs, result)
+        elif getattr(func, "is_view", False) and func is not _LIFT:
             self._log(func, args, kwargs, result)
         elif in_place:
             self._log_in_place(func, args, kwargs)
@@ -180,6 +188,14 @@ def _changed_under_a_view() -> UnsupportedProgram:
         stage="joint",
         fix="use the function that is not in place (`t` for `t_`), or make the view afterwards",
     )
+
+
+def _share_memory(base: torch.Tensor, result: Any) -> bool:
+    views = result if isinstance(result, (list, tuple)) else [result]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (base, *views)):
+        return False
+    memory = {memory_of(plain) for plain in plain_tensors(base)}
+    return any(memory_of(plain) in memory for view in views for plain in plain_tensors(view))
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:

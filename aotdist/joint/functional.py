@@ -17,9 +17,11 @@ from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
     OpOverload,
+    broken_up,
     functional_storage_id,
     functional_value,
     is_functional_base,
+    is_left_whole_in_inference,
     is_operator,
     pytree,
     replace_functional_value,
@@ -62,6 +64,9 @@ class Functionalisation(FunctionalTensorMode):
                 stage="joint",
                 fix="make it outside of the compiled function, or work on its indices and values",
             )
+        if is_left_whole_in_inference(func) and all(issubclass(cls, FunctionalTensor) for cls in types):
+            with self:
+                return broken_up(func, *args, **kwargs)
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             result = self._draw_in_memory_order(func, *args, **kwargs)
@@ -77,8 +82,9 @@ class Functionalisation(FunctionalTensorMode):
         for owner, before in written:
             _restore_layout(owner, before)
         if is_operator(func) and func.name().startswith(_FOREACH) and writes_arguments(func):
-            # Eager counts them where it takes the list apart, beneath all modes.
-            torch.autograd.graph.increment_version([t for t in args[0] if not t.is_inference()])
+            # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
+            plains = [t for t in args[0] if isinstance(t, FunctionalTensor) and not t.is_inference()]
+            torch.autograd.graph.increment_version(plains)
         if isinstance(result, FunctionalTensor):
             self.remember(result)
         return result
