@@ -48,6 +48,24 @@ class ViewStep:
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionView:
+    """Views that a user's autograd function made, whose backward is kept.
+
+    Args:
+        steps: the views, made without history.
+        value: the node output whose history the last of them has.
+        creation: by which autograd knows what to say of a write.
+    """
+
+    steps: tuple[ViewStep, ...]
+    value: NodeOutIdx
+    creation: Any
+
+
+Step: TypeAlias = ViewStep | FunctionView
+
+
+@dataclass(frozen=True, slots=True)
 class Untouched:
     """The input's data is as it was.
 
@@ -121,7 +139,7 @@ class ViewOfInput:
     """The output is a view of an input."""
 
     base: PrimalIdx
-    steps: tuple[ViewStep, ...]
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +147,7 @@ class ViewOfIntermediate:
     """The output is a view of a tensor that the program made and does not return."""
 
     base: NodeOutIdx
-    steps: tuple[ViewStep, ...]
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +155,7 @@ class ViewOfOutput:
     """The output is a view of another output, or (no steps) the same object again."""
 
     base: OutIdx
-    steps: tuple[ViewStep, ...]
+    steps: tuple[Step, ...]
 
 
 OutputFact: TypeAlias = NotATensor | Fresh | IsInput | ViewOfInput | ViewOfIntermediate | ViewOfOutput

@@ -372,6 +372,17 @@ def made_by_custom_function(tensor: torch.Tensor) -> bool:
         return False
 
 
+def creation_meta(tensor: torch.Tensor) -> Any:
+    """What autograd knows of how a view was made: by which it decides what to say of a write."""
+    return torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else None
+
+
+def set_creation_meta(tensor: torch.Tensor, creation: Any) -> None:
+    """Let autograd know that of a view, if it is one."""
+    if creation is not None and tensor._is_view():
+        torch._C._autograd._set_creation_meta(tensor, creation)
+
+
 def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Names of the Python autograd functions in the history of `tensors`, each once."""
     found: dict[str, None] = {}

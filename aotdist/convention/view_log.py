@@ -45,6 +45,24 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Root:
+    """Where a view comes from.
+
+    Args:
+        base: the tensor that it is a view of in the end.
+        steps: how, from there, to `function`, or to the view itself.
+        function: the last tensor on the way that a user's `autograd.Function` returned: to replay only the
+            operations inside it would lose its backward.
+        after: how, from `function`, to the view.
+    """
+
+    base: torch.Tensor
+    steps: tuple[ViewStep, ...] = ()
+    function: torch.Tensor | None = None
+    after: tuple[ViewStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeOfMetadata:
     """Sizes, strides or history written in place: `op(tensor, *args, **kwargs)`.
 
@@ -164,22 +182,22 @@ class ViewLog(TorchDispatchMode):
         """When a view was made, as a number that grows; before all others for what is no view."""
         return next((k for k, view in enumerate(self._entries) if view == id(tensor)), -1)
 
-    def root(self, tensor: torch.Tensor, known: Container[int]) -> tuple[torch.Tensor, tuple[ViewStep, ...]]:
-        """The tensor that `tensor` is a view of in the end, and the steps from there.
+    def root(self, tensor: torch.Tensor, known: Container[int]) -> Root:
+        """What `tensor` is a view of in the end, and how.
 
         The chain stops at a tensor whose id is `known`: `y.detach()[0]` has `y.detach()` for its `_base`, and
-        the caller may hold both. It also stops at a view that a user's `autograd.Function` made: replaying
-        the operations inside it would lose its backward.
+        the caller may hold both.
         """
-        steps: tuple[ViewStep, ...] = ()
+        found = Root(tensor)
         entry = self._entries.get(id(tensor))
-        while entry is not None and not made_by_custom_function(tensor):
+        while entry is not None:
+            if found.function is None and made_by_custom_function(found.base):
+                found = replace(found, function=found.base, steps=(), after=found.steps)
             if entry.base_changed:
                 raise _changed_under_a_view()
-            steps = (*entry.steps, *steps)
-            tensor = entry.base
-            entry = None if id(tensor) in known else self._entries.get(id(tensor))
-        return tensor, steps
+            found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))
+            entry = None if id(found.base) in known else self._entries.get(id(found.base))
+        return found
 
 
 def _changed_under_a_view() -> UnsupportedProgram:

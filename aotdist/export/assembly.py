@@ -15,13 +15,14 @@ from aotdist.export.trace import TracedCall
 from aotdist.facts import (
     DataWritten,
     Fresh,
+    FunctionView,
     IsInput,
     NotATensor,
+    Step,
     Untouched,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
-    ViewStep,
 )
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
@@ -159,9 +160,12 @@ class Assembly:
             case _ as unknown:
                 assert_never(unknown)
 
-    def _replayed(self, base: Node, steps: Sequence[ViewStep]) -> Node:
+    def _replayed(self, base: Node, steps: Sequence[Step]) -> Node:
         """The view of `base` that `steps` make."""
         for step in steps:
+            if isinstance(step, FunctionView):
+                base = self._node_out(step.value)
+                continue
             with no_modes(), self._traced.trace.fake_mode:
                 val = step.op(base.meta["val"], *step.args, **dict(step.kwargs))
             name = operator_name(step.op) or "view"
