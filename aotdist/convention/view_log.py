@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import ViewStep
+from aotdist.facts import ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
 from aotdist.torch_seam import (
     HigherOrderOperator,
@@ -32,6 +33,12 @@ from aotdist.torch_seam import (
 )
 
 _DETACH = torch.ops.aten.detach.default
+_LIKE_ANOTHER = {
+    torch.ops.aten.view_as.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.expand_as.default: torch.ops.aten.broadcast_to.default,
+}
+"""What does the same without a second tensor; only in inference mode they come here whole."""
 _LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` does with its data; to the program the result is no view of anything."""
 
@@ -119,7 +126,8 @@ class ViewLog(TorchDispatchMode):
             self._refuse_overlapping_write(func, args[0])
         in_place = torch.Tag.inplace_view in getattr(func, "tags", ())
         size = args[0].size() if in_place else torch.Size()
-        result = func(*args, **kwargs)
+        with _as_what_is_viewed(func, args):
+            result = func(*args, **kwargs)
         if whole:
             if _share_memory(args[0], result):  # `reshape`, `to` and `dropout` do so where they can
                 self._log(func, args, kwargs, result)
@@ -133,12 +141,21 @@ class ViewLog(TorchDispatchMode):
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         base, *rest = args
+        if func in _LIKE_ANOTHER:
+            func, rest = _LIKE_ANOTHER[func], [rest[0].size()]
         grad, serial = torch.is_grad_enabled(), next(self._serials)
         picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
         for pick, view in picks:
             if view is not base:
                 step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
                 self._entries[id(view)] = _Entry(view, base, (step,))
+
+    def made_by_data(self, view: torch.Tensor) -> None:
+        """`view` was made by `.data`, which looks like `detach` from here."""
+        entry = self._entries.get(id(view))
+        if entry is not None and entry.steps[-1].op is _DETACH:
+            steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
+            self._entries[id(view)] = replace(entry, steps=steps)
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """`view.t_()`: the view is one more step away from its base, and views of it are not."""
@@ -206,6 +223,16 @@ def _changed_under_a_view() -> UnsupportedProgram:
         stage="joint",
         fix="use the function that is not in place (`t` for `t_`), or make the view afterwards",
     )
+
+
+def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """In inference mode, a view of a tensor from outside of it is a normal tensor too."""
+    if torch.is_inference_mode_enabled() and getattr(func, "is_view", False) and not args[0].is_inference():
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        return stack
+    return nullcontext()
 
 
 def _share_memory(base: torch.Tensor, result: Any) -> bool:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar, assert_never
 
 import torch
@@ -379,7 +380,7 @@ def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, ma
         if step.ends_views() and step.serial in made:
             base = made[step.serial]
             continue
-        op = printer.bind(str(step.op), step.op)
+        op = printer.bind(_name_of(step.op), step.op)
         more = [_literal(printer, value) for value in step.args]
         more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
         if step.grad == modes.grad:
@@ -394,6 +395,10 @@ def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, ma
             printer.line(f"{name} = {base}")
             base = made[step.serial] = name
     return base
+
+
+def _name_of(op: Callable[..., Any]) -> str:
+    return op.__name__ if isinstance(op, FunctionType) else str(op)
 
 
 def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, **kwargs: Any) -> Any:

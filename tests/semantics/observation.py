@@ -17,7 +17,7 @@ from torch import nn
 
 import aotdist
 from aotdist.api import Compiled, compiled_call
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of, tangent_recipe
 from aotdist.torch_seam import pytree, storage_id
 
 Sight: TypeAlias = dict[str, Any]
@@ -134,7 +134,7 @@ def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     if is_wrapper(tensor):
         plains = [tangent_for(plain, seed + k) for k, plain in enumerate(plain_tensors(tensor))]
         with torch.no_grad():
-            return rebuild(recipe_of(tensor), plains)
+            return rebuild(tangent_recipe(recipe_of(tensor)), plains)
     generator = torch.Generator().manual_seed(seed)
     shape = (2, *tensor.shape) if tensor.dtype.is_complex else tensor.shape
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
