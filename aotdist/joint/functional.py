@@ -39,6 +39,10 @@ _MATMULS: Mapping[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], torch
     torch.ops.aten.mm.out: lambda args, kwargs: kwargs["out"],
 }
 """Products that are written, and where."""
+_COUNT_FROM_THE_STORAGE = frozenset(
+    {torch.ops.aten.as_strided.default, torch.ops.aten.fill_diagonal_.default}
+)
+"""Operators whose offsets are those of the storage, not of the tensor."""
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
 
 
@@ -91,6 +95,8 @@ class Functionalisation(FunctionalTensorMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
         """How an operator is run that PyTorch's mode does not run as eager does; None for all others."""
+        if func in _COUNT_FROM_THE_STORAGE:
+            _refuse_lost_offset(func, args[0])
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             return lambda: self._draw_in_memory_order(func, *args, **kwargs)
         if func in _MATMULS and _memory_order(_MATMULS[func](args, kwargs)) == [1, 0]:
@@ -147,6 +153,19 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
+
+
+def _refuse_lost_offset(func: OpOverload, tensor: torch.Tensor) -> None:
+    """Raise where the value of `tensor`, written since, does not lie as far into its storage as it did."""
+    if isinstance(tensor, FunctionalTensor) and (
+        tensor.storage_offset() != functional_value(tensor).storage_offset()
+    ):
+        raise UnsupportedProgram(
+            f"`{func}` is called on a part of a storage that was written before",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="use `select`, `diagonal` or slices, which count from the tensor",
+        )
 
 
 def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
