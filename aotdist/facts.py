@@ -14,19 +14,23 @@ import torch
 
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import Recipe
-from aotdist.torch_seam import OpOverload
 
 _DETACH = torch.ops.aten.detach.default
 
 NodeInIdx = NewType("NodeInIdx", int)
 
 
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.data`: what `detach` makes, with a version counter of its own."""
+    return tensor.data
+
+
 @dataclass(frozen=True, slots=True)
 class ViewStep:
-    """One view operation, to be replayed on a base: `op(*args[:at], base, *args[at:], **kwargs)[pick]`.
+    """One view operation, to be replayed on a base: `op(base, *args, **kwargs)[pick]`.
 
     Args:
-        op: the operator (`aten.t.default`).
+        op: the operator (`aten.t.default`), or `data_of`.
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.
@@ -35,7 +39,7 @@ class ViewStep:
         serial: which operation of the trace it was: views of the same `x.detach()` share it for their base.
     """
 
-    op: OpOverload
+    op: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     pick: int | None = None
@@ -44,7 +48,25 @@ class ViewStep:
 
     def ends_views(self) -> bool:
         """Whether what the step makes is no view to autograd, so that views of it have it for their base."""
-        return self.op is _DETACH
+        return self.op in (_DETACH, data_of)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionView:
+    """Views that a user's autograd function made, whose backward is kept.
+
+    Args:
+        steps: the views, made without history.
+        value: the node output whose history the last of them has.
+        creation: by which autograd knows what to say of a write.
+    """
+
+    steps: tuple[ViewStep, ...]
+    value: NodeOutIdx
+    creation: Any
+
+
+Step: TypeAlias = ViewStep | FunctionView
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +143,7 @@ class ViewOfInput:
     """The output is a view of an input."""
 
     base: PrimalIdx
-    steps: tuple[ViewStep, ...]
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +151,7 @@ class ViewOfIntermediate:
     """The output is a view of a tensor that the program made and does not return."""
 
     base: NodeOutIdx
-    steps: tuple[ViewStep, ...]
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +159,7 @@ class ViewOfOutput:
     """The output is a view of another output, or (no steps) the same object again."""
 
     base: OutIdx
-    steps: tuple[ViewStep, ...]
+    steps: tuple[Step, ...]
 
 
 OutputFact: TypeAlias = NotATensor | Fresh | IsInput | ViewOfInput | ViewOfIntermediate | ViewOfOutput

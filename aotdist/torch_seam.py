@@ -50,6 +50,9 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode as Function
 from torch._subclasses.functional_tensor import _detect_infra_mode
 
 from torch.autograd.function import _SingleLevelFunction
+
+# Lets writes inside of a context leave a tensor's version counter alone.
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version  # noqa: F401
 from torch.autograd.graph import _engine_run_backward
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -60,7 +63,6 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot as _get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
-# Arguments and results of any nesting: flatten, unflatten, map, key paths.
 # Arguments and results of any nesting: flatten, unflatten, map, key paths.
 from torch.utils import _pytree as pytree  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -125,6 +127,25 @@ def argument_names(op: OpOverload) -> list[str]:
 def can_decompose(op: OpOverload) -> bool:
     """Whether PyTorch itself breaks an operator up (CompositeImplicitAutograd)."""
     return op._can_decompose()
+
+
+def is_left_whole_in_inference(func: Any) -> bool:
+    """Whether a call is of an operator that eager breaks up, and that modes see whole in inference mode."""
+    if not torch.is_inference_mode_enabled() or not is_operator(func):
+        return False
+    return torch._C._dispatch_has_kernel(func.name()) and can_decompose(func)
+
+
+def broken_up(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What an operator that `can_decompose` computes, by the operators that eager breaks it up into.
+
+    `OpOverload.decompose` prefers a decomposition in Python, which may copy where eager hands back what it
+    was given (`dropout` of a model in evaluation).
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if op.has_kernel_for_dispatch_key(key):
+        return op._op_dk(key, *args, **kwargs)
+    return op.decompose(*args, **kwargs)
 
 
 def native_callable(op: OpOverload) -> Callable[..., Any]:
@@ -413,6 +434,11 @@ def functional_storage_id(tensor: FunctionalTensor) -> int:
     return tensor.elem.untyped_storage()._cdata
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that two plain tensors, functional or not, share exactly when they share memory."""
+    return functional_storage_id(tensor) if isinstance(tensor, FunctionalTensor) else storage_id(tensor)
+
+
 def is_functional_base(tensor: FunctionalTensor) -> bool:
     """Whether a functional tensor owns its memory, rather than being a view of another."""
     return torch._is_functional_tensor_base(tensor.elem)
@@ -496,6 +522,17 @@ def made_by_custom_function(tensor: torch.Tensor) -> bool:
         return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
     except RuntimeError:  # a view made under `no_grad`, of a base that was written since
         return False
+
+
+def creation_meta(tensor: torch.Tensor) -> Any:
+    """What autograd knows of how a view was made: by which it decides what to say of a write."""
+    return torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else None
+
+
+def set_creation_meta(tensor: torch.Tensor, creation: Any) -> None:
+    """Let autograd know that of a view, if it is one."""
+    if creation is not None and tensor._is_view():
+        torch._C._autograd._set_creation_meta(tensor, creation)
 
 
 def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -809,7 +846,10 @@ def dtensor_spec(context: Any, mesh: DeviceMesh | None, size: torch.Size, stride
         return DTensorSpec(old.mesh, old.placements, tensor_meta=metadata)
     placements, tensor_meta, shard_order, _ = context
     metadata = TensorMeta(shape=size, stride=stride, dtype=tensor_meta.dtype)
-    return DTensorSpec(mesh, placements, tensor_meta=metadata, shard_order=shard_order)
+    # An order beside strided shards (views make such) says that these are no order; the context forgets that.
+    known = "use_strided_shard_as_shard_order" in DTensorSpec.__dataclass_fields__
+    no_order = {"use_strided_shard_as_shard_order": False} if known and shard_order is not None else {}
+    return DTensorSpec(mesh, placements, tensor_meta=metadata, shard_order=shard_order, **no_order)
 
 
 def with_placements(context: Any, placements: tuple[Any, ...]) -> Any:

@@ -274,6 +274,14 @@ def tangent_recipe(recipe: Recipe) -> Recipe:
     return recipe if rule is None else rule.tangent_recipe(recipe)
 
 
+def same_layout(before: Recipe, after: Recipe) -> bool:
+    """Whether a wrapper is laid out as before: an operator in place may give a DTensor other placements."""
+    if not isinstance(before, Wrapper) or not isinstance(after, Wrapper):
+        return True
+    rule = wrapper_rule(before.cls)
+    return rule is None or rule.same_layout(before, after)
+
+
 def process_groups(recipes: Iterable[Recipe]) -> set[str]:
     """Names of the process groups that a program with such inputs may communicate in."""
     wrappers = [recipe for recipe in recipes if isinstance(recipe, Wrapper)]

@@ -197,6 +197,8 @@ class _Writer:
         return self.bindings.name(value, path)
 
     def _target(self, target: Any) -> str:
+        if target is _AS_STRIDED_SCATTER:
+            return self.bindings.name(as_strided_scatter, as_strided_scatter.__name__)
         if target is _MKLDNN_RNN:
             return self.bindings.name(training_rnn, str(target).removesuffix(".default"))
         if isinstance(target, OpOverload):
@@ -205,6 +207,13 @@ class _Writer:
 
 
 _MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+_AS_STRIDED_SCATTER = torch.ops.aten.as_strided_scatter.default
+
+
+def as_strided_scatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The operator, also on a tensor with gaps or transposed that requires grad, which PyTorch refuses."""
+    return _AS_STRIDED_SCATTER(tensor.detach(), *args, **kwargs)
+
 
 _LITERALS = frozenset({int, bool, str, type(None), type(Ellipsis)})
 

@@ -7,31 +7,45 @@ opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import torch
 
+from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
     Facts,
     Fresh,
+    FunctionView,
     IsInput,
     NotATensor,
     OutputFact,
+    Step,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
-    ViewStep,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
 
 
-def replay(base: torch.Tensor, steps: Sequence[ViewStep], made: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Make the view of `base` that `steps` describe; `made` holds, by serial, what is no view itself."""
+def replay(
+    base: torch.Tensor, steps: Sequence[Step], values: Sequence[Any], made: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """Make the view of `base` that `steps` describe.
+
+    Args:
+        base: what to view.
+        steps: how.
+        values: what the region returned.
+        made: by serial, what is no view itself.
+    """
     for step in steps:
+        if isinstance(step, FunctionView):
+            base = function_view(base, values[step.value], viewer(step), step.creation)
+            continue
         if step.ends_views() and step.serial in made:
             base = made[step.serial]
             continue
@@ -41,6 +55,11 @@ def replay(base: torch.Tensor, steps: Sequence[ViewStep], made: dict[int, torch.
         if step.ends_views():
             made[step.serial] = base
     return base
+
+
+def viewer(step: FunctionView) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes the views inside of a user's autograd function."""
+    return lambda base: replay(base, step.steps, (), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +105,11 @@ class EpiloguePlan:
             case IsInput(input=source):
                 out = primals[source]
             case ViewOfInput(base=base, steps=steps):
-                out = replay(primals[base], steps, made)
+                out = replay(primals[base], steps, values, made)
             case ViewOfIntermediate(base=base, steps=steps):
-                out = replay(values[base], steps, made)
+                out = replay(values[base], steps, values, made)
             case ViewOfOutput(base=base, steps=steps):
-                out = replay(self._build(base, primals, values, built, made), steps, made)
+                out = replay(self._build(base, primals, values, built, made), steps, values, made)
             case _:
                 assert_never(fact)
         built[idx] = out
@@ -108,20 +127,39 @@ class Epilogue:
             with ViewLog() as log:
                 outs = program.fn(*primals)
             returned = {id(out) for out in outs}
-            return [log.root(outs[idx], returned)[0] if is_base else outs[idx] for idx, is_base in holders]
+            return [hold(outs[idx], returned, log) for idx, hold in holders]
 
         return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
 
 
-def _holders(facts: Facts) -> list[tuple[OutIdx, bool]]:
-    """For each value, an output that holds it, and whether it holds it as the base of a view."""
-    found: dict[NodeOutIdx, tuple[OutIdx, bool]] = {}
+_Hold: TypeAlias = Callable[[torch.Tensor, Container[int], ViewLog], Any]
+
+
+def _holders(facts: Facts) -> list[tuple[OutIdx, _Hold]]:
+    """For each value, an output that tells it, and how."""
+    found: dict[NodeOutIdx, tuple[OutIdx, _Hold]] = {}
     for idx, fact in facts.outputs.enumerate():
         if isinstance(fact, Fresh):
-            found[fact.value] = (idx, False)
-        elif isinstance(fact, ViewOfIntermediate):
-            found.setdefault(fact.base, (idx, True))
+            found[fact.value] = (idx, _itself)
+        if isinstance(fact, ViewOfIntermediate):
+            found.setdefault(fact.base, (idx, _base))
+        if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
+            for step in fact.steps:
+                if isinstance(step, FunctionView):
+                    found.setdefault(step.value, (idx, _from_function))
     return [found[NodeOutIdx(position)] for position in range(len(found))]
+
+
+def _itself(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
+    return out
+
+
+def _base(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
+    return log.root(out, returned).base
+
+
+def _from_function(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
+    return log.root(out, returned).function
 
 
 EPILOGUE = Epilogue()

@@ -7,12 +7,13 @@ puts the base's gradient together from that of the written part and that of the 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from aotdist.convention.version import bump
+from aotdist.convention.version import bump, uncounted
 from aotdist.subclasses.protocol import is_wrapper
 
 
@@ -117,8 +118,9 @@ def take(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def put(target: torch.Tensor, rest: torch.Tensor | None, value: torch.Tensor, bumps: int) -> None:
     """Let `target` hold `value`, with the history of `value`, and count `bumps` more writes."""
-    if rest is None:
-        _Put.apply(target, value, None, None)
-    else:
-        _Put.apply(target._base, value, rest, target)
+    with nullcontext() if bumps else uncounted(target):
+        if rest is None:
+            _Put.apply(target, value, None, None)
+        else:
+            _Put.apply(target._base, value, rest, target)
     bump(target, bumps - 1)

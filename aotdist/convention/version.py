@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+
+from aotdist.torch_seam import preserved_version
+
+
+def uncounted(target: torch.Tensor) -> AbstractContextManager[None]:
+    """Let writes of `target` inside of the context leave its version counter alone."""
+    return nullcontext() if target.is_inference() else preserved_version(target)
 
 
 def bump(target: torch.Tensor, count: int) -> None:

@@ -15,13 +15,15 @@ from aotdist.export.trace import TracedCall
 from aotdist.facts import (
     DataWritten,
     Fresh,
+    FunctionView,
     IsInput,
     NotATensor,
+    Step,
     Untouched,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
-    ViewStep,
+    data_of,
 )
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
@@ -159,13 +161,17 @@ class Assembly:
             case _ as unknown:
                 assert_never(unknown)
 
-    def _replayed(self, base: Node, steps: Sequence[ViewStep]) -> Node:
+    def _replayed(self, base: Node, steps: Sequence[Step]) -> Node:
         """The view of `base` that `steps` make."""
         for step in steps:
+            if isinstance(step, FunctionView):
+                base = self._node_out(step.value)
+                continue
+            op = torch.ops.aten.detach.default if step.op is data_of else step.op
             with no_modes(), self._traced.trace.fake_mode:
-                val = step.op(base.meta["val"], *step.args, **dict(step.kwargs))
-            name = operator_name(step.op) or "view"
-            made = self._builder.call(step.op, (base, *step.args), like=base, name=name, val=val)
+                val = op(base.meta["val"], *step.args, **dict(step.kwargs))
+            name = operator_name(op) or "view"
+            made = self._builder.call(op, (base, *step.args), like=base, name=name, val=val)
             made.kwargs = dict(step.kwargs)
             if step.pick is not None:
                 item, picked = operator.getitem, val[step.pick]

@@ -10,15 +10,18 @@ import torch
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
     Fresh,
+    FunctionView,
     IsInput,
     NotATensor,
     OutputFact,
+    Step,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
 )
 from aotdist.joint.inputs import Inputs
 from aotdist.program import NodeOutIdx, OutIdx, Slot
+from aotdist.torch_seam import creation_meta
 
 
 class NodeOutputs:
@@ -81,13 +84,21 @@ def _classify_one(
         return IsInput(as_input)
     if first[id(out)] != position:
         return ViewOfOutput(first[id(out)], ())
-    base, steps = log.root(out, first)
-    if not steps:
-        return Fresh(node.add(Slot("output", f"out[{position}]"), out, history=out.requires_grad))
-    of_input = inputs.index_of(base)
+    root = log.root(out, first)
+    slot = Slot("output", f"out[{position}]")
+    if root.base is out:
+        return Fresh(node.add(slot, out, history=out.requires_grad))
+    steps: tuple[Step, ...] = root.steps
+    if root.function is not None:
+        value = node.add(slot, root.function, history=True)
+        steps = (FunctionView(root.steps, value, creation_meta(root.function)), *root.after)
+    of_input = inputs.index_of(root.base)
     if of_input is not None:
         return ViewOfInput(of_input, steps)
-    if id(base) in first:
-        return ViewOfOutput(first[id(base)], steps)
-    base_slot = Slot("output", f"out[{position}].base")
-    return ViewOfIntermediate(node.add(base_slot, base, history=out.requires_grad), steps)
+    if id(root.base) in first:
+        return ViewOfOutput(first[id(root.base)], steps)
+    # The base of what a function returned gets its gradient through the function alone.
+    history = out.requires_grad and root.function is None
+    return ViewOfIntermediate(
+        node.add(Slot("output", f"out[{position}].base"), root.base, history=history), steps
+    )

@@ -13,24 +13,38 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
     OpOverload,
+    broken_up,
     functional_storage_id,
     functional_twin,
     functional_value,
     is_functional_base,
+    is_left_whole_in_inference,
     is_operator,
     pytree,
     replace_functional_value,
+    writes_arguments,
     written_arguments,
 )
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
 _CHECK = torch.ops.aten._linalg_check_errors.default
 _POLYGAMMA = torch.ops.aten.polygamma_.default
+_FOREACH = "aten::_foreach_"
+_MATMULS: Mapping[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]] = {
+    torch.ops.aten.addmm_.default: lambda args, kwargs: args[0],
+    torch.ops.aten.mm.out: lambda args, kwargs: kwargs["out"],
+}
+"""Products that are written, and where."""
+_COUNT_FROM_THE_STORAGE = frozenset(
+    {torch.ops.aten.as_strided.default, torch.ops.aten.fill_diagonal_.default}
+)
+"""Operators whose offsets are those of the storage, not of the tensor."""
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
 
 
@@ -62,30 +76,60 @@ class Functionalisation(FunctionalTensorMode):
                 stage="joint",
                 fix="make it outside of the compiled function, or work on its indices and values",
             )
-        written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
-        if func in _BERNOULLI and _memory_order(args[0]) is not None:
-            result = self._draw_in_memory_order(func, *args, **kwargs)
-        elif func is _CHECK:
-            # It only raises; PyTorch's mode would thread a token through the graph for it.
-            values = pytree.tree_map_only(FunctionalTensor, functional_value, args)
-            result = func(*values, **kwargs)
-        elif func is _POLYGAMMA:
-            with self:  # its functional twin takes its arguments the other way round
-                result = args[0].copy_(torch.polygamma(args[1], args[0]))
-        elif (twin := _twin_of_symbolic_write(func, args)) is not None:
+        beneath_wrappers = all(issubclass(cls, FunctionalTensor) for cls in types)
+        if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
-                value = twin(*args, **kwargs)
-            result = args[0]
-            if value.size() != result.size():
-                raise RuntimeError(f"`{func}` cannot write {list(value.size())} into {list(result.size())}")
-            replace_functional_value(result, functional_value(value))
-        else:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+                return broken_up(func, *args, **kwargs)
+        written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
+        special = self._special(func, args, kwargs) if beneath_wrappers else None
+        result = super().__torch_dispatch__(func, types, args, kwargs) if special is None else special()
         for owner, before in written:
             _restore_layout(owner, before)
+        if is_operator(func) and func.name().startswith(_FOREACH) and writes_arguments(func):
+            # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
+            plains = [t for t in args[0] if isinstance(t, FunctionalTensor) and not t.is_inference()]
+            torch.autograd.graph.increment_version(plains)
         if isinstance(result, FunctionalTensor):
             self.remember(result)
         return result
+
+    def _special(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        """How an operator is run that PyTorch's mode does not run as eager does; None for all others."""
+        if func in _COUNT_FROM_THE_STORAGE:
+            _refuse_lost_offset(func, args[0])
+        if func in _BERNOULLI and _memory_order(args[0]) is not None:
+            return lambda: self._draw_in_memory_order(func, *args, **kwargs)
+        if func in _MATMULS and _memory_order(_MATMULS[func](args, kwargs)) == [1, 0]:
+            return lambda: self._multiply_transposed(func, *args, **kwargs)
+        if is_fused_optimizer(func):
+            return lambda: self._by_itself(step_functionally, func, args, kwargs)
+        if func is _CHECK:
+            # It only raises; PyTorch's mode would thread a token through the graph for it.
+            values = pytree.tree_map_only(FunctionalTensor, functional_value, args)
+            return lambda: func(*values, **kwargs)
+        if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
+            return lambda: self._by_itself(lambda x, n: x.copy_(torch.polygamma(n, x)), *args)
+        twin = _twin_of_symbolic_write(func, args)
+        return None if twin is None else lambda: self._write_with(twin, args, kwargs)
+
+    def _write_with(self, twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Let the first argument hold what `twin` computes."""
+        target: FunctionalTensor = args[0]
+        with self:
+            value = twin(*args, **kwargs)
+        if value.size() != target.size():
+            raise RuntimeError(
+                f"`{twin}` gives {list(value.size())}, to be written into {list(target.size())}"
+            )
+        replace_functional_value(target, functional_value(value))
+        return target
+
+    def _by_itself(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function`, whose operators come here in turn."""
+        with self:
+            return function(*args)
 
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -100,6 +144,16 @@ class Functionalisation(FunctionalTensorMode):
                     owner = self._laid_out.get(storage, tensor)
                     if is_functional_base(owner):
                         yield owner
+
+    def _multiply_transposed(
+        self, func: Callable[..., Any], *tensors: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Multiply into a tensor that lies transposed, as eager does: it rounds otherwise there."""
+        with self:
+            *target, a, b = (tensor.t() for tensor in tensors)
+            if "out" in kwargs:
+                kwargs["out"] = kwargs["out"].t()
+            return func(*target, b, a, **kwargs).t()
 
     def _draw_in_memory_order(
         self, func: Callable[..., Any], tensor: torch.Tensor, *probability: Any, **kwargs: Any
@@ -127,6 +181,19 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
         return None
     shapes = [value.shape for value in args if isinstance(value, FunctionalTensor)]
     return twin if any(map(is_symbolic, shapes)) else None
+
+
+def _refuse_lost_offset(func: OpOverload, tensor: torch.Tensor) -> None:
+    """Raise where the value of `tensor`, written since, does not lie as far into its storage as it did."""
+    if isinstance(tensor, FunctionalTensor) and (
+        tensor.storage_offset() != functional_value(tensor).storage_offset()
+    ):
+        raise UnsupportedProgram(
+            f"`{func}` is called on a part of a storage that was written before",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="use `select`, `diagonal` or slices, which count from the tensor",
+        )
 
 
 def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from aotdist.capture.origins import Origins
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
+from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.symbols import Symbols
@@ -219,10 +220,14 @@ class Lifting(TorchFunctionMode):
     Args:
         inputs: the stand-ins.
         stand_in: the stand-in of a real tensor; it makes one when the tensor is met for the first time.
+        log: to be told of views that only show here.
     """
 
-    def __init__(self, inputs: Inputs, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, inputs: Inputs, stand_in: Callable[[torch.Tensor], torch.Tensor], log: ViewLog
+    ) -> None:
         super().__init__()
+        self._log = log
         self._inputs = inputs
         self._stand_in = stand_in
 
@@ -240,7 +245,10 @@ class Lifting(TorchFunctionMode):
         )
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
             self._refuse_attribute(func, swapped_args[0])
-        return func(*swapped_args, **swapped_kwargs)
+        result = func(*swapped_args, **swapped_kwargs)
+        if func == _DATA.__get__:
+            self._log.made_by_data(result)
+        return result
 
     def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._stand_in(tensor) if is_real(tensor) else tensor

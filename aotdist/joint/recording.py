@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.random import Draws
 from aotdist.torch_seam import (
     SYMBOLIC,
@@ -166,7 +167,7 @@ class Recording(ProxyTorchDispatchMode):
         node_args: tuple[Any, ...],
         node_kwargs: dict[str, Any],
     ) -> Any:
-        result = func(*args, **kwargs)
+        result = results_like(func, args) if is_functional_step(func) else func(*args, **kwargs)
         node = self._create(func, node_args, node_kwargs)
         if isinstance(result, torch.Tensor):
             self._bind(result, node)
@@ -193,3 +194,5 @@ class Recording(ProxyTorchDispatchMode):
         for position, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 self._bind(value, self._create(operator.getitem, (node, position), {}))
+            elif isinstance(value, (list, tuple)):
+                self._bind_each(value, self._create(operator.getitem, (node, position), {}))

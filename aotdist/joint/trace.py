@@ -31,6 +31,7 @@ from aotdist.subclasses.protocol import (
     plain_tensors,
     rebuild,
     recipe_of,
+    same_layout,
     tangent_recipe,
 )
 from aotdist.torch_seam import (
@@ -112,7 +113,7 @@ def trace(
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(log)
-        with Lifting(inputs, stand_in), _refusing_what_needs_data():
+        with Lifting(inputs, stand_in, log), _refusing_what_needs_data():
             outs = program.fn(*tensors)
         recorder.draws.check()
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and is_real(out) else out for out in outs]
@@ -134,7 +135,7 @@ def trace(
         )
         results = _value_results(recorder, node_outs, node_tensors)
         counters = [stand_in.writes() for stand_in in inputs.row()]
-        lifting = Lifting(inputs, stand_in)
+        lifting = Lifting(inputs, stand_in, log)
         takes_grad = metadata.taking_grad(inputs.row())
         wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
         found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
@@ -241,6 +242,8 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
             stage="joint",
             fix="call `backward()` outside, or use `torch.autograd.grad` inside",
         )
+    if not reshaped and not same_layout(stand_in.recipe, recipe_of(stand_in.tensor)):
+        raise refuse(stand_in, "by an operator that lays the result out otherwise")
     for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
         # `out=` gives an empty tensor another size, and no counter tells.
         resized = data_writes(plain) and functional_value(plain).size() != leaf.size

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar, assert_never
 
 import torch
@@ -19,20 +20,22 @@ from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
-from aotdist.convention.epilogue import EpiloguePlan
+from aotdist.convention.epilogue import EpiloguePlan, viewer
+from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
 from aotdist.convention.put import put, take
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
 from aotdist.facts import (
     Fresh,
+    FunctionView,
     IsInput,
     NotATensor,
     OutputFact,
+    Step,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
-    ViewStep,
 )
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.guard import no_overlap, tensor_check
@@ -396,14 +399,17 @@ def _output(
             assert_never(fact)
 
 
-def _view(
-    printer: Printer, base: str, steps: Sequence[ViewStep], modes: Ambient, made: dict[int, str]
-) -> str:
+def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, made: dict[int, str]) -> str:
     for position, step in enumerate(steps):
+        if isinstance(step, FunctionView):
+            make, creation = printer.bind("views", viewer(step)), printer.bind("creation", step.creation)
+            function = printer.bind("function_view", function_view)
+            base = f"{function}({base}, values[{step.value}], {make}, {creation})"
+            continue
         if step.ends_views() and step.serial in made:
             base = made[step.serial]
             continue
-        op = printer.bind(str(step.op), step.op)
+        op = printer.bind(_name_of(step.op), step.op)
         more = [_literal(printer, value) for value in step.args]
         more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
         if step.grad == modes.grad:
@@ -418,6 +424,10 @@ def _view(
             printer.line(f"{name} = {base}")
             base = made[step.serial] = name
     return base
+
+
+def _name_of(op: Callable[..., Any]) -> str:
+    return op.__name__ if isinstance(op, FunctionType) else str(op)
 
 
 def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 
 import aotdist
 from aotdist.api import Compiled, compiled_call
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of, tangent_recipe
 from aotdist.torch_seam import pytree, storage_id
 
 Sight: TypeAlias = dict[str, Any]
@@ -131,13 +131,15 @@ def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
     In another layout eager's own formulas add up in another order; see `test_autograd.py` for those.
     """
+    if is_wrapper(tensor):
+        plains = [tangent_for(plain, seed + k) for k, plain in enumerate(plain_tensors(tensor))]
+        with torch.no_grad():
+            return rebuild(tangent_recipe(recipe_of(tensor)), plains)
     generator = torch.Generator().manual_seed(seed)
     shape = (2, *tensor.shape) if tensor.dtype.is_complex else tensor.shape
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
     tangent = (torch.complex(*numbers) if tensor.dtype.is_complex else numbers).to(tensor.dtype)
-    return (
-        torch.ones_like(tensor) * tangent if is_wrapper(tensor) else torch.empty_like(tensor).copy_(tangent)
-    )
+    return torch.empty_like(tensor, requires_grad=False).copy_(tangent)
 
 
 def differentiable(named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -294,3 +296,17 @@ def same_as_eager(
     compiled = compiled_call(target)
     assert compilations in (None, len(compiled.artifacts)), f"compiled {len(compiled.artifacts)} times"
     return compiled
+
+
+def assert_both_give_the_same(fn: Any, use: Callable[[Any], Sequence[torch.Tensor | None]]) -> None:
+    """Assert that `use` returns the same numbers, or None, of the eager and of the compiled function.
+
+    For whatever a `Scene` is too rigid to say: other calls, hooks, gradients of some things only.
+    """
+    found: list[Sequence[torch.Tensor | None]] = []
+    for call in (fn, aotdist.compile(fn, backend="fx")):
+        torch.manual_seed(0)
+        found.append(use(call))
+    for eager, ours in zip(*found, strict=True):
+        assert (eager is None) == (ours is None), (eager, ours)
+        assert eager is None or ours is None or bits(eager) == bits(ours), (eager, ours)

@@ -1,0 +1,56 @@
+"""Fused optimizer steps (`_fused_adamw_`), which PyTorch's functionalisation does not know how to take.
+
+It stumbles over their empty lists, and has no shapes for the results of most. Their functional twins return
+new tensors; they are recorded, and what they return is written where the step would have written it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from aotdist.torch_seam import OpOverload, written_arguments
+
+_SCALED = ("grad_scale", "found_inf")
+
+
+def is_fused_optimizer(func: Any) -> bool:
+    """Whether a call is of an optimizer's fused step, in place."""
+    return func in _STEPS
+
+
+def is_functional_step(func: Any) -> bool:
+    """Whether a call is of the functional twin of one."""
+    return func in _TWINS
+
+
+def step_functionally(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Do the step by its functional twin, and write the results."""
+    results = _twin(func)(*args, **kwargs)
+    for (position, name), new in zip(written_arguments(func), results, strict=True):
+        # Gradients are written only where they are unscaled on the way.
+        if name != "grads" or any(kwargs.get(scaled) is not None for scaled in _SCALED):
+            for target, value in zip(args[position], new, strict=True):
+                target.copy_(value)
+
+
+def results_like(func: OpOverload, args: Sequence[Any]) -> tuple[list[torch.Tensor], ...]:
+    """What the functional twin of a step returns, without its numbers."""
+    lists = (args[position] for position, _ in written_arguments(_TWINS[func]))
+    return tuple([torch.empty_like(tensor) for tensor in tensors] for tensors in lists)
+
+
+def _twin(func: OpOverload) -> OpOverload:
+    packet = getattr(torch.ops.aten, func.name().partition("::")[2].partition(".")[0].removesuffix("_"))
+    return getattr(packet, func._overloadname)
+
+
+def _steps() -> list[OpOverload]:
+    packets = (getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad"))
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+_TWINS = {_twin(step): step for step in _steps()}
+_STEPS = frozenset(_TWINS.values())
