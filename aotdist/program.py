@@ -129,6 +129,7 @@ class Graph:
     - `seq_nr`: the autograd sequence number; a backward node has that of its forward node;
     - `unit`: name of the FSDP unit that a collective serves, if any;
     - `grad`: whether grad mode was on, of a forward node;
+    - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it.
     """
 

@@ -82,13 +82,9 @@ class ViewLog(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
-            raise UnsupportedProgram(
-                f"the program calls the higher-order operator `{func.name()}`",
-                where=Origins().current() or None,
-                stage="joint",
-                fix="use `torch.where` for a branch, or leave that part out of the compiled function",
-            )
-        if torch.is_inference_mode_enabled() and is_operator(func) and can_decompose(func):
+            return func(*args, **kwargs)  # none of them makes views
+        inference = torch.is_inference_mode_enabled() and is_operator(func) and func.namespace != "prim"
+        if inference and can_decompose(func):
             # Elsewhere autograd's dispatch has broken `view_as` and `reshape` up before they come here.
             with self:
                 return func.decompose(*args, **kwargs)

@@ -16,9 +16,11 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
+    HigherOrderOperator,
     OpOverload,
     functional_storage_id,
     functional_value,
+    handle_in_mode,
     is_functional_base,
     is_operator,
     pytree,
@@ -34,6 +36,8 @@ _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoull
 
 class Functionalisation(FunctionalTensorMode):
     """Turns writes into new values, of the layout of what is written."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,6 +57,8 @@ class Functionalisation(FunctionalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         if is_operator(func) and func.name() in _TO_SPARSE:
             raise UnsupportedProgram(
                 "the program makes a sparse tensor",

@@ -11,7 +11,9 @@ Every node is stamped with where it comes from, see `aotdist.program.Graph`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,13 +25,15 @@ from aotdist.joint.functional import Functionalisation
 from aotdist.joint.random import Draws
 from aotdist.joint.recording import Recording
 from aotdist.program import Graph, Slot
-from aotdist.subclasses.protocol import Plain
+from aotdist.subclasses.protocol import Plain, is_real, plain_tensors
 from aotdist.torch_seam import (
     FakeTensorMode,
     FunctionalTensor,
+    HigherOrderOperator,
     OpOverload,
     PythonKeyTracer,
     TracingContext,
+    calling_higher_order_directly,
     decomposing,
     functional,
     functional_value,
@@ -39,11 +43,13 @@ from aotdist.torch_seam import (
     no_modes,
     node_of,
     own_autocast_cache,
+    pytree,
     running_sequence_nr,
     saved_tensor_hooks_off,
     second_shell,
     tracing,
     track,
+    unwrapped,
 )
 
 Phase = Literal["forward", "backward"]
@@ -71,10 +77,16 @@ class Recorder:
 
     Args:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
+        within: the recorder of the program that this one is a part of: what it made stands for no data here.
     """
 
-    def __init__(self, decompositions: Mapping[OpOverload, Callable[..., Any]]) -> None:
-        self.fake_mode = FakeTensorMode(static_shapes=True)
+    def __init__(
+        self,
+        decompositions: Mapping[OpOverload, Callable[..., Any]],
+        within: Recorder | None = None,
+    ) -> None:
+        self.fake_mode = FakeTensorMode(static_shapes=True) if within is None else within.fake_mode
+        self._within = within
         self.phase: Phase = "forward"
         self._tracer = _Tracer(self._stamp)
         self._decompositions = decompositions
@@ -92,6 +104,7 @@ class Recorder:
         for mode in (
             own_autocast_cache(),
             saved_tensor_hooks_off(),
+            calling_higher_order_directly(),
             self.draws,
             tracing(TracingContext(self.fake_mode)),
             self.fake_mode,
@@ -105,8 +118,29 @@ class Recorder:
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
 
+    def nested(self) -> Recorder:
+        """A recorder for a function that the program hands to an operator."""
+        return Recorder(self._decompositions, self)
+
+    @contextlib.contextmanager
+    def resumed(self) -> Generator[None]:
+        """Record here again, while a nested recorder is at work."""
+        with no_modes(), self.fake_mode, self._recording, self._functionalisation:
+            yield
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has to become an argument before the program can work on it."""
+        if is_real(tensor):
+            return True
+        if self._within is None:
+            return False
+        plains = map(unwrapped, plain_tensors(tensor))
+        return any(isinstance(p, FunctionalTensor) and self._node_of(p) is None for p in plains)
+
     def fake(self, example: torch.Tensor) -> torch.Tensor:
-        """A fake of a real plain tensor; its storage is not touched."""
+        """A fake of a plain tensor, real or another recorder's; its storage is not touched."""
+        if isinstance(example, FunctionalTensor):
+            return self.fake_like(Plain(example.size(), example.stride(), example.dtype), example.device)
         with torch.no_grad(), no_modes():
             return self.fake_mode.from_tensor(example.detach(), static_shapes=True)
 
@@ -166,11 +200,50 @@ class Recorder:
         """
         if not isinstance(tensor, FunctionalTensor):
             raise InternalError(f"a {type(tensor).__name__} reached the graph's results", stage="joint")
-        fake = functional_value(tensor)
-        node = node_of(fake, self._tracer)
+        node = self._node_of(tensor)
         if node is None:
-            raise InternalError(f"no node computes {fake}", stage="joint")
+            raise InternalError(f"no node computes {functional_value(tensor)}", stage="joint")
         return node
+
+    def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:
+        return node_of(functional_value(tensor), self._tracer)
+
+    def attribute(self, name: str, module: torch.fx.GraphModule) -> torch.fx.Node:
+        """A node for a graph that operators of this graph take."""
+        root = self._tracer.root
+        unique = next(n for k in itertools.count() if not hasattr(root, n := f"{name}_{k}"))
+        root.register_module(unique, module)
+        return self._tracer.create_node("get_attr", unique, (), {})
+
+    def call(
+        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
+    ) -> list[FunctionalTensor]:
+        """Record a call of `op` that returns a tuple of new tensors.
+
+        Args:
+            op: a higher-order operator.
+            args: its arguments: nodes of this graph, and containers of them.
+            like: fakes with the metadata of its results.
+            draws: whether it draws random numbers.
+        """
+        given = [node.meta.get("val") for node in pytree.tree_leaves(args) if isinstance(node, torch.fx.Node)]
+        if draws:
+            fakes = self.draws.draw(op, given, {}, lambda: self._call(op, args, like, draws=True))
+        else:
+            fakes = self._call(op, args, like, draws=False)
+        return [functional(fake) for fake in fakes]
+
+    def _call(
+        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
+    ) -> list[torch.Tensor]:
+        fakes = [self.fake_like(Plain(f.size(), f.stride(), f.dtype), f.device) for f in like]
+        node = self._tracer.create_node("call_function", op, args, {})
+        node.meta.update(val=tuple(fakes), draws=draws)
+        for position, fake in enumerate(fakes):
+            pick = self._tracer.create_node("call_function", operator.getitem, (node, position), {})
+            pick.meta["val"] = fake
+            track(fake, pick, self._tracer)
+        return fakes
 
     def graph(self, results: Sequence[tuple[Slot, torch.fx.Node | None]]) -> Graph:
         """The recorded graph with `results` as its outputs."""

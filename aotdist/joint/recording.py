@@ -21,11 +21,13 @@ from torch.fx import Node
 from aotdist.joint.random import Draws
 from aotdist.torch_seam import (
     FakeTensor,
+    HigherOrderOperator,
     OpOverload,
     ProxyTorchDispatchMode,
     PythonKeyTracer,
     can_decompose,
     decomposition_option,
+    handle_in_mode,
     is_operator,
     node_of,
     track,
@@ -67,6 +69,8 @@ class Recording(ProxyTorchDispatchMode):
         draws: which random numbers are drawn.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         tracer: PythonKeyTracer,
@@ -87,6 +91,8 @@ class Recording(ProxyTorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return handle_in_mode(func, ProxyTorchDispatchMode, self, *args, **(kwargs or {}))
         direct = self._is_direct.get(func)
         if direct is None:
             direct = self._is_direct[func] = self._records_directly(func)
