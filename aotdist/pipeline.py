@@ -114,7 +114,7 @@ def _compile(call: _Call) -> Compilation:
         before.roll_back()
         captured, deduped, traced, _ = _trace(call, times, bases, _distinct(traced))
     with times.stage("convention"):
-        _, plans = lower_all(traced.program, traced.facts)
+        _, plans = lower_all(traced.program, traced.facts, functional_rng=_takes_seed(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
         joint, records = run_passes(backend.prepare_joint(traced.graph), "joint", settings)
@@ -161,7 +161,8 @@ def _trace(
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
-            recorder = Recorder(call.backend.decompositions())
+            rng = call.settings.functional_rng
+            recorder = Recorder(call.backend.decompositions(), functional_rng=rng)
             recorder.draws.allow(captured.environment.reached.generators)
             traced = trace(
                 program,
@@ -171,6 +172,10 @@ def _trace(
                 bases=bases,
             )
     return captured, deduped, traced, before
+
+
+def _takes_seed(graph: Graph) -> bool:
+    return any(slot.role == "rng" for slot in graph.ins)
 
 
 def _distinct(traced: Traced) -> _Inputs:

@@ -73,7 +73,7 @@ class Row(Generic[I, T]):
         return Row(fn(item) for item in self._items)
 
 
-Role = Literal["primal", "output", "write", "saved", "tangent", "grad", "backward_write"]
+Role = Literal["primal", "output", "write", "saved", "tangent", "rng", "grad", "backward_write"]
 """What a graph argument or result is to the program.
 
 - `primal`: a plain tensor of the user's (argument, parameter, buffer, lifted constant).
@@ -81,6 +81,7 @@ Role = Literal["primal", "output", "write", "saved", "tangent", "grad", "backwar
 - `write`: the new value of an input that the forward wrote.
 - `saved`: handed from forward to backward.
 - `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
+- `rng`: seed and offset of all random numbers, last among the arguments.
 - `grad`: gradient with respect to a `primal`.
 - `backward_write`: the new value of an input that the backward wrote.
 """
@@ -160,7 +161,8 @@ class Split:
     """A joint graph cut in two.
 
     `forward.outs` is the joint graph's `output` and `write` slots followed by the `saved` slots that
-    the forward computes. `backward.ins` is `saved`, in order, followed by the `tangent` slots.
+    the forward computes. `backward.ins` is `saved`, in order, followed by the `tangent` slots. If the joint
+    graph has `rng` slots, they come last among the arguments of both.
     A saved slot whose path and inner name a primal is that primal itself: the forward does not return it.
 
     Args:

@@ -34,6 +34,9 @@ class Settings:
         max_artifacts: signatures compiled for one callable before a warning names what keeps changing.
         rank_timeout_s: seconds that a rank waits for its peers to agree before it raises.
         verify: check the graph's invariants after every pass.
+        functional_rng: make random operators functions of a seed and an offset, which both graphs take last.
+            A random number may then be drawn again instead of being kept for the backward. The numbers are
+            Philox's, not eager's; their seed is drawn from the user's generator once a call. CPU only.
         report_side_effects: warn about Python side effects that happen only while capturing.
     """
 
@@ -43,6 +46,7 @@ class Settings:
     max_artifacts: int = 8
     rank_timeout_s: float = 300.0
     verify: bool = True
+    functional_rng: bool = False
     report_side_effects: bool = False
 
     def __post_init__(self) -> None:
@@ -118,5 +122,6 @@ _PARSERS: dict[str, Any] = {
     "max_artifacts": int,
     "rank_timeout_s": float,
     "verify": _parse_bool,
+    "functional_rng": _parse_bool,
     "report_side_effects": _parse_bool,
 }

@@ -20,7 +20,9 @@ import torch
 
 from aotdist.capture.annotations import current_module, current_tags
 from aotdist.capture.origins import Origins
-from aotdist.errors import InternalError
+from aotdist.convention.philox import Stream
+from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.functional import Functionalisation
 from aotdist.joint.random import Draws
 from aotdist.joint.recording import Recording
@@ -78,12 +80,15 @@ class Recorder:
     Args:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
         within: the recorder of the program that this one is a part of: what it made stands for no data here.
+        functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
     """
 
     def __init__(
         self,
         decompositions: Mapping[OpOverload, Callable[..., Any]],
         within: Recorder | None = None,
+        *,
+        functional_rng: bool = False,
     ) -> None:
         self.fake_mode = FakeTensorMode(static_shapes=True) if within is None else within.fake_mode
         self._within = within
@@ -92,7 +97,10 @@ class Recorder:
         self._decompositions = decompositions
         self.draws = Draws()
         self._functionalisation = Functionalisation()
-        self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws)
+        self._functional_rng = functional_rng
+        stream = Stream(self._rng_state) if functional_rng else None
+        self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, stream)
+        self._rng: list[torch.fx.Node] = []
         self._origins = Origins()
         self._first_seq_nr = next_sequence_nr()
         self._forward_origins: dict[int, tuple[str, str]] = {}
@@ -120,7 +128,7 @@ class Recorder:
 
     def nested(self) -> Recorder:
         """A recorder for a function that the program hands to an operator."""
-        return Recorder(self._decompositions, self)
+        return Recorder(self._decompositions, self, functional_rng=self._functional_rng)
 
     @contextlib.contextmanager
     def resumed(self) -> Generator[None]:
@@ -161,6 +169,11 @@ class Recorder:
             fake: what it is like.
             overwritten: its memory is written by another name, so that backward cannot keep it.
         """
+        node = self._placeholder(slot, fake)
+        node.meta["overwritten"] = overwritten
+        return self._functionalisation.remember(functional(fake))
+
+    def _placeholder(self, slot: Slot, fake: torch.Tensor) -> torch.fx.Node:
         graph = self._tracer.graph
         where = (
             graph.inserting_after(self._last_placeholder)
@@ -170,11 +183,26 @@ class Recorder:
         with where:
             node = self._tracer.create_node("placeholder", _identifier(slot), (), {})
         node.meta["val"] = fake
-        node.meta["overwritten"] = overwritten
         track(fake, node, self._tracer)
         self._last_placeholder = node
         self._slots.append(slot)
-        return self._functionalisation.remember(functional(fake))
+        return node
+
+    def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seed and offset, which become arguments when they are first asked for."""
+        if self._within is not None:
+            raise UnsupportedProgram(
+                "a function that is handed to an operator (a branch of `cond`) draws random numbers, which "
+                "`functional_rng` asks to be functions of arguments",
+                where=self._origins.current() or None,
+                stage="joint",
+                fix="draw them outside of it, or compile without `functional_rng`",
+            )
+        if not self._rng:
+            like = Plain(torch.Size(), (), torch.int64)
+            self._rng = [self._placeholder(s, self.fake_like(like, torch.device("cpu"))) for s in RNG_SLOTS]
+        seed, offset = (node.meta["val"] for node in self._rng)
+        return seed, offset
 
     def _stamp(self) -> dict[str, Any]:
         if self.phase == "forward":
@@ -248,6 +276,10 @@ class Recorder:
     def graph(self, results: Sequence[tuple[Slot, torch.fx.Node | None]]) -> Graph:
         """The recorded graph with `results` as its outputs."""
         graph = self._tracer.graph
+        for slot, node in zip(RNG_SLOTS, self._rng, strict=False):
+            self._slots.remove(slot)
+            self._slots.append(slot)
+            graph.find_nodes(op="placeholder")[-1].append(node)
         graph.output(tuple(node for _, node in results))
         gm = graph_module(self._tracer.root, graph)
         return Graph(gm, tuple(self._slots), tuple(slot for slot, _ in results))

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from aotdist.convention.philox import Stream
+from aotdist.convention.rng import functional_draw
 from aotdist.joint.random import Draws
 from aotdist.torch_seam import (
     FakeTensor,
@@ -67,6 +69,7 @@ class Recording(ProxyTorchDispatchMode):
         decompositions: operators that are recorded as simpler ones.
         stamp: the origin of the operation that runs now, for `node.meta`.
         draws: which random numbers are drawn.
+        stream: where they come from, if from a seed and an offset.
     """
 
     supports_higher_order_operators = True
@@ -77,11 +80,13 @@ class Recording(ProxyTorchDispatchMode):
         decompositions: Mapping[OpOverload, Callable[..., Any]],
         stamp: Callable[[], dict[str, Any]],
         draws: Draws,
+        stream: Stream | None,
     ) -> None:
         super().__init__(tracer, "fake", **decomposition_option(decompositions))
         self._decompositions = decompositions
         self._stamp = stamp
         self._draws = draws
+        self._stream = stream
         self._is_direct: dict[OpOverload, bool] = {}
 
     def __torch_dispatch__(
@@ -98,9 +103,24 @@ class Recording(ProxyTorchDispatchMode):
             direct = self._is_direct[func] = self._records_directly(func)
         if is_operator(func) and torch.Tag.nondeterministic_seeded in func.tags:
             return self._draws.draw(
-                func, args, kwargs or {}, lambda: self._dispatch(func, types, args, kwargs, direct=direct)
+                func, args, kwargs or {}, lambda: self._draw(func, types, args, kwargs, direct=direct)
             )
         return self._dispatch(func, types, args, kwargs, direct=direct)
+
+    def _draw(
+        self,
+        func: OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        direct: bool,
+    ) -> Any:
+        if self._stream is None:
+            return self._dispatch(func, types, args, kwargs, direct=direct)
+        like = func(*args, **(kwargs or {}))
+        with self:
+            return functional_draw(func, args, kwargs or {}, self._stream, like)
 
     def _dispatch(
         self,

@@ -79,6 +79,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
                 names,
                 plans.unwrap,
                 plans.plain_writes,
+                plans.rng,
                 _forward(compilation, region.emitted),
                 watch,
                 views=result_views(region.graph),
@@ -156,9 +157,8 @@ def reference(artifact: Artifact) -> Call:
             call = make_node(region.node, forward, _backward(compilation, region, None))
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
-            call = plans.unwrap.lift(
-                plans.plain_writes.lift(lambda plains: detached_views(forward(list(plains)), views))
-            )
+            run = plans.rng.lift(lambda plains: detached_views(forward(list(plains)), views))
+            call = plans.unwrap.lift(plans.plain_writes.lift(run))
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)

@@ -10,6 +10,7 @@ import torch
 
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
+from aotdist.convention.rng import RngPlan
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump
 from aotdist.runtime.node import Backward, NodePlan, SavedInput
@@ -91,6 +92,7 @@ def print_inference(
     names: Sequence[str],
     unwrap: UnwrapPlan,
     writes: PlainWrites,
+    rng: RngPlan,
     emitted: BoxedCall,
     watch: Watch,
     *,
@@ -104,6 +106,7 @@ def print_inference(
         names: a variable for each primal.
         unwrap: how inputs are taken apart and outputs put together.
         writes: writes to plain inputs.
+        rng: where seed and offset come from, if the graph takes them.
         emitted: plain inputs -> results.
         watch: a context for every run of the graph, if any.
         views: results that are made as views, see `aotdist.runtime.node.result_views`.
@@ -112,7 +115,7 @@ def print_inference(
     printer.spread("def region(", names, "):")
     off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
     with printer.indented(), off:
-        _print_run(printer, unwrap, writes, emitted, names, watch)
+        _print_run(printer, unwrap, writes, rng, emitted, names, watch)
         values = _values(writes, views)
         outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
         printer.line(f"return {sequence(outs)}")
@@ -128,6 +131,7 @@ def _print_run(
     printer: Printer,
     unwrap: UnwrapPlan,
     writes: PlainWrites,
+    rng: RngPlan,
     emitted: BoxedCall,
     names: Sequence[str],
     watch: Watch,
@@ -136,8 +140,11 @@ def _print_run(
     plains = [
         plain for recipe, name in zip(unwrap.ins, names, strict=True) for plain in print_plains(recipe, name)
     ]
+    if rng.draw is not None:
+        printer.line(f"rng = {printer.bind('draw_state', rng.draw)}()  # seed and offset")
+    given = plains if rng.draw is None else [*plains, "*rng"]
     with _watched(printer, watch):
-        printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", plains, "])")
+        printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", given, "])")
     if writes.writes:
         with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
             for plain, position, bumps in writes.writes:
@@ -159,7 +166,9 @@ def _print_forward(
     printer.line("@staticmethod")
     printer.spread("def forward(", ["ctx", *names], "):")
     with printer.indented():
-        plains = _print_run(printer, plan.unwrap, plan.writes, forward, names, watch)
+        plains = _print_run(printer, plan.unwrap, plan.writes, plan.rng, forward, names, watch)
+        if plan.rng.draw is not None:
+            printer.line("ctx.rng = rng")
         saved = [
             plains[source.plain] if isinstance(source, SavedInput) else f"results[{source.position}]"
             for source in plan.saved
@@ -201,7 +210,8 @@ def _print_backward(
             f"*{printer.bind(f'tangent_{tangent.path}', tangent)}({names[idx]})"
             for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
         ]
-        printer.line(f"args = [{', '.join(['*ctx.saved_tensors', *tangents])}]")
+        given = ["*ctx.saved_tensors", *tangents, *(["*ctx.rng"] if plan.rng.draw is not None else [])]
+        printer.line(f"args = [{', '.join(given)}]")
         printer.line(f"del {', '.join(names)}")
         with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
             printer.line("ctx.maybe_clear_saved_tensors()")
