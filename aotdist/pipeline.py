@@ -126,7 +126,7 @@ def _compile(call: _Call) -> Compilation:
         call = replace(call, symbolic=bool(tuple(traced.symbols)))
         captured, deduped, traced, _ = _trace(call, times, bases, _distinct(traced))
     with times.stage("convention"):
-        _, plans = lower_all(traced.program, traced.facts)
+        _, plans = lower_all(traced.program, traced.facts, functional_rng=_takes_seed(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
         joint, records = run_passes(backend.prepare_joint(traced.graph), "joint", settings)
@@ -204,7 +204,11 @@ def _trace(
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
             dims = captured.dims if call.symbolic else {}
-            recorder = Recorder(call.backend.decompositions(), symbolic=bool(dims))
+            recorder = Recorder(
+                call.backend.decompositions(),
+                functional_rng=call.settings.functional_rng,
+                symbolic=bool(dims),
+            )
             recorder.draws.allow(captured.environment.reached.generators)
             try:
                 with quiet_fakes() if dims else nullcontext():
@@ -223,6 +227,10 @@ def _trace(
                     raise
                 raise _FailsWithSymbols(before) from error
     return captured, deduped, traced, before
+
+
+def _takes_seed(graph: Graph) -> bool:
+    return any(slot.role == "rng" for slot in graph.ins)
 
 
 def _distinct(traced: Traced) -> _Inputs:

@@ -73,7 +73,7 @@ class Row(Generic[I, T]):
         return Row(fn(item) for item in self._items)
 
 
-Role = Literal["primal", "size", "output", "write", "saved", "tangent", "grad", "backward_write"]
+Role = Literal["primal", "size", "output", "write", "saved", "tangent", "rng", "grad", "backward_write"]
 """What a graph argument or result is to the program.
 
 - `primal`: a plain tensor of the user's (argument, parameter, buffer, lifted constant).
@@ -82,6 +82,7 @@ Role = Literal["primal", "size", "output", "write", "saved", "tangent", "grad", 
 - `write`: the new value of an input that the forward wrote.
 - `saved`: handed from forward to backward.
 - `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
+- `rng`: seed and offset of all random numbers, last among the arguments.
 - `grad`: gradient with respect to a `primal`.
 - `backward_write`: the new value of an input that the backward wrote.
 """
@@ -130,6 +131,7 @@ class Graph:
     - `seq_nr`: the autograd sequence number; a backward node has that of its forward node;
     - `unit`: name of the FSDP unit that a collective serves, if any;
     - `grad`: whether grad mode was on, of a forward node;
+    - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it.
     """
 
@@ -164,7 +166,8 @@ class Split:
     """A joint graph cut in two.
 
     `forward.outs` is the joint graph's `output` and `write` slots followed by the `saved` slots that
-    the forward computes. `backward.ins` is `saved`, in order, followed by `size`, then by `tangent` slots.
+    the forward computes. `backward.ins` is `saved`, in order, followed by `size`, then by `tangent` slots. If
+    the joint graph has `rng` slots, they come last among the arguments of both.
     A saved slot whose path and inner name a primal is that primal itself: the forward does not return it.
 
     Args:

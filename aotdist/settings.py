@@ -38,6 +38,9 @@ class Settings:
             sizes of 0 and 1; see `aotdist.mark_dynamic` for single dimensions.
         validate_guards: prove with Z3 (extra `validate`) that the conditions which a call is checked for
             imply everything that was decided by symbolic sizes while it was compiled.
+        functional_rng: make random operators functions of a seed and an offset, which both graphs take last.
+            A random number may then be drawn again instead of being kept for the backward. The numbers are
+            Philox's, not eager's; their seed is drawn from the user's generator once a call. CPU only.
         report_side_effects: warn about Python side effects that happen only while capturing.
     """
 
@@ -49,6 +52,7 @@ class Settings:
     verify: bool = True
     dynamic: bool = False
     validate_guards: bool = False
+    functional_rng: bool = False
     report_side_effects: bool = False
 
     def __post_init__(self) -> None:
@@ -126,5 +130,6 @@ _PARSERS: dict[str, Any] = {
     "verify": _parse_bool,
     "dynamic": _parse_bool,
     "validate_guards": _parse_bool,
+    "functional_rng": _parse_bool,
     "report_side_effects": _parse_bool,
 }

@@ -157,6 +157,84 @@ def native_callable(op: OpOverload) -> Callable[..., Any]:
     return op._op if type(op).__call__ is OpOverload.__call__ else op
 
 
+_CALLS_DIRECTLY: ContextVar[bool] = ContextVar("calls_higher_order_operators_directly", default=False)
+_CONTROL_FLOW = frozenset(
+    {
+        "torch._higher_order_ops.cond",
+        "torch._higher_order_ops.while_loop",
+        "torch._higher_order_ops.utils",  # for `scan` and `map`
+        "torch.nn.attention.flex_attention",
+    }
+)
+
+
+@contextmanager
+def calling_higher_order_directly() -> Generator[None]:
+    """`torch.cond` and its like call their operators with the functions that they are given.
+
+    Elsewhere they have Dynamo trace these functions first. All of them ask whether Dynamo is at work already:
+    they alone, and in this thread alone, are told that it is.
+    """
+    token = _CALLS_DIRECTLY.set(True)
+    _hook_dynamo_question(+1)
+    try:
+        yield
+    finally:
+        _hook_dynamo_question(-1)
+        _CALLS_DIRECTLY.reset(token)
+
+
+def _hook_dynamo_question(change: int) -> None:
+    global _direct_callers
+    with _hook_lock:
+        _direct_callers += change
+        torch.compiler.is_dynamo_compiling = _says_yes_to_control_flow if _direct_callers else _asks_dynamo
+        _cond_module().cond_op = _cond_of_trees if _direct_callers else torch.ops.higher_order.cond
+
+
+def _cond_module() -> Any:
+    from importlib import import_module
+
+    return import_module("torch._higher_order_ops.cond")  # the package has a function of that name
+
+
+def _cond_of_trees(
+    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
+) -> Any:
+    """The operator takes flat operands only; `torch.cond` takes trees, which Dynamo flattens elsewhere."""
+    flat, spec = pytree.tree_flatten(tuple(operands))
+    if spec == pytree.tree_structure((0,) * len(flat)):
+        return torch.ops.higher_order.cond(pred, true_fn, false_fn, operands)
+
+    def flattened(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *leaves: fn(*pytree.tree_unflatten(leaves, spec))
+
+    return torch.ops.higher_order.cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
+
+
+_asks_dynamo = torch.compiler.is_dynamo_compiling
+_direct_callers = 0
+_hook_lock = threading.Lock()
+
+
+def _says_yes_to_control_flow() -> bool:
+    frame = inspect.currentframe()
+    asking = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
+    return (_CALLS_DIRECTLY.get() and asking in _CONTROL_FLOW) or _asks_dynamo()
+
+
+def dense_rule(op: HigherOrderOperator) -> Callable[..., Any]:
+    """What a higher-order operator does with real tensors: for some, plain calls of other operators."""
+    return op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+
+
+def handle_in_mode(
+    op: HigherOrderOperator, mode_type: type[Any], mode: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """What PyTorch's rule for `op` does in a mode of this type; `mode` may be of a class derived from it."""
+    return op.python_key_table[mode_type](mode, *args, **kwargs)
+
+
 def training_rnn(*args: Any) -> Any:
     """`mkldnn_rnn_layer` as a training step calls it: by the grad mode it decides what it returns."""
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
@@ -450,13 +528,19 @@ def replace_functional_value(tensor: FunctionalTensor, value: torch.Tensor) -> N
     torch._functionalize_commit_update(tensor.elem)
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What `torch.func` transforms have wrapped, if they have."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def stands_for_another(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is one of a trace's own: functional (either shell of it) or fake.
 
     `torch.func` transforms wrap tensors once more; then what is inside tells.
     """
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    tensor = unwrapped(tensor)
     return isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor)
 
 
@@ -776,7 +860,6 @@ class CppKernelBatch(Protocol):
 
 
 _kernel_batches: ContextVar[Callable[[], CppKernelBatch] | None] = ContextVar("kernel_batches", default=None)
-_hook_lock = threading.Lock()
 _hook_users = 0
 
 

@@ -301,7 +301,7 @@ def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
         UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol.
     """
     cls = type(tensor)
-    if is_wrapper(tensor) or not dispatches(cls):
+    if is_wrapper(tensor) or not is_real(tensor) or not dispatches(cls):
         return
     raise UnsupportedProgram(
         f"`{path}` is a {cls.__name__}, which has no `__tensor_flatten__`/`__tensor_unflatten__`",

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from aotdist.codegen.graph_copy import copied
 from aotdist.program import Graph
+from aotdist.torch_seam import HigherOrderOperator
 
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
@@ -21,7 +22,10 @@ _BOUND_TO_STRIDES = (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default,
 
 def takes_any_strides(backward: Graph) -> bool:
     """Whether nothing that depends on a tangent spells out strides."""
-    return not any(node.target in _BOUND_TO_STRIDES for node in _after_tangents(backward))
+    return not any(
+        node.target in _BOUND_TO_STRIDES or isinstance(node.target, HigherOrderOperator)
+        for node in _after_tangents(backward)
+    )
 
 
 def with_reshapes(backward: Graph) -> Graph:

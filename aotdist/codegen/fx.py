@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -71,11 +71,42 @@ def print_graph(graph: Graph) -> PrintedGraph:
     Raises:
         InternalError: the graph calls modules or methods, which a functional graph never does.
     """
-    writer = _Writer(graph.gm)
-    args = writer.bindings.reserve("args")
+    bindings = Bindings({"forward", "slice", "Ellipsis", *_local_names(graph.gm)})
+    writer = _Writer(graph.gm, bindings)
+    args = bindings.reserve("args")
     body = [*_arguments(graph, args), *_statements(graph.gm.graph, writer), *_return(graph, writer)]
-    text = "\n".join([f"def forward({args}):", *(f"    {line}" for line in body)])
-    return PrintedGraph(text + "\n", writer.bindings.values())
+    text = "\n".join([*writer.functions, f"def forward({args}):", *(f"    {line}" for line in body)])
+    return PrintedGraph(text + "\n", bindings.values())
+
+
+def _local_names(gm: torch.fx.GraphModule) -> Iterator[str]:
+    """Names of the values of a graph, and of the graphs inside it."""
+    for node in gm.graph.nodes:
+        if node.op != "get_attr":
+            yield node.name
+        elif isinstance(inner := attribute_of(gm, node), torch.fx.GraphModule):
+            yield from _local_names(inner)
+
+
+def attribute_of(gm: torch.fx.GraphModule, node: Node) -> Any:
+    """What a `get_attr` node stands for."""
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _function(name: str, writer: _Writer) -> Iterator[str]:
+    """A graph inside of the graph, as a function."""
+    graph = writer.gm.graph
+    yield f"def {name}("
+    for node in graph.find_nodes(op="placeholder"):
+        yield f"    {node.name},  # {_shape(node)}".rstrip(" #")
+    yield "):"
+    for line in _statements(graph, writer):
+        yield f"    {line}"
+    yield f"    return {writer.spell(graph.output_node().args[0])}"
+    yield ""
 
 
 def _arguments(graph: Graph, args: str) -> Iterator[str]:
@@ -136,11 +167,12 @@ def _deaths(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
 class _Writer:
     """Spells nodes and constants as Python expressions."""
 
-    def __init__(self, gm: torch.fx.GraphModule) -> None:
-        self._gm = gm
+    def __init__(self, gm: torch.fx.GraphModule, bindings: Bindings) -> None:
+        self.gm = gm
+        self.functions: list[str] = []  # lines that define the graphs inside this one
+        self.bindings = bindings
         self._interned: dict[str, Any] = {}  # equal constants that come as separate objects
-        local_names = (node.name for node in gm.graph.nodes if node.op != "get_attr")
-        self.bindings = Bindings({"forward", "slice", "Ellipsis", *local_names})
+        self._names: dict[int, str] = {}
 
     def call(self, node: Node) -> str:
         """The expression that computes `node`."""
@@ -149,6 +181,9 @@ class _Writer:
         if node.target is operator.getitem:
             source, index = node.args
             return f"{self.spell(source)}[{self.spell(index)}]"
+        if node.target is _COND:
+            pred, if_so, if_not, operands = map(self.spell, node.args)
+            return f"({if_so} if {pred} else {if_not}){operands}"  # a tuple, so it is a call
         arguments = [self.spell(value) for value in node.args]
         arguments += [f"{key}={self.spell(value)}" for key, value in node.kwargs.items()]
         return f"{self._target(node.target)}({', '.join(arguments)})"
@@ -190,15 +225,23 @@ class _Writer:
                 return self.bindings.name(value, type(value).__name__.lower())
 
     def _attribute(self, node: Node) -> str:
-        path = str(node.target)
-        value: Any = self._gm
-        for part in path.split("."):
-            value = getattr(value, part)
-        return self.bindings.name(value, path)
+        value = attribute_of(self.gm, node)
+        if isinstance(value, torch.fx.GraphModule):
+            return self._names.get(id(value)) or self._define(value, str(node.target))
+        return self.bindings.name(value, str(node.target))
+
+    def _define(self, gm: torch.fx.GraphModule, path: str) -> str:
+        name = self._names[id(gm)] = self.bindings.reserve(path)
+        inner = _Writer(gm, self.bindings)
+        lines = list(_function(name, inner))
+        self.functions += [*inner.functions, *lines]
+        return name
 
     def _target(self, target: Any) -> str:
         if target is _AS_STRIDED_SCATTER:
             return self.bindings.name(as_strided_scatter, as_strided_scatter.__name__)
+        if target is _WHILE_LOOP:
+            return self.bindings.name(loop, "while_loop")
         if target is _MKLDNN_RNN:
             return self.bindings.name(training_rnn, str(target).removesuffix(".default"))
         if isinstance(target, OpOverload):
@@ -206,6 +249,8 @@ class _Writer:
         return self.bindings.name(target, getattr(target, "__name__", type(target).__name__))
 
 
+_COND = torch.ops.higher_order.cond
+_WHILE_LOOP = torch.ops.higher_order.while_loop
 _MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _AS_STRIDED_SCATTER = torch.ops.aten.as_strided_scatter.default
 
@@ -213,6 +258,19 @@ _AS_STRIDED_SCATTER = torch.ops.aten.as_strided_scatter.default
 def as_strided_scatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The operator, also on a tensor with gaps or transposed that requires grad, which PyTorch refuses."""
     return _AS_STRIDED_SCATTER(tensor.detach(), *args, **kwargs)
+
+
+def loop(
+    test: Callable[..., Sequence[torch.Tensor]],
+    step: Callable[..., Sequence[torch.Tensor]],
+    carried: Sequence[torch.Tensor],
+    more: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor]:
+    """`while test: carried = step`, in memory of its own."""
+    steps = 0
+    while test(*carried, *more)[0]:
+        carried, steps = step(*carried, *more), steps + 1
+    return carried if steps else [tensor.clone() for tensor in carried]
 
 
 _LITERALS = frozenset({int, bool, str, type(None), type(Ellipsis)})

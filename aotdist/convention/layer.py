@@ -9,7 +9,8 @@ it at run time. The law that each layer is tested by, alone and without compilin
 From the outside in, a call passes: `dedupe` (an argument given twice), `epilogue` (outputs that are
 views or inputs), `mutation.DIFFERENTIABLE` (writes that take part in the backward), then the autograd
 node, and inside it `subclass` (wrappers taken apart) and `mutation.PLAIN` (writes that do not). What
-is left is a function of plain tensors without aliases or writes: the graph.
+is left is a function of plain tensors without aliases or writes, and, if `rng` is asked for, one without
+a hidden generator: the graph.
 
 Plans are frozen data, and all that a cache has to keep; the lifts composed are the reference that
 the printed runtime (`aotdist.runtime.printer`) is tested against.

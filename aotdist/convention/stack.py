@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aotdist.convention.epilogue import EPILOGUE, EpiloguePlan
 from aotdist.convention.metadata import METADATA, MetadataPlan
 from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN, DifferentiableWrites, PlainWrites
+from aotdist.convention.rng import FUNCTIONAL_RNG, HIDDEN_STATE, RngPlan
 from aotdist.convention.subclass import UNWRAP, UnwrapPlan
 from aotdist.facts import Facts
 from aotdist.program import PlainIdx, PrimalIdx, Program
@@ -21,13 +22,25 @@ class Plans:
     writes: DifferentiableWrites
     unwrap: UnwrapPlan
     plain_writes: PlainWrites
+    rng: RngPlan = HIDDEN_STATE
 
 
-def lower_all(program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PlainIdx], Plans]:
-    """The program that the graph implements, and the plans of every layer above it."""
+def lower_all(
+    program: Program[PrimalIdx], facts: Facts, *, functional_rng: bool = False
+) -> tuple[Program[PlainIdx], Plans]:
+    """The program that the graph implements, and the plans of every layer above it.
+
+    Args:
+        program: as it was traced.
+        facts: what the trace showed.
+        functional_rng: whether the graph takes a seed and an offset.
+    """
     inner, epilogue = EPILOGUE.lower(program, facts)
     inner, metadata = METADATA.lower(inner, facts)
     inner, writes = DIFFERENTIABLE.lower(inner, facts)
     plain, unwrap = UNWRAP.lower(inner, facts)
     functional, plain_writes = PLAIN.lower(plain, facts)
-    return functional, Plans(epilogue, metadata, writes, unwrap, plain_writes)
+    if not functional_rng:
+        return functional, Plans(epilogue, metadata, writes, unwrap, plain_writes)
+    pure, rng = FUNCTIONAL_RNG.lower(functional, facts)
+    return pure, Plans(epilogue, metadata, writes, unwrap, plain_writes, rng)

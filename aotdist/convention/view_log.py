@@ -110,12 +110,7 @@ class ViewLog(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
-            raise UnsupportedProgram(
-                f"the program calls the higher-order operator `{func.name()}`",
-                where=Origins().current() or None,
-                stage="joint",
-                fix="use `torch.where` for a branch, or leave that part out of the compiled function",
-            )
+            return func(*args, **kwargs)  # none of them makes views
         whole = is_left_whole_in_inference(func)
         if whole and not any(map(is_wrapper, args)):
             # Elsewhere autograd has broken `view_as` and `reshape` up before they come here. Wrappers

@@ -18,11 +18,13 @@ from aotdist.sizes import is_symbolic
 from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
+    HigherOrderOperator,
     OpOverload,
     broken_up,
     functional_storage_id,
     functional_twin,
     functional_value,
+    handle_in_mode,
     is_functional_base,
     is_left_whole_in_inference,
     is_operator,
@@ -51,6 +53,8 @@ _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoull
 class Functionalisation(FunctionalTensorMode):
     """Turns writes into new values, of the layout of what is written."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._laid_out: dict[int, FunctionalTensor] = {}
@@ -69,6 +73,8 @@ class Functionalisation(FunctionalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         if is_operator(func) and func.name() in _TO_SPARSE:
             raise UnsupportedProgram(
                 "the program makes a sparse tensor",

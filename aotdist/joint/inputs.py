@@ -26,14 +26,21 @@ from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
-    is_real,
     leaves,
     plain_tensors,
     rebuild,
     recipe_of,
     refuse_unknown_subclass,
 )
-from aotdist.torch_seam import FunctionalTensor, as_parameter, data_writes, made_again, part_of, pytree
+from aotdist.torch_seam import (
+    FunctionalTensor,
+    HigherOrderOperator,
+    as_parameter,
+    data_writes,
+    made_again,
+    part_of,
+    pytree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,11 @@ class Inputs:
         """Which input the traced `tensor` is, if it is one."""
         return self._by_tensor.get(id(tensor))
 
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of the input that the traced `tensor` is, if it is one."""
+        at = self.index_of(tensor)
+        return None if at is None else str(self._stand_ins[at].slot)
+
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
         """The stand-in of a real tensor, if it has one."""
         known = self._by_example.get(id(example))
@@ -219,17 +231,26 @@ class Lifting(TorchFunctionMode):
 
     Args:
         inputs: the stand-ins.
-        stand_in: the stand-in of a real tensor; it makes one when the tensor is met for the first time.
+        is_foreign: whether a tensor needs one.
+        stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
         log: to be told of views that only show here.
+        higher_order: what to do where the program hands functions to an operator.
     """
 
     def __init__(
-        self, inputs: Inputs, stand_in: Callable[[torch.Tensor], torch.Tensor], log: ViewLog
+        self,
+        inputs: Inputs,
+        is_foreign: Callable[[torch.Tensor], bool],
+        stand_in: Callable[[torch.Tensor], torch.Tensor],
+        log: ViewLog,
+        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
     ) -> None:
         super().__init__()
         self._log = log
         self._inputs = inputs
+        self._is_foreign = is_foreign
         self._stand_in = stand_in
+        self._higher_order = higher_order
 
     def __torch_function__(
         self,
@@ -245,13 +266,15 @@ class Lifting(TorchFunctionMode):
         )
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
             self._refuse_attribute(func, swapped_args[0])
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, swapped_args, swapped_kwargs, self)
         result = func(*swapped_args, **swapped_kwargs)
         if func == _DATA.__get__:
             self._log.made_by_data(result)
         return result
 
     def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._stand_in(tensor) if is_real(tensor) else tensor
+        return self._stand_in(tensor) if self._is_foreign(tensor) else tensor
 
     def _refuse_attribute(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
         idx = self._inputs.index_of(tensor)

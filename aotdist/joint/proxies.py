@@ -11,25 +11,31 @@ Every node is stamped with where it comes from, see `aotdist.program.Graph`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from aotdist.capture.annotations import current_module, current_tags
 from aotdist.capture.origins import Origins
-from aotdist.errors import InternalError
+from aotdist.convention.philox import Stream
+from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.functional import Functionalisation
 from aotdist.joint.random import Draws
 from aotdist.joint.recording import Recording
 from aotdist.program import Graph, Role, Slot
-from aotdist.subclasses.protocol import Plain
+from aotdist.subclasses.protocol import Plain, is_real, plain_tensors
 from aotdist.torch_seam import (
     FakeTensorMode,
     FunctionalTensor,
+    HigherOrderOperator,
     OpOverload,
     PythonKeyTracer,
     TracingContext,
+    calling_higher_order_directly,
     decomposing,
     expression,
     functional,
@@ -41,12 +47,14 @@ from aotdist.torch_seam import (
     no_modes,
     node_of,
     own_autocast_cache,
+    pytree,
     running_sequence_nr,
     saved_tensor_hooks_off,
     second_shell,
     shape_env,
     tracing,
     track,
+    unwrapped,
 )
 
 Phase = Literal["forward", "backward"]
@@ -74,20 +82,34 @@ class Recorder:
 
     Args:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
+        within: the recorder of the program that this one is a part of: what it made stands for no data here.
+        functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         symbolic: whether sizes may be symbolic.
     """
 
     def __init__(
-        self, decompositions: Mapping[OpOverload, Callable[..., Any]], *, symbolic: bool = False
+        self,
+        decompositions: Mapping[OpOverload, Callable[..., Any]],
+        within: Recorder | None = None,
+        *,
+        functional_rng: bool = False,
+        symbolic: bool = False,
     ) -> None:
-        self.shape_env = shape_env() if symbolic else None
-        self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
+        if within is None:
+            self.shape_env = shape_env() if symbolic else None
+            self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
+        else:
+            self.shape_env, self.fake_mode = None, within.fake_mode
+        self._within = within
         self.phase: Phase = "forward"
         self._tracer = _Tracer(self._stamp)
         self._decompositions = decompositions
         self.draws = Draws()
         self._functionalisation = Functionalisation()
-        self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, self.size)
+        self._functional_rng = functional_rng
+        stream = Stream(self._rng_state) if functional_rng else None
+        self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, stream, self.size)
+        self._rng: list[torch.fx.Node] = []
         self._origins = Origins()
         self._first_seq_nr = next_sequence_nr()
         self._forward_origins: dict[int, tuple[str, str]] = {}
@@ -98,6 +120,7 @@ class Recorder:
         for mode in (
             own_autocast_cache(),
             saved_tensor_hooks_off(),
+            calling_higher_order_directly(),
             self.draws,
             tracing(TracingContext(self.fake_mode)),
             self.fake_mode,
@@ -111,8 +134,29 @@ class Recorder:
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
 
+    def nested(self) -> Recorder:
+        """A recorder for a function that the program hands to an operator."""
+        return Recorder(self._decompositions, self, functional_rng=self._functional_rng)
+
+    @contextlib.contextmanager
+    def resumed(self) -> Generator[None]:
+        """Record here again, while a nested recorder is at work."""
+        with no_modes(), self.fake_mode, self._recording, self._functionalisation:
+            yield
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has to become an argument before the program can work on it."""
+        if is_real(tensor):
+            return True
+        if self._within is None:
+            return False
+        plains = map(unwrapped, plain_tensors(tensor))
+        return any(isinstance(p, FunctionalTensor) and self._node_of(p) is None for p in plains)
+
     def fake(self, example: torch.Tensor) -> torch.Tensor:
-        """A fake of a real plain tensor; its storage is not touched."""
+        """A fake of a plain tensor, real or another recorder's; its storage is not touched."""
+        if isinstance(example, FunctionalTensor):
+            return self.fake_like(Plain(example.size(), example.stride(), example.dtype), example.device)
         with torch.no_grad(), no_modes():
             return self.fake_mode.from_tensor(example.detach(), static_shapes=True)
 
@@ -138,11 +182,34 @@ class Recorder:
         track(fake, node, self._tracer)
         return self._functionalisation.remember(functional(fake))
 
+    def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seed and offset, which become arguments when they are first asked for."""
+        if self._within is not None:
+            raise UnsupportedProgram(
+                "a function that is handed to an operator (a branch of `cond`) draws random numbers, which "
+                "`functional_rng` asks to be functions of arguments",
+                where=self._origins.current() or None,
+                stage="joint",
+                fix="draw them outside of it, or compile without `functional_rng`",
+            )
+        if not self._rng:
+            like = Plain(torch.Size(), (), torch.int64)
+            for slot in RNG_SLOTS:
+                fake = self.fake_like(like, torch.device("cpu"))
+                self._rng.append(self._placeholder(slot, fake))
+                track(fake, self._rng[-1], self._tracer)
+        seed, offset = (node.meta["val"] for node in self._rng)
+        return seed, offset
+
     def size(self, number: Any) -> Any:
         """The argument of the graph that stands for a symbolic number; a certain number is itself."""
         spelled = expression(number)
         if number.node.expr.is_number:
             return hint(number)
+        if self._within is not None:
+            raise NotImplementedError(
+                "a function handed to an operator (a branch of `cond`) has some"
+            )
         slot = Slot("size", spelled)
         return self._arguments.get(slot) or self._placeholder(slot, number)
 
@@ -180,11 +247,50 @@ class Recorder:
         """
         if not isinstance(tensor, FunctionalTensor):
             raise InternalError(f"a {type(tensor).__name__} reached the graph's results", stage="joint")
-        fake = functional_value(tensor)
-        node = node_of(fake, self._tracer)
+        node = self._node_of(tensor)
         if node is None:
-            raise InternalError(f"no node computes {fake}", stage="joint")
+            raise InternalError(f"no node computes {functional_value(tensor)}", stage="joint")
         return node
+
+    def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:
+        return node_of(functional_value(tensor), self._tracer)
+
+    def attribute(self, name: str, module: torch.fx.GraphModule) -> torch.fx.Node:
+        """A node for a graph that operators of this graph take."""
+        root = self._tracer.root
+        unique = next(n for k in itertools.count() if not hasattr(root, n := f"{name}_{k}"))
+        root.register_module(unique, module)
+        return self._tracer.create_node("get_attr", unique, (), {})
+
+    def call(
+        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
+    ) -> list[FunctionalTensor]:
+        """Record a call of `op` that returns a tuple of new tensors.
+
+        Args:
+            op: a higher-order operator.
+            args: its arguments: nodes of this graph, and containers of them.
+            like: fakes with the metadata of its results.
+            draws: whether it draws random numbers.
+        """
+        given = [node.meta.get("val") for node in pytree.tree_leaves(args) if isinstance(node, torch.fx.Node)]
+        if draws:
+            fakes = self.draws.draw(op, given, {}, lambda: self._call(op, args, like, draws=True))
+        else:
+            fakes = self._call(op, args, like, draws=False)
+        return [functional(fake) for fake in fakes]
+
+    def _call(
+        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
+    ) -> list[torch.Tensor]:
+        fakes = [self.fake_like(Plain(f.size(), f.stride(), f.dtype), f.device) for f in like]
+        node = self._tracer.create_node("call_function", op, args, {})
+        node.meta.update(val=tuple(fakes), draws=draws)
+        for position, fake in enumerate(fakes):
+            pick = self._tracer.create_node("call_function", operator.getitem, (node, position), {})
+            pick.meta["val"] = fake
+            track(fake, pick, self._tracer)
+        return fakes
 
     def graph(self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any]) -> Graph:
         """The recorded graph with `results` as its outputs.
@@ -202,7 +308,7 @@ class Recorder:
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
 
 
-_SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent")
+_SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent", "rng")
 """The order of a joint graph's arguments."""
 
 

@@ -16,7 +16,7 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import OpOverload, generator_id, hint, no_modes, pytree
+from aotdist.torch_seam import HigherOrderOperator, OpOverload, generator_id, hint, no_modes, pytree
 
 
 class Draws:
@@ -39,7 +39,9 @@ class Draws:
         """Let the program draw from these generators of the user's."""
         self._users.update(map(generator_id, generators))
 
-    def draw(self, func: OpOverload, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
+    def draw(
+        self, func: OpOverload | HigherOrderOperator, args: Any, kwargs: Any, record: Callable[[], Any]
+    ) -> Any:
         """The result of a random operation: that of an equal one from the same state, or what `record` makes.
 
         Raises:

@@ -20,16 +20,20 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from aotdist.convention.philox import Stream
+from aotdist.convention.rng import functional_draw
 from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.random import Draws
 from aotdist.torch_seam import (
     SYMBOLIC,
     FakeTensor,
+    HigherOrderOperator,
     OpOverload,
     ProxyTorchDispatchMode,
     PythonKeyTracer,
     can_decompose,
     decomposition_option,
+    handle_in_mode,
     is_operator,
     node_of,
     pytree,
@@ -71,8 +75,11 @@ class Recording(ProxyTorchDispatchMode):
         decompositions: operators that are recorded as simpler ones.
         stamp: the origin of the operation that runs now, for `node.meta`.
         draws: which random numbers are drawn.
+        stream: where they come from, if from a seed and an offset.
         size: the node of a symbolic number, or the number itself if it is a certain one.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -80,12 +87,14 @@ class Recording(ProxyTorchDispatchMode):
         decompositions: Mapping[OpOverload, Callable[..., Any]],
         stamp: Callable[[], dict[str, Any]],
         draws: Draws,
+        stream: Stream | None,
         size: Callable[[Any], Any],
     ) -> None:
         super().__init__(tracer, "fake", **decomposition_option(decompositions))
         self._decompositions = decompositions
         self._stamp = stamp
         self._draws = draws
+        self._stream = stream
         self._size = size
         self._is_direct: dict[OpOverload, bool] = {}
 
@@ -96,14 +105,31 @@ class Recording(ProxyTorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return handle_in_mode(func, ProxyTorchDispatchMode, self, *args, **(kwargs or {}))
         direct = self._is_direct.get(func)
         if direct is None:
             direct = self._is_direct[func] = self._records_directly(func)
         if is_operator(func) and torch.Tag.nondeterministic_seeded in func.tags:
             return self._draws.draw(
-                func, args, kwargs or {}, lambda: self._dispatch(func, types, args, kwargs, direct=direct)
+                func, args, kwargs or {}, lambda: self._draw(func, types, args, kwargs, direct=direct)
             )
         return self._dispatch(func, types, args, kwargs, direct=direct)
+
+    def _draw(
+        self,
+        func: OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        direct: bool,
+    ) -> Any:
+        if self._stream is None:
+            return self._dispatch(func, types, args, kwargs, direct=direct)
+        like = func(*args, **(kwargs or {}))
+        with self:
+            return functional_draw(func, args, kwargs or {}, self._stream, like)
 
     def _dispatch(
         self,

@@ -19,7 +19,9 @@ from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
+from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
+from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
@@ -85,6 +87,7 @@ def trace(
     name_closed_over: Callable[[torch.Tensor], Slot],
     bases: BasePlan = NO_BASES,
     dims: Dims = MappingProxyType({}),
+    outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Traced:
     """Trace `program` once.
 
@@ -95,6 +98,7 @@ def trace(
         name_closed_over: names a real tensor that is none of the program's inputs.
         bases: which of the inputs share memory.
         dims: which dimensions of which tensors have symbolic sizes; those that share memory have none.
+        outer: for a part of another program: the stand-in there of a real tensor.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
@@ -102,9 +106,10 @@ def trace(
     symbols = Symbols(recorder.shape_env, dims)
     inputs = Inputs(recorder, symbols, bases)
 
-    def stand_in(real: torch.Tensor) -> torch.Tensor:
-        known = inputs.of_example(real)
-        return inputs.add(name_closed_over(real), real) if known is None else known
+    def stand_in(met: torch.Tensor) -> torch.Tensor:
+        example = outer(met) if outer is not None and is_real(met) else met
+        known = inputs.of_example(example)
+        return inputs.add(name_closed_over(example), example) if known is None else known
 
     log = ViewLog()
     with ExitStack() as stack:
@@ -113,10 +118,13 @@ def trace(
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(log)
-        with Lifting(inputs, stand_in, log), _refusing_what_needs_data():
+        control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
+        lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, control_flow)
+        with lifting, _refusing_what_needs_data():
             outs = program.fn(*tensors)
         recorder.draws.check()
-        outs = [stand_in(out) if isinstance(out, torch.Tensor) and is_real(out) else out for out in outs]
+        foreign = recorder.is_foreign
+        outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
         outputs = classify(outs, inputs, log)
         metadata = Metadata.of(inputs, log)
         for idx, stand_in_ in inputs.row().enumerate():
@@ -135,7 +143,6 @@ def trace(
         )
         results = _value_results(recorder, node_outs, node_tensors)
         counters = [stand_in.writes() for stand_in in inputs.row()]
-        lifting = Lifting(inputs, stand_in, log)
         takes_grad = metadata.taking_grad(inputs.row())
         wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
         found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
@@ -157,6 +164,18 @@ def trace(
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written, symbols), facts, recorder.fake_mode, symbols)
+
+
+def _resuming(
+    recorder: Recorder, stand_in: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`stand_in`, to be called while a nested recorder is at work."""
+
+    def resumed(met: torch.Tensor) -> torch.Tensor:
+        with recorder.resumed():
+            return stand_in(met)
+
+    return resumed
 
 
 _ASKS_FOR_DATA = (

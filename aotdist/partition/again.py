@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Interpreter, Node
 
+from aotdist.convention.philox import PHILOX
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import overwritten_primals
 from aotdist.partition.traits import is_collective, is_random
@@ -64,6 +65,8 @@ def _obstacle(
             return f"it draws random numbers (`{node.target}`)"
         if is_collective(node):
             return f"it communicates (`{node.target}`)"
+        if node.target is PHILOX:
+            return "it draws random numbers"
         if node in written:
             return f"it writes `{node.name}`, whose old value its gradients depend on"
     return None

@@ -33,6 +33,7 @@ class Halves:
         forward_roots: nodes whose values the forward must produce whatever is saved.
         backward_roots: nodes that the backward returns.
         written: primals whose value is replaced once the forward is over.
+        rng: seed and offset, which both halves are given.
         must_save: nodes that are never made again; a tag on a view stands for its base.
         must_recompute: nodes that are never saved; a collective and its wait go together.
     """
@@ -44,6 +45,7 @@ class Halves:
     forward_roots: tuple[Node, ...]
     backward_roots: tuple[Node, ...]
     written: frozenset[Node]
+    rng: frozenset[Node]
     must_save: frozenset[Node]
     must_recompute: frozenset[Node]
 
@@ -106,6 +108,7 @@ def find_halves(joint: Graph) -> Halves:
         forward_roots=(*forward_results, *(n for n in effects if n not in late)),
         backward_roots=tuple(backward_roots),
         written=overwritten_primals(joint),
+        rng=frozenset(_arguments(joint, "rng")),
         must_save=must_save,
         must_recompute=_must_recompute(order, never=must_save | set(effects)),
     )

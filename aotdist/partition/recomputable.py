@@ -42,7 +42,7 @@ MOVES = _aten("clone _to_copy cat stack constant_pad_nd flip roll repeat tril tr
 CREATIONS = (
     _aten("full full_like zeros zeros_like ones ones_like arange scalar_tensor eye linspace")
     | _aten("new_full new_zeros new_ones lift_fresh_copy")
-    | frozenset({"prims::iota"})
+    | frozenset({"prims::iota", "aotdist::philox"})
 )
 """Tensors made from nothing."""
 

@@ -47,7 +47,7 @@ def split(halves: Halves, saved: Collection[Node]) -> Split:
     Raises:
         InternalError: the backward would need a primal that is not saved, or make a random value again.
     """
-    chosen = set(saved)
+    chosen = set(saved) - halves.rng
     needed = ancestors(halves.order, [*halves.backward, *halves.backward_roots], stop=chosen)
     kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in chosen])
     again = _recomputed(halves, needed, kept)
@@ -78,7 +78,7 @@ def _sort_saved(halves: Halves, saved: Sequence[Node]) -> _Saved:
 
 def _recomputed(halves: Halves, needed: set[Node], kept: _Saved) -> set[Node]:
     """Forward nodes that the backward runs a second time."""
-    again = {n for n in needed - halves.late - set(kept.in_order()) if not is_size(n)}
+    again = {n for n in needed - halves.late - halves.rng - set(kept.in_order()) if not is_size(n)}
     for node in again:
         if node.op == "placeholder":
             raise _split_error(node, "is needed by the backward but not saved")
@@ -106,7 +106,7 @@ def _primal_slots(halves: Halves, nodes: Sequence[Node]) -> list[Slot]:
 def _build_forward(halves: Halves, kept: _Saved, slots: Sequence[Slot]) -> Graph:
     joint = halves.joint
     builder = GraphBuilder(joint.gm)
-    arguments = {s: n for s, n in joint.named_placeholders().items() if s.role in ("primal", "size")}
+    arguments = {s: n for s, n in joint.named_placeholders().items() if s.role in ("primal", "size", "rng")}
     for node in arguments.values():
         builder.placeholder(node)
     copies = [_copy_before_write(builder, node) for node in kept.copied]
@@ -144,7 +144,7 @@ def _build_backward(halves: Halves, kept: _Saved, again: set[Node], slots: Seque
     given = {
         s: n
         for s, n in joint.named_placeholders().items()
-        if s.role == "tangent" or (s.role == "size" and (n in read or s.path.isidentifier()))
+        if s.role in ("tangent", "rng") or (s.role == "size" and (n in read or s.path.isidentifier()))
     }
     for node in given.values():
         builder.placeholder(node)

@@ -73,8 +73,10 @@ def _op_is_random(op: OpOverload) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws from a random generator."""
-    return isinstance(node.target, OpOverload) and _op_is_random(node.target)
+    """Whether the node draws from a random generator, or a graph does that it is given."""
+    if not isinstance(node.target, OpOverload):
+        return bool(node.meta.get("draws"))
+    return _op_is_random(node.target)
 
 
 @functools.cache
@@ -93,7 +95,7 @@ def is_effectful(node: Node) -> bool:
         return False
     if isinstance(node.target, OpOverload):
         return node.target in _CHECKS or not _op_is_pure(node.target)
-    return node.is_impure()
+    return is_random(node) or node.is_impure()
 
 
 def is_copy_back(node: Node) -> bool:

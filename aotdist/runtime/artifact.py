@@ -84,6 +84,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
                 region.graph.sizes(),
                 plans.unwrap,
                 plans.plain_writes,
+                plans.rng,
                 _forward(compilation, region.emitted),
                 watch,
                 views=result_views(region.graph),
@@ -173,9 +174,8 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
-            call = plans.unwrap.lift(
-                plans.plain_writes.lift(lambda plains: detached_views(forward([*plains, *sizes]), views))
-            )
+            run = plans.rng.lift(lambda given: detached_views(forward(list(given)), views))
+            call = plans.unwrap.lift(plans.plain_writes.lift(lambda plains: run([*plains, *sizes])))
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)

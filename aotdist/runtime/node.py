@@ -15,6 +15,7 @@ import torch
 from aotdist.codegen.contract import BoxedCall, Strides
 from aotdist.convention.layer import Call
 from aotdist.convention.mutation import PlainWrites, write_plain
+from aotdist.convention.rng import RngPlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions, rebuild_all
 from aotdist.convention.version import bump
@@ -59,6 +60,7 @@ class NodePlan:
         grads: recipe of each input's gradient, or None.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
         views: forward results that are made as views, see `result_views`.
+        rng: where seed and offset come from, if the graphs take them.
         again: the inputs to keep for differentiating twice.
         obstacle: why that cannot be done, if so.
     """
@@ -73,6 +75,7 @@ class NodePlan:
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[PlainIdx, ...]
     views: frozenset[int]
+    rng: RngPlan
     again: tuple[PrimalIdx, ...]
     obstacle: str | None
 
@@ -117,6 +120,7 @@ def node_plan(
         facts.grads,
         backward_writes,
         result_views(split.forward),
+        plans.rng,
         *_kept_for_again(traced, again),
     )
 
@@ -167,7 +171,9 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
         @staticmethod
         def forward(ctx: Any, *primals: Any) -> Any:
             plains = [plain for primal in primals for plain in plain_tensors(primal)]
-            results = list(forward([*plains, *(evaluate(size, symbols) for size in plan.sizes)]))
+            ctx.rng = plan.rng.state()
+            sizes = [evaluate(size, symbols) for size in plan.sizes]
+            results = list(forward([*plains, *sizes, *ctx.rng]))
             for plain, position, bumps in plan.writes.writes:
                 write_plain(plains[plain], results[position], bumps)
             for idx, count in plan.unwrap.bumps:
@@ -220,6 +226,7 @@ class Backward:
         args = list(ctx.saved_tensors)
         args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
         args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
+        args += ctx.rng if self.plan.rng.draw else ()
         if not keeps_graph():
             ctx.maybe_clear_saved_tensors()
             ctx.again = None

@@ -10,6 +10,7 @@ import torch
 
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
+from aotdist.convention.rng import RngPlan
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump
 from aotdist.runtime.node import Backward, NodePlan, SavedInput
@@ -99,6 +100,7 @@ def print_inference(
     sizes: Sequence[Expression],
     unwrap: UnwrapPlan,
     writes: PlainWrites,
+    rng: RngPlan,
     emitted: BoxedCall,
     watch: Watch,
     *,
@@ -114,6 +116,7 @@ def print_inference(
         sizes: the numbers that the graph takes.
         unwrap: how inputs are taken apart and outputs put together.
         writes: writes to plain inputs.
+        rng: where seed and offset come from, if the graph takes them.
         emitted: plain inputs, sizes -> results.
         watch: a context for every run of the graph, if any.
         views: results that are made as views, see `aotdist.runtime.node.result_views`.
@@ -123,7 +126,7 @@ def print_inference(
     off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
     with printer.indented(), off:
         _print_symbols(printer, symbols, "symbols")
-        _print_run(printer, unwrap, writes, emitted, names, sizes, watch)
+        _print_run(printer, unwrap, writes, rng, emitted, names, sizes, watch)
         values = _values(writes, views)
         outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
         printer.line(f"return {sequence(outs)}")
@@ -139,6 +142,7 @@ def _print_run(
     printer: Printer,
     unwrap: UnwrapPlan,
     writes: PlainWrites,
+    rng: RngPlan,
     emitted: BoxedCall,
     names: Sequence[str],
     sizes: Sequence[Expression],
@@ -148,8 +152,11 @@ def _print_run(
     plains = [
         plain for recipe, name in zip(unwrap.ins, names, strict=True) for plain in print_plains(recipe, name)
     ]
+    if rng.draw is not None:
+        printer.line(f"rng = {printer.bind('draw_state', rng.draw)}()  # seed and offset")
+    given = [*plains, *(print_size(printer, size) for size in sizes)]
+    given += [] if rng.draw is None else ["*rng"]
     with _watched(printer, watch):
-        given = [*plains, *(print_size(printer, size) for size in sizes)]
         printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", given, "])")
     if writes.writes:
         with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
@@ -178,7 +185,9 @@ def _print_forward(
     printer.spread("def forward(", ["ctx", *_with_symbols(names, symbols)], "):")
     with printer.indented():
         _print_symbols(printer, symbols, "symbols")
-        plains = _print_run(printer, plan.unwrap, plan.writes, forward, names, plan.sizes, watch)
+        plains = _print_run(printer, plan.unwrap, plan.writes, plan.rng, forward, names, plan.sizes, watch)
+        if plan.rng.draw is not None:
+            printer.line("ctx.rng = rng")
         saved = [
             plains[source.plain] if isinstance(source, SavedInput) else f"results[{source.position}]"
             for source in plan.saved
@@ -227,6 +236,7 @@ def _print_backward(
             f"*{_tangent(printer, tangent)}({names[idx]})"
             for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
         ]
+        given += ["*ctx.rng"] if plan.rng.draw is not None else []
         printer.line(f"args = [{', '.join(given)}]")
         printer.line(f"del {', '.join(names)}")
         with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):

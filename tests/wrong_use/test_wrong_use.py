@@ -171,12 +171,6 @@ def test_side_effects_are_reported_on_request() -> None:
     assert model.calls == 1
 
 
-def test_higher_order_operators_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedProgram, match="higher-order operator `cond`"):
-        compiled(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))(torch.ones(2))
-    torch.compiler.reset()  # the operator has Dynamo look at its branches, which remembers the failure
-
-
 def test_lazy_modules_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedProgram, match="`weight` has no shape yet"):
         compiled(torch.nn.LazyLinear(3))(torch.ones(2, 4))

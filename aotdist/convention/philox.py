@@ -1,0 +1,120 @@
+"""Random words as a function of a seed and an offset: Philox-4x32-10.
+
+Block number `n` of the stream of a seed is four words of 32 bits, a function of the seed and of `n` alone.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); words and constants are those of
+their library Random123, the seed being the key and `n` the low half of the counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from aotdist.torch_seam import OpOverload
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_BUMPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+Words: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox_4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+    """Four words for each counter.
+
+    Shapes: every tensor is int64 and holds 32 bits an element; keys broadcast against counters.
+    """
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(_ROUNDS):
+        # The product of two words has 64 bits: int64 holds them all, whatever it takes the topmost for.
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (
+            _high(second) ^ b ^ low,
+            second & _MASK,
+            _high(first) ^ d ^ high,
+            first & _MASK,
+        )
+        low, high = (low + _BUMPS[0]) & _MASK, (high + _BUMPS[1]) & _MASK
+    return a, b, c, d
+
+
+def _high(value: torch.Tensor) -> torch.Tensor:
+    """The upper of two words."""
+    # By name: what `>>` calls is an operator that partitions and compilers do not know.
+    return torch.bitwise_right_shift(value, 32) & _MASK
+
+
+def _words(seed: torch.Tensor, offset: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    blocks = torch.arange(num_blocks(count), dtype=torch.int64, device=seed.device) + (offset + start)
+    zero = torch.zeros_like(blocks)
+    words = philox_4x32((blocks & _MASK, _high(blocks), zero, zero), (seed & _MASK, _high(seed)))
+    return torch.stack(words, -1).view(-1)[:count].clone()
+
+
+def num_blocks(num_words: int) -> int:
+    """Blocks of the stream that so many words take."""
+    return -(-num_words // 4)
+
+
+def _fake_words(seed: torch.Tensor, offset: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return seed.new_empty((count,), dtype=torch.int64)
+
+
+_LIBRARY = torch.library.Library("aotdist", "DEF")
+_LIBRARY.define("philox(Tensor seed, Tensor offset, int start, int count) -> Tensor")
+_LIBRARY.impl("philox", _words, "CompositeExplicitAutograd")
+torch.library.register_fake("aotdist::philox", _fake_words, lib=_LIBRARY)
+PHILOX: OpOverload = torch.ops.aotdist.philox.default
+"""`philox(seed, offset, start, count)`: `count` words from block `offset + start` of the stream of `seed`.
+
+Shapes: seed and offset are int64 without dimensions, the words int64 of 32 bits each.
+"""
+
+
+class Stream:
+    """Hands out the words of one run of a program, in order.
+
+    Args:
+        state: gives the seed and the offset, when a number is drawn for the first time.
+    """
+
+    def __init__(self, state: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._state = state
+        self.blocks = 0  # how many have been handed out
+
+    def words(self, count: int) -> torch.Tensor:
+        """The next `count` words; what is left of a block is not used."""
+        start = self.blocks
+        self.blocks += num_blocks(count)
+        seed, offset = self._state()
+        return torch.ops.aotdist.philox(seed, offset, start, count)
+
+    def long_words(self, size: Sequence[int]) -> torch.Tensor:
+        """Integers of 62 bits."""
+        words = self.words(2 * math.prod(size)).view(*size, 2)
+        upper, lower = words[..., 0] & 0x7FFFFFFF, words[..., 1] & 0x7FFFFFFF
+        return torch.bitwise_left_shift(upper, 31) | lower
+
+    def uniform(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers in [0, 1), as many as the dtype tells apart there."""
+        bits = MANTISSA[dtype]
+        if bits > 32:
+            integers = torch.bitwise_right_shift(self.long_words(size), 62 - bits)
+        else:
+            integers = torch.bitwise_right_shift(self.words(math.prod(size)).view(*size), 32 - bits)
+        return integers.to(dtype) * 2.0**-bits
+
+    def normal(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers of the standard normal distribution (Box and Muller)."""
+        exact = torch.float64 if dtype is torch.float64 else torch.float32
+        radius = (-2 * torch.log1p(-self.uniform(size, exact))).sqrt()
+        return (radius * torch.cos(2 * math.pi * self.uniform(size, exact))).to(dtype)
+
+
+MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Bits of the integers that a dtype holds all of."""

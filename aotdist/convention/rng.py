@@ -1,0 +1,153 @@
+"""Random operators as functions of a seed and an offset, which come last among the plain inputs.
+
+A program that draws from a hidden generator is lowered to one that draws from Philox (`philox.py`): it gives
+the same numbers whenever it is given the same seed and offset, so a backward may draw again what the forward
+drew. The numbers are not eager's: PyTorch's generator on the CPU is no function of a counter. At run time
+each call takes its seed from the user's generator, so `torch.manual_seed` decides all numbers as ever; the
+generator advances by that one number a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.capture.origins import Origins
+from aotdist.convention.draws import RULES
+from aotdist.convention.layer import Call
+from aotdist.convention.philox import Stream
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Facts
+from aotdist.program import PlainIdx, Program, Row, Slot
+from aotdist.torch_seam import FakeTensorMode, OpOverload, TorchDispatchMode, is_operator, pytree
+
+SLOTS = (Slot("rng", "seed"), Slot("rng", "offset"))
+"""The inputs that decide all random numbers."""
+
+
+def draw_state() -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset of one call."""
+    return torch.empty((), dtype=torch.int64).random_(), torch.zeros((), dtype=torch.int64)
+
+
+def functional_draw(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], stream: Stream, like: Any
+) -> Any:
+    """What a random operator returns, drawn from `stream`, laid out as `like` is.
+
+    Raises:
+        UnsupportedProgram: the operator is not known as a function of a stream, or draws from a generator.
+    """
+    options = {name: value for name, value in kwargs.items() if name != "generator"}
+    tensors: list[torch.Tensor] = pytree.tree_leaves(like)
+    if kwargs.get("generator") is not None:
+        raise _refusal(f"`{func}` draws from a generator of its own")
+    if func not in RULES or any(t.device.type != "cpu" for t in tensors):
+        raise _refusal(f"`{func}` on {tensors[0].device} is not known as a function of seed and offset")
+    drawn = RULES[func](stream, *args, **options)
+    if isinstance(like, torch.Tensor):
+        return _laid_out(drawn, like)
+    return tuple(_laid_out(*pair) for pair in zip(drawn, like, strict=True))
+
+
+def _laid_out(drawn: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if drawn.stride() == like.stride():
+        return drawn
+    order = sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
+    inverse = sorted(range(like.dim()), key=order.__getitem__)
+    return drawn.permute(order).contiguous().permute(inverse)
+
+
+def _refusal(what: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"{what}, which `functional_rng` asks for",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="draw that number outside of the compiled function, or compile without `functional_rng`",
+    )
+
+
+_ATEN = torch.ops.aten
+_IN_PLACE: Mapping[OpOverload, OpOverload] = {
+    _ATEN.bernoulli_.float: _ATEN.bernoulli.p,
+    _ATEN.bernoulli_.Tensor: _ATEN.bernoulli.Tensor,
+    _ATEN.cauchy_.default: _ATEN.cauchy.default,
+    _ATEN.exponential_.default: _ATEN.exponential.default,
+    _ATEN.geometric_.default: _ATEN.geometric.default,
+    _ATEN.log_normal_.default: _ATEN.log_normal.default,
+    _ATEN.normal_.default: _ATEN.normal_functional.default,
+    _ATEN.random_.default: _ATEN.random.default,
+    getattr(_ATEN.random_, "from"): getattr(_ATEN.random, "from"),
+    _ATEN.random_.to: _ATEN.random.to,
+    _ATEN.uniform_.default: _ATEN.uniform.default,
+}
+"""Operators that fill a tensor; in a trace they are functional by then."""
+
+
+class Drawing(TorchDispatchMode):
+    """Random operators draw from a stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_operator(func) or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            like = func(*args, **kwargs)
+        if func not in _IN_PLACE:
+            return functional_draw(func, args, kwargs, self._stream, like)
+        return args[0].copy_(functional_draw(_IN_PLACE[func], args, kwargs, self._stream, like))
+
+
+@dataclass(frozen=True, slots=True)
+class RngPlan:
+    """Whether each call brings a seed and an offset.
+
+    Args:
+        draw: where they come from; None for a program that draws from the user's generator itself.
+    """
+
+    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Seed and offset of one call, if it brings them."""
+        return () if self.draw is None else self.draw()
+
+    def lift(self, call: Call) -> Call:
+        """Give `call` a seed and an offset."""
+        return lambda plains: call([*plains, *self.state()])
+
+
+HIDDEN_STATE = RngPlan(None)
+"""Of a program that draws from the user's generator, or not at all."""
+
+
+class FunctionalRng:
+    """See `aotdist.convention.layer.Layer`."""
+
+    def lower(self, program: Program[PlainIdx], facts: Facts) -> tuple[Program[PlainIdx], RngPlan]:
+        """The inner program takes a seed and an offset after its other inputs, and draws from these."""
+
+        def fn(*plains: Any) -> list[Any]:
+            *inputs, seed, offset = plains
+            with Drawing(Stream(lambda: (seed, offset))):
+                return program.fn(*inputs)
+
+        zero = torch.zeros((), dtype=torch.int64)
+        slots, examples = Row([*program.ins, *SLOTS]), Row([*program.examples, zero, zero])
+        return Program(fn, slots, examples), RngPlan(draw_state)
+
+
+FUNCTIONAL_RNG = FunctionalRng()
