@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -22,14 +22,16 @@ from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
+from aotdist.partition.gates import linked, part, parts_of, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.collectives import collectives
 from aotdist.passes.run import PassRecord, run_passes
-from aotdist.program import DistinctIdx, Graph, Program, Row, Slot
+from aotdist.program import LATE_ROLES, DistinctIdx, Graph, Program, Row, Slot
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
+from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
-from aotdist.runtime.node import node_plan
+from aotdist.runtime.plan import node_plan
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
@@ -169,6 +171,7 @@ def _trace(
                 training=not captured.ambient.inference,
                 name_closed_over=captured.name_closed_over,
                 bases=bases,
+                watches=captured.ambient.grad and not call.backend.owns_cut,
             )
     return captured, deduped, traced, before
 
@@ -187,12 +190,14 @@ def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Progr
 
 
 def _compile_training(
-    joint: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
+    cut: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
 ) -> tuple[Training, tuple[PassRecord, ...]]:
     settings = emitter.settings
     with times.stage("partition"):
         policy = emitter.backend.partition if settings.partition == "auto" else settings.partition
+        joint = linked(cut)
         split = partition(joint, policy)
+        gates = plan_gates(cut, traced.facts)
     whole = split.backward
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
@@ -201,40 +206,66 @@ def _compile_training(
     with times.stage("codegen"):
         halves = emitter.halves(split)
 
-    recipes = traced.facts.recipes
+    recipes, loose = traced.facts.recipes, not halves.tangent_strides
 
-    @functools.cache
-    def reduced(missing: frozenset[Slot]) -> BoxedCall:
-        graph, _ = run_passes(without_tangents(whole, missing), "backward", settings)
+    def another(backward: Graph) -> BoxedCall:
+        graph, _ = run_passes(backward, "backward", settings)
         call = emitter.another_backward(split, halves, graph).call
         groups = process_groups(recipes)
         agree(collectives(graph), label=f"{emitter.name} backward", settings=settings, groups=groups)
         return call
 
-    again = plan_again(traced.graph, traced.facts.functions)
+    @functools.cache
+    def reduced(missing: frozenset[Slot]) -> BoxedCall:
+        return another(without_tangents(whole, missing, any_strides=loose))
+
+    whole_in_parts = functools.cache(lambda: parts_of(cut, split))
+
+    @functools.cache
+    def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
+        graph = part(whole_in_parts(), outs, arrived, any_strides=loose)
+        position = {slot: at for at, slot in enumerate(split.saved)}
+        return Part(another(graph), tuple(position.get(slot, slot) for slot in graph.ins))
+
+    again = plan_again(linked(traced.graph), traced.facts.functions, split.saved)
     node = node_plan(traced, plans, split, halves.tangent_strides, again)
     twice = _Twice(traced.graph, again, emitter)
-    return Training(joint, split, halves, node, reduced, twice), (*records, *more)
+    return Training(joint, split, halves, node, reduced, parts, gates, twice), (*records, *more)
 
 
 class _Twice:
-    """The gradients as a compiled function with a backward of its own; made when they are first asked for."""
+    """Gradients as compiled functions with a backward of their own; made when they are first asked for."""
 
-    def __init__(self, joint: Graph, again: Again, emitter: Emitter) -> None:
-        self._joint, self._again, self._emitter = joint, again, emitter
-        self._artifacts: list[Artifact] = []
+    def __init__(self, cut: Graph, again: Again, emitter: Emitter) -> None:
+        self._cut, self._again, self._emitter = cut, again, emitter
+        self._made: dict[Any, Part] = {}
 
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients, given the primals that are needed and tangents."""
-        result = call_fitting(self._artifacts, tensors, {})
-        if result is not MISS:
-            return result
-        emitter = self._emitter
-        run = as_function(gradients(self._joint, self._again))
+    def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+        """What computes `outs` where only gradients `arrived` are there, whole or cut at its waypoints."""
+        key = (outs, arrived, in_parts)
+        if key not in self._made:
+            joint = self._cut if in_parts else linked(self._cut)
+            graph = gradients(joint, self._again, outs)
+            missing = [slot for slot in graph.ins if slot.role in LATE_ROLES and slot not in arrived]
+            graph = without_tangents(graph, missing, any_strides=True)
+            self._made[key] = Part(self._compiled(graph), graph.ins)
+        return self._made[key]
+
+    def _compiled(self, graph: Graph) -> BoxedCall:
+        emitter, artifacts = self._emitter, list[Artifact]()
+        run = as_function(graph)
         run.__name__ = f"gradients of {emitter.name}"
-        artifact = compile_call(run, run, tensors, {}, emitter.backend, emitter.settings)
-        self._artifacts.append(artifact)
-        return artifact.call(tensors, {})
+
+        def call(tensors: Sequence[torch.Tensor]) -> list[Any]:
+            result = call_fitting(artifacts, tuple(tensors), {})
+            if result is MISS:
+                artifacts.append(
+                    compile_call(run, run, tuple(tensors), {}, emitter.backend, emitter.settings)
+                )
+                result = artifacts[-1].call(tuple(tensors), {})
+            return result
+
+        return call
 
 
 def _compile_inference(

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
@@ -49,7 +50,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode as Function
 from torch._subclasses.functional_tensor import _detect_infra_mode
 
 from torch.autograd.function import _SingleLevelFunction
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # Operations as nodes.
@@ -772,6 +773,34 @@ def node_base() -> type[Any]:
 def keeps_graph() -> bool:
     """Whether the running backward was asked to keep what it saved (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def backward_task() -> int:
+    """A number for the running backward, different for each."""
+    return torch._C._current_graph_task_id()
+
+
+def runs_in_backward(leaf: torch.Tensor) -> bool:
+    """Whether the running backward will accumulate into `leaf`."""
+    return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+
+
+def hooks_of(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The hooks on a tensor with history: those that are there, and those that will be.
+
+    Without keeping the tensor alive: this is what `register_hook` makes for the first hook.
+    """
+    if tensor.grad_fn is not None and tensor._backward_hooks is None:
+        set_hooks(tensor, OrderedDict())
+    hooks: Any = tensor._backward_hooks
+    return hooks
+
+
+def set_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
+    """Let `register_hook` put the hooks of a tensor with history here."""
+    node = tensor.grad_fn  # that of a view whose base was written is made now, which forgets hooks
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)  # type: ignore[union-attr]
 
 
 def default_store() -> Store | None:

@@ -7,7 +7,7 @@ opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -29,18 +29,36 @@ from aotdist.facts import (
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
 
 
-def replay(base: torch.Tensor, steps: Sequence[ViewStep], made: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Make the view of `base` that `steps` describe; `made` holds, by serial, what is no view itself."""
-    for step in steps:
-        if step.ends_views() and step.serial in made:
-            base = made[step.serial]
-            continue
+def replay(base: torch.Tensor, steps: Sequence[ViewStep], made: dict[int, Any]) -> torch.Tensor:
+    """Make the view of `base` that `steps` describe.
+
+    Args:
+        base: what it is a view of.
+        steps: how it is made.
+        made: by serial, what several views have in common: a tensor that is no view itself, or all the
+            results of one operation.
+    """
+    start = first_to_make(steps, made)
+    if start:
+        base = _picked(made[steps[start - 1].serial], steps[start - 1])
+    for step in steps[start:]:
         with torch.set_grad_enabled(step.grad):
             result = step.op(base, *step.args, **dict(step.kwargs))
-        base = result if step.pick is None else result[step.pick]
-        if step.ends_views():
-            made[step.serial] = base
+        if step.is_common():
+            made[step.serial] = result
+        base = _picked(result, step)
     return base
+
+
+def first_to_make(steps: Sequence[ViewStep], made: Container[int]) -> int:
+    """The first step to take: behind the last one that is made already."""
+    return max(
+        (at + 1 for at, step in enumerate(steps) if step.is_common() and step.serial in made), default=0
+    )
+
+
+def _picked(result: Any, step: ViewStep) -> torch.Tensor:
+    return result if step.pick is None else result[step.pick]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,42 +77,54 @@ class EpiloguePlan:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            values = call(primals)
-            built: dict[OutIdx, Any] = {}
-            made: dict[int, torch.Tensor] = {}
+            outs = Outputs(self, primals, call(primals))
             for idx in self.order:
-                self._build(idx, primals, values, built, made)
-            return [built[idx] for idx in self.outputs.indices()]
+                outs.make(idx)
+            return outs.in_order()
 
         return lifted
 
-    def _build(
-        self,
-        idx: OutIdx,
-        primals: Sequence[Any],
-        values: Sequence[Any],
-        built: dict[OutIdx, Any],
-        made: dict[int, torch.Tensor],
-    ) -> Any:
-        if idx in built:
-            return built[idx]
-        match fact := self.outputs[idx]:
+
+class Outputs:
+    """The outputs of one call, made one by one, each once.
+
+    Args:
+        plan: what each is.
+        primals: inputs.
+        values: what the region returns; read when an output is made.
+    """
+
+    def __init__(self, plan: EpiloguePlan, primals: Sequence[Any], values: Sequence[Any]) -> None:
+        self._plan, self._primals, self._values = plan, primals, values
+        self._built: dict[OutIdx, Any] = {}
+        self._made: dict[int, Any] = {}
+
+    def in_order(self) -> list[Any]:
+        """All of them, as the program returns them."""
+        return [self.make(idx) for idx in self._plan.outputs.indices()]
+
+    def make(self, idx: OutIdx) -> Any:
+        """One of them, and first what it is made of."""
+        if idx not in self._built:
+            self._built[idx] = self._new(self._plan.outputs[idx])
+        return self._built[idx]
+
+    def _new(self, fact: OutputFact) -> Any:
+        match fact:
             case NotATensor(value=value):
-                out = value
+                return value
             case Fresh(value=value):
-                out = values[value]
+                return self._values[value]
             case IsInput(input=source):
-                out = primals[source]
+                return self._primals[source]
             case ViewOfInput(base=base, steps=steps):
-                out = replay(primals[base], steps, made)
+                return replay(self._primals[base], steps, self._made)
             case ViewOfIntermediate(base=base, steps=steps):
-                out = replay(values[base], steps, made)
+                return replay(self._values[base], steps, self._made)
             case ViewOfOutput(base=base, steps=steps):
-                out = replay(self._build(base, primals, values, built, made), steps, made)
+                return replay(self.make(base), steps, self._made)
             case _:
                 assert_never(fact)
-        built[idx] = out
-        return out
 
 
 class Epilogue:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,12 +18,26 @@ from aotdist.capture.origins import raised_at
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
+from aotdist.facts import (
+    BackwardWrite,
+    DataWritten,
+    Facts,
+    Fresh,
+    InputFact,
+    IsInput,
+    NodeOut,
+    OutputView,
+    Untouched,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
-from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
+from aotdist.joint.waypoints import Held, Waypoints
+from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import (
     is_real,
     leaves,
@@ -53,7 +68,7 @@ class Traced:
 
     Args:
         program: the program, with the closed-over tensors that it touched added to its inputs.
-        graph: the joint graph; see `aotdist.program.Graph` for the order of its segments.
+        graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` tells the order of its segments.
         facts: what the trace showed.
         fake_mode: the mode of the graph's `val`s.
     """
@@ -79,6 +94,7 @@ def trace(
     training: bool,
     name_closed_over: Callable[[torch.Tensor], Slot],
     bases: BasePlan = NO_BASES,
+    watches: bool = False,
 ) -> Traced:
     """Trace `program` once.
 
@@ -88,6 +104,7 @@ def trace(
         training: record a backward for the differentiable results.
         name_closed_over: names a real tensor that is none of the program's inputs.
         bases: which of the inputs share memory.
+        watches: look for waypoints; the graph is then cut at them, see `aotdist.joint.waypoints`.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
@@ -130,9 +147,14 @@ def trace(
         lifting = Lifting(inputs, stand_in)
         takes_grad = metadata.taking_grad(inputs.row())
         wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
-        found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
+        waypoints = Waypoints(
+            _held(outs, outputs, inputs.row(), writes, metadata) if watches and training else [],
+            [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable],
+        )
+        with waypoints.watched(recorder):
+            found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
         grads = {idx: grad for (idx, _), grad in zip(takes_grad, found, strict=False) if grad is not None}
-        results += _grad_results(recorder, inputs.row(), grads)
+        results += _grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata)
     row = inputs.row()
     facts = Facts(
@@ -146,6 +168,7 @@ def trace(
         metadata=metadata.writes,
         switched_on=metadata.switched_on,
         functions=tuple(name for name in functions if name != NON_LEAF),
+        passages=waypoints.passages(len(node_outs)),
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written), facts, recorder.fake_mode)
@@ -239,6 +262,31 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
         resized = data_writes(plain) and functional_value(plain).size() != leaf.size
         if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
             raise refuse(stand_in, "in a way that is not repeated outside")
+
+
+def _held(
+    outs: Sequence[Any],
+    outputs: NodeOutputs,
+    row: Row[PrimalIdx, StandIn],
+    writes: Row[PrimalIdx, InputFact],
+    metadata: Metadata,
+) -> list[Held]:
+    """What the caller will hold of the differentiable tensors; nothing if inputs change shape or history."""
+    if metadata.writes:
+        return []
+    held = [
+        Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
+        for idx in sorted(outputs.with_history)
+        if outputs.slots[idx].role == "output"
+    ]
+    for idx, fact in writes.enumerate():
+        if isinstance(fact, DataWritten) and fact.differentiable:
+            held.append(Held(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
+    for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
+        is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
+        if is_view and out.grad_fn is not None:
+            held.append(Held(f"out[{position}]", OutputView(OutIdx(position)), None, out))
+    return held
 
 
 def _value_results(

@@ -16,17 +16,23 @@ from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful
-from aotdist.program import Graph, Slot
+from aotdist.program import LATE_ROLES, Graph, Slot
 
 _ADD = torch.ops.aten.add.Tensor
 
 
-def without_tangents(backward: Graph, missing: Collection[Slot]) -> Graph:
-    """The backward that takes all but the `missing` tangents; what is zero then is None among its results."""
+def without_tangents(backward: Graph, missing: Collection[Slot], *, any_strides: bool) -> Graph:
+    """The backward that takes all but the `missing` tangents; what is zero then is None among its results.
+
+    Args:
+        backward: the graph.
+        missing: arguments that are left out.
+        any_strides: whether its values may have other strides than their `val`s.
+    """
     zero = _zeros(backward, missing)
     results = [None if node in zero else node for node in backward.results()]
     order = [node for node in backward.gm.graph.nodes if node.op != "output"]
-    stands_for = _summands(order, zero)
+    stands_for = _summands(order, zero, any_strides=any_strides)
     needed = _needed(order, results, zero, stands_for)
     builder = GraphBuilder(backward.gm)
     for node in order:
@@ -45,7 +51,7 @@ def without_tangents(backward: Graph, missing: Collection[Slot]) -> Graph:
 
 def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
     """Nodes that depend on missing tangents and on no other."""
-    tangents = {node: slot for slot, node in backward.named_placeholders().items() if slot.role == "tangent"}
+    tangents = {node: slot for slot, node in backward.named_placeholders().items() if slot.role in LATE_ROLES}
     depends: dict[Node, bool] = {}
     """Whether a node that depends on tangents depends on one that is there."""
     for node in backward.gm.graph.nodes:
@@ -56,20 +62,21 @@ def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
     return {node for node, alive in depends.items() if not alive}
 
 
-def _summands(order: list[Node], zero: set[Node]) -> Mapping[Node, Node]:
+def _summands(order: list[Node], zero: set[Node], *, any_strides: bool) -> Mapping[Node, Node]:
     """Sums of which one summand is zero, with the other; never chained."""
     found: dict[Node, Node] = {}
     for node in order:
         if node.target is _ADD and node not in zero and not node.kwargs:
             for summand, other in (node.args, reversed(node.args)):
-                if summand in zero and isinstance(other, Node) and _same_layout(node, other):
+                if summand in zero and isinstance(other, Node) and _interchangeable(node, other, any_strides):
                     found[node] = found.get(other, other)
     return found
 
 
-def _same_layout(a: Node, b: Node) -> bool:
+def _interchangeable(a: Node, b: Node, any_strides: bool) -> bool:
     first, second = a.meta["val"], b.meta["val"]
-    return (first.dtype, first.size(), first.stride()) == (second.dtype, second.size(), second.stride())
+    same_strides = any_strides or first.stride() == second.stride()
+    return same_strides and (first.dtype, first.size()) == (second.dtype, second.size())
 
 
 def _needed(

@@ -12,7 +12,9 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump
-from aotdist.runtime.node import Backward, NodePlan, SavedInput
+from aotdist.runtime.backward import Backward
+from aotdist.runtime.gate import is_watched
+from aotdist.runtime.plan import NodePlan, SavedInput
 from aotdist.runtime.printer import Printer, sequence
 from aotdist.runtime.tangent import rebuilt
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
@@ -195,7 +197,10 @@ def _print_backward(
             printer.line(
                 f"return {printer.bind('BACKWARD_AGAIN', backward.again)}(ctx, {', '.join(arrived)})"
             )
-        with printer.block(f"if {' or '.join(f'{name} is None' for name in arrived)}:"):
+        missing = [f"{name} is None" for name in arrived]
+        if plan.passages.waypoints:
+            missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
+        with printer.block(f"if {' or '.join(missing)}:"):
             printer.line(f"return {printer.bind('BACKWARD_OF_SOME', backward)}(ctx, {', '.join(arrived)})")
         tangents = [
             f"*{printer.bind(f'tangent_{tangent.path}', tangent)}({names[idx]})"

@@ -437,9 +437,9 @@ def test_autocast_switched_off_inside():
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def test_second_derivatives_of_random_programs_are_refused():
+def test_second_derivatives_that_are_refused_do_no_harm():
     x = leaf()
-    y = compiled(lambda x: (x**3 * torch.ones_like(x).bernoulli_(1.0)).sum())(x)
+    y = compiled(lambda x: (x**3 * torch.bernoulli(x.sigmoid() * 0 + 1)).sum())(x)
     with pytest.raises(UnsupportedProgram, match="create_graph=True"):
         torch.autograd.grad(y, x, create_graph=True)
     # What was refused did no harm: the first derivative is still there to be taken.
