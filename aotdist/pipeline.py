@@ -27,7 +27,7 @@ from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.collectives import collectives
 from aotdist.passes.run import PassRecord, run_passes
-from aotdist.program import LATE_ROLES, DistinctIdx, Graph, Program, Row, Slot
+from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
@@ -172,6 +172,7 @@ def _trace(
                 name_closed_over=captured.name_closed_over,
                 bases=bases,
                 watches=captured.ambient.grad and not call.backend.owns_cut,
+                reads_late=not call.backend.owns_cut,
             )
     return captured, deduped, traced, before
 
@@ -246,7 +247,7 @@ class _Twice:
         if key not in self._made:
             joint = self._cut if in_parts else linked(self._cut)
             graph = gradients(joint, self._again, outs)
-            missing = [slot for slot in graph.ins if slot.role in LATE_ROLES and slot not in arrived]
+            missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
             graph = without_tangents(graph, missing, any_strides=True)
             self._made[key] = Part(self._compiled(graph), graph.ins)
         return self._made[key]

@@ -73,7 +73,9 @@ class Row(Generic[I, T]):
         return Row(fn(item) for item in self._items)
 
 
-Role = Literal["primal", "output", "write", "saved", "tangent", "total", "grad", "piece", "backward_write"]
+Role = Literal[
+    "primal", "output", "write", "saved", "tangent", "total", "buffer", "grad", "piece", "backward_write"
+]
 """What a graph argument or result is to the program.
 
 - `primal`: a plain tensor of the user's (argument, parameter, buffer, lifted constant).
@@ -83,12 +85,15 @@ Role = Literal["primal", "output", "write", "saved", "tangent", "total", "grad",
 - `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
 - `total`: the whole gradient of a waypoint (`aotdist.facts.Waypoint`): as a result, what arrives there; as an
     argument, what goes on from there.
+- `buffer`: what an input that the backward writes holds when the backward begins.
 - `grad`: gradient with respect to a `primal`.
 - `piece`: a summand of the gradient of a waypoint.
 - `backward_write`: the new value of an input that the backward wrote.
 """
 
-LATE_ROLES: frozenset[Role] = frozenset({"tangent", "total"})
+GRADIENT_ROLES: frozenset[Role] = frozenset({"tangent", "total"})
+"""Arguments that are gradients."""
+LATE_ROLES: frozenset[Role] = GRADIENT_ROLES | {"buffer"}
 """Arguments that only exist in the backward."""
 
 

@@ -325,6 +325,33 @@ def run_backward(
     )
 
 
+def run_accumulating_backward(
+    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
+    _engine_run_backward(tuple(outs), tuple(tangents), False, False, (), True, accumulate_grad=True)
+    with torch._C.DisableTorchFunction():  # the mode that traces refuses to read `.grad`
+        grads = tuple(leaf.grad for leaf in wanted)
+        for leaf in wanted:
+            leaf.grad = None
+    return grads
+
+
+def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:
+    """The hooks that are called for all modules."""
+    module = torch.nn.modules.module
+    return [
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    ]
+
+
+REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""What autograd calls a checkpoint with `use_reentrant=True`."""
+
+
 @contextmanager
 def saved_tensor_hooks_off() -> Generator[None]:
     """No hooks on saved tensors: a checkpoint around a call must not see what its capture saves."""

@@ -34,6 +34,7 @@ from aotdist.facts import (
 )
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
+from aotdist.joint.late import ForwardEnd
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.waypoints import Held, Waypoints
@@ -47,6 +48,7 @@ from aotdist.subclasses.protocol import (
     tangent_recipe,
 )
 from aotdist.torch_seam import (
+    REENTRANT_CHECKPOINT,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
@@ -55,6 +57,7 @@ from aotdist.torch_seam import (
     data_writes,
     functional_value,
     metadata_written,
+    run_accumulating_backward,
     run_backward,
     storage_changes,
 )
@@ -95,6 +98,7 @@ def trace(
     name_closed_over: Callable[[torch.Tensor], Slot],
     bases: BasePlan = NO_BASES,
     watches: bool = False,
+    reads_late: bool = False,
 ) -> Traced:
     """Trace `program` once.
 
@@ -105,6 +109,7 @@ def trace(
         name_closed_over: names a real tensor that is none of the program's inputs.
         bases: which of the inputs share memory.
         watches: look for waypoints; the graph is then cut at them, see `aotdist.joint.waypoints`.
+        reads_late: let the backward read the inputs that it writes when it runs.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
@@ -144,6 +149,7 @@ def trace(
         )
         results = _value_results(recorder, node_outs, node_tensors)
         counters = [stand_in.writes() for stand_in in inputs.row()]
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if reads_late and not metadata.writes else None
         lifting = Lifting(inputs, stand_in)
         takes_grad = metadata.taking_grad(inputs.row())
         wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
@@ -152,10 +158,13 @@ def trace(
             [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable],
         )
         with waypoints.watched(recorder):
-            found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
+            run = run_accumulating_backward if REENTRANT_CHECKPOINT in functions else run_backward
+            found = _backward(recorder, wanted, node_outs, node_tensors, lifting, run) if training else []
         grads = {idx: grad for (idx, _), grad in zip(takes_grad, found, strict=False) if grad is not None}
         results += _grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata)
+        if forward_end is not None:
+            forward_end.read_late(recorder, inputs.row(), backward_writes)
     row = inputs.row()
     facts = Facts(
         inputs=writes,
@@ -306,6 +315,7 @@ def _backward(
     node_outs: Row[NodeOutIdx, NodeOut],
     tensors: Sequence[torch.Tensor],
     lifting: Lifting,
+    run: Callable[..., Sequence[torch.Tensor | None]],
 ) -> list[torch.Tensor | None]:
     """Run autograd; the gradients of the leaves that are `wanted`, in their order."""
     recorder.phase = "backward"
@@ -317,7 +327,7 @@ def _backward(
     tangents = [_tangent(recorder, out, tensor) for out, tensor in differentiable]
     with autocast_off(), lifting, _refusing_what_needs_data():
         try:
-            return list(run_backward([tensor for _, tensor in differentiable], wanted, tangents))
+            return list(run([tensor for _, tensor in differentiable], wanted, tangents))
         except NotImplementedError as error:
             raise UnsupportedProgram(
                 f"the program has no backward, in eager neither ({error})",

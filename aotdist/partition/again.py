@@ -17,7 +17,7 @@ from torch.fx import Interpreter, Node
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import overwritten_primals
 from aotdist.partition.traits import is_collective, is_random
-from aotdist.program import LATE_ROLES, Graph, Slot
+from aotdist.program import GRADIENT_ROLES, Graph, Slot
 
 _ATEN = torch.ops.aten
 _DETACH = _ATEN.detach.default
@@ -126,7 +126,7 @@ def gradients(joint: Graph, again: Again, outs: Sequence[Slot]) -> Graph:
     needed = _needed(joint, outs, again.kept)
     ins: list[Slot] = []
     for slot, node in joint.named_placeholders().items():
-        if slot.role in LATE_ROLES or slot in again.primals:
+        if slot.role in GRADIENT_ROLES or slot in again.primals:
             builder.placeholder(node)
             ins.append(slot)
     for node in joint.gm.graph.nodes:

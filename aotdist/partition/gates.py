@@ -21,7 +21,7 @@ from aotdist.partition.halves import ancestors, find_halves
 from aotdist.partition.reduced import without_tangents
 from aotdist.partition.split import backward_from
 from aotdist.partition.traits import is_random
-from aotdist.program import LATE_ROLES, Graph, NodeOutIdx, Slot, Split
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def parts_of(cut: Graph, split: Split) -> Graph:
 
 def part(parts: Graph, outs: Sequence[Slot], arrived: Collection[Slot], *, any_strides: bool) -> Graph:
     """Of the backward, what computes `outs` where only the gradients `arrived` are there."""
-    missing = [slot for slot in parts.ins if slot.role in LATE_ROLES and slot not in arrived]
+    missing = [slot for slot in parts.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
     return without_tangents(_returning(parts, outs), missing, any_strides=any_strides)
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful
-from aotdist.program import LATE_ROLES, Graph, Slot
+from aotdist.program import GRADIENT_ROLES, Graph, Slot
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -51,7 +51,9 @@ def without_tangents(backward: Graph, missing: Collection[Slot], *, any_strides:
 
 def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
     """Nodes that depend on missing tangents and on no other."""
-    tangents = {node: slot for slot, node in backward.named_placeholders().items() if slot.role in LATE_ROLES}
+    tangents = {
+        node: slot for slot, node in backward.named_placeholders().items() if slot.role in GRADIENT_ROLES
+    }
     depends: dict[Node, bool] = {}
     """Whether a node that depends on tangents depends on one that is there."""
     for node in backward.gm.graph.nodes:

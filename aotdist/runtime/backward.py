@@ -77,6 +77,7 @@ class Backward:
         else:
             call, args = self.reduced(missing) if missing else self.whole, list(ctx.saved_tensors)
             args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
+            args += [ctx.written[position] for position in self.plan.buffers.values()]
         if not keeps_graph():
             ctx.maybe_clear_saved_tensors()
             ctx.again = None
@@ -106,6 +107,7 @@ class Backward:
                 expected = self.plan.expected(idx, in_parts=True)
                 given.update(zip(expected.slots(), expected(grad), strict=True))
         part = self.parts(outs, frozenset(given))
+        given.update((slot, ctx.written[position]) for slot, position in self.plan.buffers.items())
         saved = ctx.saved_tensors
         return part.call, [saved[s] if isinstance(s, int) else given[s] for s in part.sources]
 

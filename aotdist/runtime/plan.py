@@ -11,7 +11,7 @@ from aotdist.codegen.contract import Strides
 from aotdist.convention.mutation import PlainWrites
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions
-from aotdist.facts import NodeOut, Passages
+from aotdist.facts import Facts, NodeOut, Passages
 from aotdist.joint.trace import Traced
 from aotdist.partition.again import Again
 from aotdist.partition.gates import Gate
@@ -47,6 +47,7 @@ class NodePlan:
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
+        buffers: which of these the backward reads when it runs, after the tangents.
         views: forward results that are made as views, see `result_views`.
         saved_slots: the names of those arguments.
         again: the inputs to keep for differentiating twice.
@@ -63,6 +64,7 @@ class NodePlan:
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[PlainIdx, ...]
+    buffers: Mapping[Slot, int]
     views: frozenset[int]
     saved_slots: tuple[Slot, ...]
     again: tuple[PrimalIdx, ...]
@@ -135,12 +137,23 @@ def node_plan(
         tangents,
         facts.grads,
         backward_writes,
+        _buffers(facts, traced.program.ins, split),
         result_views(split.forward),
         split.saved,
         *_kept_for_again(traced, again),
         facts.passages,
         _totals(facts.passages, any_strides=not tangent_strides),
     )
+
+
+def _buffers(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> dict[Slot, int]:
+    """The arguments of the backward that are inputs as they are then: positions among what it writes."""
+    written = [
+        Slot("buffer", ins[write.input].path, inner)
+        for write in facts.backward_writes
+        for inner, _ in leaves(facts.recipes[write.input])
+    ]
+    return {slot: written.index(slot) for slot in split.backward.ins if slot.role == "buffer"}
 
 
 def _totals(passages: Passages, *, any_strides: bool) -> dict[NodeOutIdx, Tangent]:

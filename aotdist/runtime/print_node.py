@@ -206,7 +206,8 @@ def _print_backward(
             f"*{printer.bind(f'tangent_{tangent.path}', tangent)}({names[idx]})"
             for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
         ]
-        printer.line(f"args = [{', '.join(['*ctx.saved_tensors', *tangents])}]")
+        buffers = [f"ctx.written[{position}]" for position in plan.buffers.values()]
+        printer.line(f"args = [{', '.join(['*ctx.saved_tensors', *tangents, *buffers])}]")
         printer.line(f"del {', '.join(names)}")
         with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
             printer.line("ctx.maybe_clear_saved_tensors()")
