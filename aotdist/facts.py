@@ -213,6 +213,21 @@ class Passages:
     levels: Row[NodeOutIdx, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Some of the differentiable results, for which the backward was traced by itself.
+
+    Args:
+        outs: which.
+    """
+
+    outs: tuple[NodeOutIdx, ...]
+
+    def slot(self, grad: Slot) -> Slot:
+        """The name of a gradient when only these results are differentiated."""
+        return Slot(grad.role, f"{grad.path} from {','.join(map(str, self.outs))}", grad.inner)
+
+
 NO_PASSAGES = Passages((), Row())
 
 
@@ -240,6 +255,7 @@ class Facts:
         switched_on: inputs that the program lets require grad.
         functions: names of the user's autograd functions that gradients pass.
         passages: which gradients pass tensors that the caller holds.
+        choices: choices of results for which the backward was traced by itself.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -253,6 +269,7 @@ class Facts:
     switched_on: tuple[PrimalIdx, ...] = ()
     functions: tuple[str, ...] = ()
     passages: Passages = NO_PASSAGES
+    choices: tuple[Choice, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward."""

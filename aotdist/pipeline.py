@@ -22,6 +22,7 @@ from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
+from aotdist.partition.choices import chosen, without_choices
 from aotdist.partition.gates import linked, part, parts_of, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
@@ -171,8 +172,7 @@ def _trace(
                 training=not captured.ambient.inference,
                 name_closed_over=captured.name_closed_over,
                 bases=bases,
-                watches=captured.ambient.grad and not call.backend.owns_cut,
-                reads_late=not call.backend.owns_cut,
+                cuts=captured.ambient.grad and not call.backend.owns_cut,
             )
     return captured, deduped, traced, before
 
@@ -199,7 +199,9 @@ def _compile_training(
         joint = linked(cut)
         split = partition(joint, policy)
         gates = plan_gates(cut, traced.facts)
-    whole = split.backward
+    by_choice = split.backward
+    whole = without_choices(by_choice, traced.facts)
+    split = replace(split, backward=whole)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
         backward, more = run_passes(split.backward, "backward", settings)
@@ -218,7 +220,8 @@ def _compile_training(
 
     @functools.cache
     def reduced(missing: frozenset[Slot]) -> BoxedCall:
-        return another(without_tangents(whole, missing, any_strides=loose))
+        some = chosen(by_choice, whole, missing, traced.facts)
+        return another(without_tangents(some, missing, any_strides=loose))
 
     whole_in_parts = functools.cache(lambda: parts_of(cut, split))
 

@@ -49,6 +49,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTe
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch._subclasses.functional_tensor import _detect_infra_mode
 
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -314,22 +315,30 @@ def running_sequence_nr() -> int | None:
 
 
 def run_backward(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad(outs, wanted, tangents, allow_unused=True)`, without being a torch function.
 
     The public one is overridable, so a torch-function mode is popped for as long as it runs.
     """
     return _engine_run_backward(
-        tuple(outs), tuple(tangents), False, False, tuple(wanted), True, accumulate_grad=False
+        tuple(outs), tuple(tangents), retain_graph, False, tuple(wanted), True, accumulate_grad=False
     )
 
 
 def run_accumulating_backward(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
-    _engine_run_backward(tuple(outs), tuple(tangents), False, False, (), True, accumulate_grad=True)
+    _engine_run_backward(tuple(outs), tuple(tangents), retain_graph, False, (), True, accumulate_grad=True)
     with torch._C.DisableTorchFunction():  # the mode that traces refuses to read `.grad`
         grads = tuple(leaf.grad for leaf in wanted)
         for leaf in wanted:
@@ -376,18 +385,28 @@ def made_by_custom_function(tensor: torch.Tensor) -> bool:
 
 def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Names of the Python autograd functions in the history of `tensors`, each once."""
-    found: dict[str, None] = {}
+    return list(dict.fromkeys(node.name() for node in _custom_nodes(tensors)))
+
+
+def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a Python autograd function with several results is in the history of `tensors`."""
+    nodes = _custom_nodes(tensors)
+    return any(len(node._input_metadata) > 1 and node.name() != REENTRANT_CHECKPOINT for node in nodes)
+
+
+def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    found: list[Any] = []
     pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.setdefault(node.name())
+            found.append(node)
         for source, _ in node.next_functions:
             if source is not None and source not in seen:
                 seen.add(source)
                 pending.append(source)
-    return list(found)
+    return found
 
 
 _PROXY_MODE_OPTIONS = inspect.signature(ProxyTorchDispatchMode).parameters
@@ -784,8 +803,8 @@ def has_grad_hooks(param: torch.Tensor) -> bool:
 
 
 def under_transform() -> bool:
-    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`) or forward-mode differentiation is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def node_base() -> type[Any]:

@@ -7,14 +7,13 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from aotdist.capture.origins import raised_at
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
@@ -32,7 +31,9 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
 )
+from aotdist.joint.backward import Backward, Result, choices_of, grad_results, requires_grad_by_itself
 from aotdist.joint.classify import NodeOutputs, classify
+from aotdist.joint.data import refusing_what_needs_data
 from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.metadata import Metadata, refuse
@@ -43,26 +44,16 @@ from aotdist.subclasses.protocol import (
     is_real,
     leaves,
     plain_tensors,
-    rebuild,
     recipe_of,
-    tangent_recipe,
 )
 from aotdist.torch_seam import (
-    REENTRANT_CHECKPOINT,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
-    autocast_off,
     custom_functions,
     data_writes,
     functional_value,
     metadata_written,
-    run_accumulating_backward,
-    run_backward,
     storage_changes,
 )
-
-Result = tuple[Slot, torch.fx.Node | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +88,7 @@ def trace(
     training: bool,
     name_closed_over: Callable[[torch.Tensor], Slot],
     bases: BasePlan = NO_BASES,
-    watches: bool = False,
-    reads_late: bool = False,
+    cuts: bool = False,
 ) -> Traced:
     """Trace `program` once.
 
@@ -108,8 +98,8 @@ def trace(
         training: record a backward for the differentiable results.
         name_closed_over: names a real tensor that is none of the program's inputs.
         bases: which of the inputs share memory.
-        watches: look for waypoints; the graph is then cut at them, see `aotdist.joint.waypoints`.
-        reads_late: let the backward read the inputs that it writes when it runs.
+        cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
+            for a backward of some outputs only, and for one that runs twice.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
@@ -127,7 +117,7 @@ def trace(
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(log)
-        with Lifting(inputs, stand_in), _refusing_what_needs_data():
+        with Lifting(inputs, stand_in), refusing_what_needs_data():
             outs = program.fn(*tensors)
         recorder.draws.check()
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and is_real(out) else out for out in outs]
@@ -143,26 +133,27 @@ def trace(
         )
         for node_out, tensor in zip(node_outs, node_tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
-                raise _requires_grad_by_itself(node_out.slot)
+                raise requires_grad_by_itself(node_out.slot)
         functions = custom_functions(
             [t for o, t in zip(node_outs, node_tensors, strict=True) if o.differentiable]
         )
         results = _value_results(recorder, node_outs, node_tensors)
         counters = [stand_in.writes() for stand_in in inputs.row()]
-        forward_end = ForwardEnd.of(recorder, inputs.row()) if reads_late and not metadata.writes else None
-        lifting = Lifting(inputs, stand_in)
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.writes else None
         takes_grad = metadata.taking_grad(inputs.row())
-        wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
-        waypoints = Waypoints(
-            _held(outs, outputs, inputs.row(), writes, metadata) if watches and training else [],
-            [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable],
-        )
+        ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
+        choices = choices_of(ends) if cuts else ()
+        held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and not choices else []
+        waypoints = Waypoints(held, ends)
+        backward = Backward(recorder, node_outs, ends, takes_grad, Lifting(inputs, stand_in))
         with waypoints.watched(recorder):
-            run = run_accumulating_backward if REENTRANT_CHECKPOINT in functions else run_backward
-            found = _backward(recorder, wanted, node_outs, node_tensors, lifting, run) if training else []
-        grads = {idx: grad for (idx, _), grad in zip(takes_grad, found, strict=False) if grad is not None}
-        results += _grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
+            grads = backward.run(again=bool(choices))
+        results += grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata)
+        choices = () if backward_writes else choices
+        for choice in choices:
+            some = backward.run(choice, again=True)
+            results += grad_results(recorder, inputs.row(), some, choice)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), backward_writes)
     row = inputs.row()
@@ -178,46 +169,10 @@ def trace(
         switched_on=metadata.switched_on,
         functions=tuple(name for name in functions if name != NON_LEAF),
         passages=waypoints.passages(len(node_outs)),
+        choices=choices,
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written), facts, recorder.fake_mode)
-
-
-_ASKS_FOR_DATA = (
-    "tracing tensor",
-    "data is not allocated yet",
-    ".numpy() is not supported",
-    "FunctionalTensor.__format__",
-)
-"""How errors of PyTorch's say that a traced tensor has no data."""
-
-
-@contextmanager
-def _refusing_what_needs_data() -> Generator[None]:
-    """An error that says "no data here" becomes ours, with the user's line."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
-        asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
-            raise
-        raise UnsupportedProgram(
-            _needs_data(error),
-            where=raised_at(error.__traceback__),
-            stage="joint",
-            fix="keep it a tensor (`torch.where` for a branch, a mask for a shape), or move "
-            "that part out of the compiled function",
-        ) from error
-
-
-def _needs_data(error: Exception) -> str:
-    match error:
-        case DynamicOutputShapeException():
-            return f"the shape of the result of `{error.func}` depends on data"
-        case DataDependentOutputException():
-            return f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
-        case _:
-            return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
 
 
 def _forward_writes(
@@ -306,88 +261,6 @@ def _value_results(
         slot = node_out.slot
         for (inner, _), plain in zip(leaves(node_out.recipe), plain_tensors(tensor), strict=True):
             results.append((Slot(slot.role, slot.path, inner), recorder.value(plain)))
-    return results
-
-
-def _backward(
-    recorder: Recorder,
-    wanted: Sequence[torch.Tensor],
-    node_outs: Row[NodeOutIdx, NodeOut],
-    tensors: Sequence[torch.Tensor],
-    lifting: Lifting,
-    run: Callable[..., Sequence[torch.Tensor | None]],
-) -> list[torch.Tensor | None]:
-    """Run autograd; the gradients of the leaves that are `wanted`, in their order."""
-    recorder.phase = "backward"
-    differentiable = [(out, t) for out, t in zip(node_outs, tensors, strict=True) if out.differentiable]
-    if not differentiable:
-        return [None] * len(wanted)
-    if not wanted:
-        raise _requires_grad_by_itself(differentiable[0][0].slot)
-    tangents = [_tangent(recorder, out, tensor) for out, tensor in differentiable]
-    with autocast_off(), lifting, _refusing_what_needs_data():
-        try:
-            return list(run([tensor for _, tensor in differentiable], wanted, tangents))
-        except NotImplementedError as error:
-            raise UnsupportedProgram(
-                f"the program has no backward, in eager neither ({error})",
-                stage="joint",
-                fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
-            ) from error
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                raise _written_too_early(error) from error
-            if "returned an invalid gradient" in str(error):
-                raise _reshaped_unseen(error) from error
-            raise
-
-
-def _requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`{slot}` requires grad, and no input of the program that does leads to it",
-        stage="joint",
-        fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
-    )
-
-
-def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
-        f"its use ({str(error).partition('Hint')[0].strip()})",
-        stage="joint",
-        fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
-    )
-
-
-def _reshaped_unseen(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "a tensor with history has its sizes written in place under `no_grad`, so that the gradient does not "
-        f"fit any more ({error})",
-        stage="joint",
-        fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
-    )
-
-
-def _tangent(recorder: Recorder, out: NodeOut, like: torch.Tensor) -> torch.Tensor:
-    recipe = tangent_recipe(out.recipe)
-    plains = [
-        recorder.argument(Slot("tangent", out.slot.path, inner), recorder.fake_like(plain, device))
-        for (inner, plain), device in zip(leaves(recipe), _devices(like), strict=True)
-    ]
-    return rebuild(recipe, plains)
-
-
-def _devices(tensor: torch.Tensor) -> list[torch.device]:
-    return [plain.device for plain in plain_tensors(tensor)]
-
-
-def _grad_results(
-    recorder: Recorder, row: Row[PrimalIdx, StandIn], grads: Mapping[PrimalIdx, torch.Tensor]
-) -> list[Result]:
-    results: list[Result] = []
-    for idx, grad in grads.items():
-        for (inner, _), plain in zip(leaves(recipe_of(grad)), plain_tensors(grad), strict=True):
-            results.append((Slot("grad", row[idx].slot.path, inner), recorder.value(plain)))
     return results
 
 

@@ -17,8 +17,9 @@ from torch.fx import Node
 
 from aotdist.facts import Facts
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import ancestors, find_halves
+from aotdist.partition.halves import find_halves
 from aotdist.partition.reduced import without_tangents
+from aotdist.partition.returning import returning
 from aotdist.partition.split import backward_from
 from aotdist.partition.traits import is_random
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot, Split
@@ -120,7 +121,7 @@ def _levels(cut: Graph, facts: Facts) -> Mapping[Node, int | None]:
 def parts_of(cut: Graph, split: Split) -> Graph:
     """The backward of a graph that is cut at its waypoints, from what the forward of `split` saves."""
     kept = {slot: node for slot, node in cut.named_results().items() if slot.role != "total"}
-    halves = find_halves(_returning(cut, list(kept)))
+    halves = find_halves(returning(cut, list(kept)))
     named = {node.name: node for node in halves.order}
     primals = halves.joint.named_placeholders()
     saved = [
@@ -133,19 +134,4 @@ def parts_of(cut: Graph, split: Split) -> Graph:
 def part(parts: Graph, outs: Sequence[Slot], arrived: Collection[Slot], *, any_strides: bool) -> Graph:
     """Of the backward, what computes `outs` where only the gradients `arrived` are there."""
     missing = [slot for slot in parts.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
-    return without_tangents(_returning(parts, outs), missing, any_strides=any_strides)
-
-
-def _returning(graph: Graph, outs: Sequence[Slot]) -> Graph:
-    """`graph` with these of its results, and no more than they need but arguments."""
-    builder = GraphBuilder(graph.gm)
-    named = graph.named_results()
-    order = [node for node in graph.gm.graph.nodes if node.op != "output"]
-    needed = ancestors(order, [node for slot in outs if (node := named[slot]) is not None])
-    for node in order:
-        if node.op == "placeholder":
-            builder.placeholder(node)
-        elif node in needed:
-            builder.copy(node)
-    results = [None if (node := named[slot]) is None else builder.env[node] for slot in outs]
-    return builder.finish(results, graph.ins, outs)
+    return without_tangents(returning(parts, outs), missing, any_strides=any_strides)
