@@ -233,9 +233,15 @@ NO_PASSAGES = Passages((), Row())
 
 @dataclass(frozen=True, slots=True)
 class BackwardWrite:
-    """An input that the backward wrote."""
+    """An input that the backward wrote.
+
+    Args:
+        input: which.
+        bumps: by how much its version counter goes up.
+    """
 
     input: PrimalIdx
+    bumps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def trace(
             [t for o, t in zip(node_outs, node_tensors, strict=True) if o.differentiable]
         )
         results = _value_results(recorder, node_outs, node_tensors)
-        counters = [stand_in.writes() for stand_in in inputs.row()]
+        counters = [(stand_in.writes(), stand_in.bumps()) for stand_in in inputs.row()]
         forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.writes else None
         takes_grad = metadata.taking_grad(inputs.row())
         ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
@@ -267,19 +267,19 @@ def _value_results(
 def _backward_writes(
     recorder: Recorder,
     row: Row[PrimalIdx, StandIn],
-    before: Sequence[tuple[int, ...]],
+    before: Sequence[tuple[tuple[int, ...], int]],
     metadata: Metadata,
 ) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
     """Inputs that the backward wrote, and their new values."""
     writes: list[BackwardWrite] = []
     results: list[Result] = []
     # An input that the backward was the first to touch has no count from before: nothing was written then.
-    padded = [*before, *[()] * (len(row) - len(before))]
+    padded = [*before, *[((), 0)] * (len(row) - len(before))]
     for idx, stand_in in row.enumerate():
-        counts = stand_in.writes()
-        if stand_in.derived or counts == (padded[idx] or (0,) * len(counts)):
+        counts, (counted, bumps) = stand_in.writes(), padded[idx]
+        if stand_in.derived or counts == (counted or (0,) * len(counts)):
             continue
-        writes.append(BackwardWrite(idx))
+        writes.append(BackwardWrite(idx, stand_in.bumps() - bumps))
         plains = metadata.plains_as_before(idx, stand_in)
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from aotdist.codegen.contract import BoxedCall
+from aotdist.convention.mutation import write_plain
+from aotdist.convention.version import bump
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.gates import Gate
 from aotdist.program import Slot
@@ -83,11 +85,20 @@ class Backward:
             ctx.again = None
         results = list(call(args))
         grads, written = _split_grads(self.plan, results)
-        for plain, value in zip(ctx.written if self.plan.backward_writes else (), written, strict=True):
-            if value is not None:
-                plain.copy_(value)
+        self._write(ctx, written)
         self.after()
         return tuple(grads)
+
+    def _write(self, ctx: Any, values: Sequence[torch.Tensor | None]) -> None:
+        """Write the inputs that the backward writes."""
+        for position, (value, bumps) in enumerate(zip(values, self.plan.backward_bumps, strict=True)):
+            if value is not None:
+                write_plain(ctx.written[position], value, bumps)
+        if any(value is not None for value in values):
+            for wrapper, (_, bumps) in zip(
+                ctx.bumped if self.plan.bumped else (), self.plan.bumped, strict=True
+            ):
+                bump(wrapper, bumps)
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""

@@ -44,6 +44,7 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward) -> Call:
             ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
             ctx.again = tuple(primals[idx] for idx in plan.again)
             ctx.written = [plains[idx] for idx in plan.backward_writes]
+            ctx.bumped = [primals[idx] for idx, _ in plan.bumped]
             values = detached_views(results[: plan.writes.num_values], plan.views)
             outs = rebuild_all(plan.unwrap.outs, values)
             ctx.mark_non_differentiable(

@@ -47,6 +47,8 @@ class NodePlan:
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
+        backward_bumps: how many writes to count for each of them.
+        bumped: wrappers that the backward writes, and number of writes to count.
         buffers: which of these the backward reads when it runs, after the tangents.
         views: forward results that are made as views, see `result_views`.
         saved_slots: the names of those arguments.
@@ -64,6 +66,8 @@ class NodePlan:
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[PlainIdx, ...]
+    backward_bumps: tuple[int, ...]
+    bumped: tuple[tuple[PrimalIdx, int], ...]
     buffers: Mapping[Slot, int]
     views: frozenset[int]
     saved_slots: tuple[Slot, ...]
@@ -137,6 +141,14 @@ def node_plan(
         tangents,
         facts.grads,
         backward_writes,
+        tuple(
+            0 if isinstance(facts.recipes[write.input], Wrapper) else write.bumps
+            for write in facts.backward_writes
+            for _ in plains[write.input]
+        ),
+        tuple(
+            (w.input, w.bumps) for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)
+        ),
         _buffers(facts, traced.program.ins, split),
         result_views(split.forward),
         split.saved,

@@ -171,6 +171,8 @@ def _print_forward(
             printer.spread("ctx.again = (", [names[idx] for idx in plan.again], ",)")
         if plan.backward_writes:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in plan.backward_writes])}")
+        if plan.bumped:
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in plan.bumped])}")
         printer.line("ctx.set_materialize_grads(False)")
         values = _values(plan.writes, plan.views)
         hints = [str(out.slot) for out in plan.outs]
@@ -217,8 +219,10 @@ def _print_backward(
             printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
         grads = [recipe for recipe in plan.grads if recipe is not None]
         count = sum(1 for recipe in grads for _ in leaves(recipe))
-        for offset in range(len(plan.backward_writes)):
-            printer.line(f"ctx.written[{offset}].copy_(results[{count + offset}])")
+        for offset, bumps in enumerate(plan.backward_bumps):
+            printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
+        for offset, (_, bumps) in enumerate(plan.bumped):
+            printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
         built = iter(
             print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
         )
