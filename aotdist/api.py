@@ -48,7 +48,8 @@ _thread = _Thread()
 def _runs_eagerly() -> bool:
     """Whether a compiled call is to run as it was written.
 
-    So it does inside of a `torch.func` transform, which differentiates, or batches, the operators it sees.
+    So it does inside of a `torch.func` transform, and of forward-mode differentiation, which differentiate,
+    or batch, the operators that they see.
     """
     return _thread.eager or under_transform()
 

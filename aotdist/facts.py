@@ -13,7 +13,7 @@ from typing import Any, NewType, TypeAlias
 import torch
 
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import Recipe
+from aotdist.subclasses.protocol import Recipe, leaves
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -45,6 +45,10 @@ class ViewStep:
     pick: int | None = None
     grad: bool = True
     serial: int = 0
+
+    def is_common(self) -> bool:
+        """Whether views that have this step in common share what it makes."""
+        return self.pick is not None or self.ends_views()
 
     def ends_views(self) -> bool:
         """Whether what the step makes is no view to autograd, so that views of it have it for their base."""
@@ -181,10 +185,85 @@ class NodeOut:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputView:
+    """A place: an output that is made again as a view, outside of the node."""
+
+    out: OutIdx
+
+
+Place: TypeAlias = Fresh | IsInput | OutputView
+"""What a waypoint is to the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waypoint:
+    """A tensor in the caller's hands that the gradient of another result passes on its way back.
+
+    The caller may watch what passes, or change it: hooks, `retain_grad`, `autograd.grad` with respect to it.
+
+    Args:
+        path: its name among the graph's slots.
+        place: what it is to the caller: a result, an input with a new value, or a view.
+        value: the node output that its gradient belongs to; None for a view, whose gradient goes on outside.
+        total: recipe of its gradient, if any arrives.
+        pieces: recipes of the summands that the program itself adds to its gradient, in their order.
+    """
+
+    path: str
+    place: Place
+    value: NodeOutIdx | None
+    total: Recipe | None
+    pieces: tuple[Recipe, ...]
+
+    def piece_slots(self, position: int) -> list[Slot]:
+        """The names of the plain tensors of one piece among the graph's results."""
+        path = f"{self.path}#{position}"
+        return [Slot("piece", path, inner) for inner, _ in leaves(self.pieces[position])]
+
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """Which results' gradients pass which waypoints.
+
+    Args:
+        waypoints: in the order in which the program made them.
+        levels: of each node output, one more than the position of the last waypoint that its gradient meets,
+            or 0.
+    """
+
+    waypoints: tuple[Waypoint, ...]
+    levels: Row[NodeOutIdx, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Some of the differentiable results, for which the backward was traced by itself.
+
+    Args:
+        outs: which.
+    """
+
+    outs: tuple[NodeOutIdx, ...]
+
+    def slot(self, grad: Slot) -> Slot:
+        """The name of a gradient when only these results are differentiated."""
+        return Slot(grad.role, f"{grad.path} from {','.join(map(str, self.outs))}", grad.inner)
+
+
+NO_PASSAGES = Passages((), Row())
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardWrite:
-    """An input that the backward wrote."""
+    """An input that the backward wrote.
+
+    Args:
+        input: which.
+        bumps: by how much its version counter goes up.
+    """
 
     input: PrimalIdx
+    bumps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +282,8 @@ class Facts:
         metadata: writes to the metadata of inputs, in order.
         switched_on: inputs that the program lets require grad.
         functions: names of the user's autograd functions that gradients pass.
+        passages: which gradients pass tensors that the caller holds.
+        choices: choices of results for which the backward was traced by itself.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -215,6 +296,8 @@ class Facts:
     metadata: tuple[MetadataWrite, ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
     functions: tuple[str, ...] = ()
+    passages: Passages = NO_PASSAGES
+    choices: tuple[Choice, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward."""

@@ -24,14 +24,17 @@ from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
+from aotdist.partition.choices import chosen, without_choices
+from aotdist.partition.gates import linked, part, parts_of, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.collectives import collectives
 from aotdist.passes.run import PassRecord, run_passes
-from aotdist.program import DistinctIdx, Graph, Program, Row, Slot
+from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
+from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
-from aotdist.runtime.node import node_plan
+from aotdist.runtime.plan import node_plan
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
@@ -219,6 +222,7 @@ def _trace(
                         name_closed_over=captured.name_closed_over,
                         bases=bases,
                         dims=dims,
+                        cuts=captured.ambient.grad and not call.backend.owns_cut,
                     )
             except AotdistError:
                 raise
@@ -247,13 +251,17 @@ def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Progr
 
 
 def _compile_training(
-    joint: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
+    cut: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
 ) -> tuple[Training, tuple[PassRecord, ...]]:
     settings = emitter.settings
     with times.stage("partition"):
         policy = emitter.backend.partition if settings.partition == "auto" else settings.partition
+        joint = linked(cut)
         split = partition(joint, policy)
-    whole = split.backward
+        gates = plan_gates(cut, traced.facts)
+    by_choice = split.backward
+    whole = without_choices(by_choice, traced.facts)
+    split = replace(split, backward=whole)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
         backward, more = run_passes(split.backward, "backward", settings)
@@ -261,11 +269,10 @@ def _compile_training(
     with times.stage("codegen"):
         halves = emitter.halves(split)
 
-    recipes = traced.facts.recipes
+    recipes, loose = traced.facts.recipes, not halves.tangent_strides
 
-    @functools.cache
-    def reduced(missing: frozenset[Slot]) -> BoxedCall:
-        graph, _ = run_passes(without_tangents(whole, missing), "backward", settings)
+    def another(backward: Graph) -> BoxedCall:
+        graph, _ = run_passes(backward, "backward", settings)
         before = traced.symbols.sizes().guards
         call = emitter.another_backward(split, halves, graph).call
         added = [guard for guard in traced.symbols.sizes().guards if guard not in before]
@@ -275,10 +282,23 @@ def _compile_training(
         agree(collectives(graph), label=f"{emitter.name} backward", settings=settings, groups=groups)
         return call
 
-    again = plan_again(traced.graph, traced.facts.functions)
+    @functools.cache
+    def reduced(missing: frozenset[Slot]) -> BoxedCall:
+        some = chosen(by_choice, whole, missing, traced.facts)
+        return another(without_tangents(some, missing, any_strides=loose))
+
+    whole_in_parts = functools.cache(lambda: parts_of(cut, split))
+
+    @functools.cache
+    def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
+        graph = part(whole_in_parts(), outs, arrived, any_strides=loose)
+        position = {slot: at for at, slot in enumerate(split.saved)}
+        return Part(another(graph), tuple(position.get(slot, slot) for slot in graph.ins))
+
+    again = plan_again(linked(traced.graph), traced.facts.functions, split.saved)
     node = node_plan(traced, plans, split, halves.tangent_strides, again)
     twice = _Twice(traced.graph, again, emitter)
-    return Training(joint, split, halves, node, reduced, twice), (*records, *more)
+    return Training(joint, split, halves, node, reduced, parts, gates, twice), (*records, *more)
 
 
 def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwise: BoxedCall) -> BoxedCall:
@@ -293,24 +313,37 @@ def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwis
 
 
 class _Twice:
-    """The gradients as a compiled function with a backward of its own; made when they are first asked for."""
+    """Gradients as compiled functions with a backward of their own; made when they are first asked for."""
 
-    def __init__(self, joint: Graph, again: Again, emitter: Emitter) -> None:
-        self._joint, self._again, self._emitter = joint, again, emitter
-        self._artifacts: list[Artifact] = []
+    def __init__(self, cut: Graph, again: Again, emitter: Emitter) -> None:
+        self._cut, self._again, self._emitter = cut, again, emitter
+        self._made: dict[Any, Part] = {}
 
-    def __call__(self, *given: torch.Tensor | float) -> list[torch.Tensor]:
-        """Gradients, given the primals that are needed, sizes and tangents."""
-        result = call_fitting(self._artifacts, given, {})
-        if result is not MISS:
-            return result
-        emitter = self._emitter
-        run = as_function(gradients(self._joint, self._again))
-        run.__name__ = f"gradients of {emitter.name}"
+    def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+        """What computes `outs` where only gradients `arrived` are there, whole or cut at its waypoints."""
+        key = (outs, arrived, in_parts)
+        if key not in self._made:
+            joint = self._cut if in_parts else linked(self._cut)
+            graph = gradients(joint, self._again, outs)
+            missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
+            graph = without_tangents(graph, missing, any_strides=True)
+            self._made[key] = Part(self._compiled(graph), graph.ins)
+        return self._made[key]
+
+    def _compiled(self, graph: Graph) -> BoxedCall:
+        emitter, artifacts = self._emitter, list[Artifact]()
         settings = replace(emitter.settings, dynamic=False)  # its sizes are constants of the call
-        artifact = compile_call(run, run, given, {}, emitter.backend, settings)
-        self._artifacts.append(artifact)
-        return artifact.call(given, {})
+        run = as_function(graph)
+        run.__name__ = f"gradients of {emitter.name}"
+
+        def call(given: Sequence[Any]) -> list[Any]:
+            result = call_fitting(artifacts, tuple(given), {})
+            if result is MISS:
+                artifacts.append(compile_call(run, run, tuple(given), {}, emitter.backend, settings))
+                result = artifacts[-1].call(tuple(given), {})
+            return result
+
+        return call
 
 
 def _compile_inference(

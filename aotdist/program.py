@@ -73,7 +73,10 @@ class Row(Generic[I, T]):
         return Row(fn(item) for item in self._items)
 
 
-Role = Literal["primal", "size", "output", "write", "saved", "tangent", "rng", "grad", "backward_write"]
+Role = Literal[
+    "primal", "size", "output", "write", "saved", "tangent", "total", "buffer", "rng",
+    "grad", "piece", "backward_write",
+]  # fmt: skip
 """What a graph argument or result is to the program.
 
 - `primal`: a plain tensor of the user's (argument, parameter, buffer, lifted constant).
@@ -82,10 +85,19 @@ Role = Literal["primal", "size", "output", "write", "saved", "tangent", "rng", "
 - `write`: the new value of an input that the forward wrote.
 - `saved`: handed from forward to backward.
 - `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
+- `total`: the whole gradient of a waypoint (`aotdist.facts.Waypoint`): as a result, what arrives there; as an
+    argument, what goes on from there.
+- `buffer`: what an input that the backward writes holds when the backward begins.
 - `rng`: seed and offset of all random numbers, last among the arguments.
 - `grad`: gradient with respect to a `primal`.
+- `piece`: a summand of the gradient of a waypoint.
 - `backward_write`: the new value of an input that the backward wrote.
 """
+
+GRADIENT_ROLES = frozenset[Role](("tangent", "total"))
+"""Arguments that are gradients."""
+LATE_ROLES: frozenset[Role] = GRADIENT_ROLES | {"buffer"}
+"""Arguments that only exist in the backward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import inspect
 import logging
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
@@ -49,11 +50,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTe
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch._subclasses.functional_tensor import _detect_infra_mode
 
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 # Lets writes inside of a context leave a tensor's version counter alone.
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version  # noqa: F401
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # Operations as nodes.
@@ -575,15 +577,50 @@ def running_sequence_nr() -> int | None:
 
 
 def run_backward(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad(outs, wanted, tangents, allow_unused=True)`, without being a torch function.
 
     The public one is overridable, so a torch-function mode is popped for as long as it runs.
     """
     return _engine_run_backward(
-        tuple(outs), tuple(tangents), False, False, tuple(wanted), True, accumulate_grad=False
+        tuple(outs), tuple(tangents), retain_graph, False, tuple(wanted), True, accumulate_grad=False
     )
+
+
+def run_accumulating_backward(
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
+    _engine_run_backward(tuple(outs), tuple(tangents), retain_graph, False, (), True, accumulate_grad=True)
+    with torch._C.DisableTorchFunction():  # the mode that traces refuses to read `.grad`
+        grads = tuple(leaf.grad for leaf in wanted)
+        for leaf in wanted:
+            leaf.grad = None
+    return grads
+
+
+def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:
+    """The hooks that are called for all modules."""
+    module = torch.nn.modules.module
+    return [
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    ]
+
+
+REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""What autograd calls a checkpoint with `use_reentrant=True`."""
 
 
 @contextmanager
@@ -621,18 +658,28 @@ def set_creation_meta(tensor: torch.Tensor, creation: Any) -> None:
 
 def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Names of the Python autograd functions in the history of `tensors`, each once."""
-    found: dict[str, None] = {}
+    return list(dict.fromkeys(node.name() for node in _custom_nodes(tensors)))
+
+
+def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a Python autograd function with several results is in the history of `tensors`."""
+    nodes = _custom_nodes(tensors)
+    return any(len(node._input_metadata) > 1 and node.name() != REENTRANT_CHECKPOINT for node in nodes)
+
+
+def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    found: list[Any] = []
     pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.setdefault(node.name())
+            found.append(node)
         for source, _ in node.next_functions:
             if source is not None and source not in seen:
                 seen.add(source)
                 pending.append(source)
-    return list(found)
+    return found
 
 
 _PROXY_MODE_OPTIONS = inspect.signature(ProxyTorchDispatchMode).parameters
@@ -1032,8 +1079,8 @@ def has_grad_hooks(param: torch.Tensor) -> bool:
 
 
 def under_transform() -> bool:
-    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`) or forward-mode differentiation is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def node_base() -> type[Any]:
@@ -1048,6 +1095,34 @@ def node_base() -> type[Any]:
 def keeps_graph() -> bool:
     """Whether the running backward was asked to keep what it saved (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def backward_task() -> int:
+    """A number for the running backward, different for each."""
+    return torch._C._current_graph_task_id()
+
+
+def runs_in_backward(leaf: torch.Tensor) -> bool:
+    """Whether the running backward will accumulate into `leaf`."""
+    return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+
+
+def hooks_of(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The hooks on a tensor with history: those that are there, and those that will be.
+
+    Without keeping the tensor alive: this is what `register_hook` makes for the first hook.
+    """
+    if tensor.grad_fn is not None and tensor._backward_hooks is None:
+        set_hooks(tensor, OrderedDict())
+    hooks: Any = tensor._backward_hooks
+    return hooks
+
+
+def set_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
+    """Let `register_hook` put the hooks of a tensor with history here."""
+    node = tensor.grad_fn  # that of a view whose base was written is made now, which forgets hooks
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)  # type: ignore[union-attr]
 
 
 def default_store() -> Store | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -127,9 +127,18 @@ def _rebuild(recipe: Recipe, remaining: Iterator[torch.Tensor]) -> Any:
             return next(remaining)
         case Constant(value=value):
             return value
-        case Wrapper(cls=cls, context=context, size=size, stride=stride, attributes=attributes):
+        case Wrapper(cls=cls, context=context, size=size, attributes=attributes):
             inner = {name: _rebuild(part, remaining) for name, part in attributes}
+            stride = _outer_stride(recipe, inner)
             return cls.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
+
+
+def _outer_stride(recipe: Wrapper, inner: Mapping[str, Any]) -> tuple[int, ...]:
+    """The strides of a wrapper: where a part had the same, and now has others, those."""
+    for name, part in recipe.attributes:
+        if not isinstance(part, Constant) and (part.size, part.stride) == (recipe.size, recipe.stride):
+            return inner[name].stride()
+    return recipe.stride
 
 
 class WrapperRule(Protocol):

@@ -21,6 +21,7 @@ from aotdist.capture.attached import PrintedSource
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import global_module_hooks
 
 _HOOKS = (
     "_forward_hooks",
@@ -155,7 +156,10 @@ class ModuleGuard:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], state: Sequence[StateTensor]) -> None:
-        hooks = [getattr(module, name) for module in modules.values() for name in _HOOKS]
+        hooks: list[Mapping[Any, Any]] = [
+            getattr(module, name) for module in modules.values() for name in _HOOKS
+        ]
+        hooks += global_module_hooks()
         children = [_children(module) for module in modules.values()]
         # What was empty is asked in one go: a hook, a layer of an empty list.
         self._empty = tuple(holder for holder in (*hooks, *children) if not holder)

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.graph_copy import copied
-from aotdist.program import Graph
+from aotdist.program import GRADIENT_ROLES, Graph
 from aotdist.torch_seam import HigherOrderOperator
 
 _ATEN = torch.ops.aten
@@ -38,7 +38,7 @@ def with_reshapes(backward: Graph) -> Graph:
 
 
 def _after_tangents(graph: Graph) -> list[Node]:
-    reached = {node for slot, node in graph.named_placeholders().items() if slot.role == "tangent"}
+    reached = {node for slot, node in graph.named_placeholders().items() if slot.role in GRADIENT_ROLES}
     for node in graph.gm.graph.nodes:
         if any(source in reached for source in node.all_input_nodes):
             reached.add(node)

@@ -91,6 +91,7 @@ class CallableBackend:
     name: str = "callable"
     partition: Literal["default", "min_cut"] = "default"
     any_strides: bool = False
+    owns_cut: bool = False
 
     def check(self) -> None:
         """Nothing that could be known here."""

@@ -84,6 +84,11 @@ class Backend(Protocol):
         """Whether a compiled backward takes tangents of other strides than their `val`s."""
         ...
 
+    @property
+    def owns_cut(self) -> bool:
+        """Whether `prepare_joint` already cuts the joint graph in two, which no other cut may cross."""
+        ...
+
     def check(self) -> None:
         """Raise `BadSettings`, with the way out, if something that compiling needs is missing."""
         ...

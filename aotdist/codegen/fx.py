@@ -31,6 +31,7 @@ class FxBackend:
     name: str = "fx"
     partition: Literal["default", "min_cut"] = "default"
     any_strides: bool = True
+    owns_cut: bool = False
 
     def check(self) -> None:
         """Nothing is needed."""

@@ -48,6 +48,7 @@ class InductorBackend:
     name: str = "inductor"
     partition: Literal["default", "min_cut"] = "min_cut"
     any_strides: bool = False
+    owns_cut: bool = False
 
     def check(self) -> None:
         """Find the C++ compiler, and let it precompile headers while the program is traced.

@@ -7,7 +7,7 @@ opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, assert_never
 
@@ -27,12 +27,13 @@ from aotdist.facts import (
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
+    ViewStep,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
 
 
 def replay(
-    base: torch.Tensor, steps: Sequence[Step], values: Sequence[Any], made: dict[int, torch.Tensor]
+    base: torch.Tensor, steps: Sequence[Step], values: Sequence[Any], made: dict[int, Any]
 ) -> torch.Tensor:
     """Make the view of `base` that `steps` describe.
 
@@ -40,26 +41,46 @@ def replay(
         base: what to view.
         steps: how.
         values: what the region returned.
-        made: by serial, what is no view itself.
+        made: by serial, what several views have in common: a tensor that is no view itself, or all the
+            results of one operation.
     """
-    for step in steps:
+    start = first_to_make(steps, made)
+    if start:
+        base = _made_by(steps[start - 1], made)
+    for step in steps[start:]:
         if isinstance(step, FunctionView):
             base = function_view(base, values[step.value], viewer(step), step.creation)
             continue
-        if step.ends_views() and step.serial in made:
-            base = made[step.serial]
-            continue
         with torch.set_grad_enabled(step.grad):
             result = step.op(base, *step.args, **dict(step.kwargs))
-        base = result if step.pick is None else result[step.pick]
-        if step.ends_views():
-            made[step.serial] = base
+        if step.is_common():
+            made[step.serial] = result
+        base = _picked(result, step)
     return base
 
 
 def viewer(step: FunctionView) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes the views inside of a user's autograd function."""
     return lambda base: replay(base, step.steps, (), {})
+
+
+def first_to_make(steps: Sequence[Step], made: Container[int]) -> int:
+    """The first step to take: behind the last one that is made already."""
+    return max((at + 1 for at, step in enumerate(steps) if is_made(step, made)), default=0)
+
+
+def is_made(step: Step, made: Container[int]) -> bool:
+    """Whether what a step makes is there, because another view has that step too."""
+    return isinstance(step, ViewStep) and step.is_common() and step.serial in made
+
+
+def _made_by(step: Step, made: Mapping[int, Any]) -> torch.Tensor:
+    assert isinstance(step, ViewStep), "a function's views are made by themselves"
+    return _picked(made[step.serial], step)
+
+
+def _picked(result: Any, step: ViewStep) -> torch.Tensor:
+    return result if step.pick is None else result[step.pick]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,42 +99,54 @@ class EpiloguePlan:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            values = call(primals)
-            built: dict[OutIdx, Any] = {}
-            made: dict[int, torch.Tensor] = {}
+            outs = Outputs(self, primals, call(primals))
             for idx in self.order:
-                self._build(idx, primals, values, built, made)
-            return [built[idx] for idx in self.outputs.indices()]
+                outs.make(idx)
+            return outs.in_order()
 
         return lifted
 
-    def _build(
-        self,
-        idx: OutIdx,
-        primals: Sequence[Any],
-        values: Sequence[Any],
-        built: dict[OutIdx, Any],
-        made: dict[int, torch.Tensor],
-    ) -> Any:
-        if idx in built:
-            return built[idx]
-        match fact := self.outputs[idx]:
+
+class Outputs:
+    """The outputs of one call, made one by one, each once.
+
+    Args:
+        plan: what each is.
+        primals: inputs.
+        values: what the region returns; read when an output is made.
+    """
+
+    def __init__(self, plan: EpiloguePlan, primals: Sequence[Any], values: Sequence[Any]) -> None:
+        self._plan, self._primals, self._values = plan, primals, values
+        self._built: dict[OutIdx, Any] = {}
+        self._made: dict[int, Any] = {}
+
+    def in_order(self) -> list[Any]:
+        """All of them, as the program returns them."""
+        return [self.make(idx) for idx in self._plan.outputs.indices()]
+
+    def make(self, idx: OutIdx) -> Any:
+        """One of them, and first what it is made of."""
+        if idx not in self._built:
+            self._built[idx] = self._new(self._plan.outputs[idx])
+        return self._built[idx]
+
+    def _new(self, fact: OutputFact) -> Any:
+        match fact:
             case NotATensor(value=value):
-                out = value
+                return value
             case Fresh(value=value):
-                out = values[value]
+                return self._values[value]
             case IsInput(input=source):
-                out = primals[source]
+                return self._primals[source]
             case ViewOfInput(base=base, steps=steps):
-                out = replay(primals[base], steps, values, made)
+                return replay(self._primals[base], steps, self._values, self._made)
             case ViewOfIntermediate(base=base, steps=steps):
-                out = replay(values[base], steps, values, made)
+                return replay(self._values[base], steps, self._values, self._made)
             case ViewOfOutput(base=base, steps=steps):
-                out = replay(self._build(base, primals, values, built, made), steps, values, made)
+                return replay(self.make(base), steps, self._values, self._made)
             case _:
                 assert_never(fact)
-        built[idx] = out
-        return out
 
 
 class Epilogue:

@@ -49,16 +49,20 @@ class DifferentiableWrites:
         """Write the new values, under autograd."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            given, rests = list(primals), list[torch.Tensor | None]()
-            for primal, _, _ in self.writes:
-                given[primal], rest = take(primals[primal])
-                rests.append(rest)
+            given, rests = self.taken(primals)
             outs = call(given)
-            for (primal, value, bumps), rest in zip(self.writes, rests, strict=True):
-                put(primals[primal], rest, outs[value], bumps)
+            for primal, value, bumps in self.writes:
+                put(primals[primal], rests[primal], outs[value], bumps)
             return outs[: self.num_values]
 
         return lifted
+
+    def taken(self, primals: Sequence[Any]) -> tuple[list[Any], dict[PrimalIdx, torch.Tensor | None]]:
+        """What the region is given, and of each input that is written the rest of its base."""
+        given, rests = list(primals), dict[PrimalIdx, torch.Tensor | None]()
+        for primal, _, _ in self.writes:
+            given[primal], rests[primal] = take(primals[primal])
+        return given, rests
 
 
 @dataclass(frozen=True, slots=True)

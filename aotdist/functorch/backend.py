@@ -41,6 +41,7 @@ class FunctorchBackend:
     name: str = "functorch"
     partition: Literal["default", "min_cut"] = "default"
     any_strides: bool = False
+    owns_cut: bool = True
 
     def check(self) -> None:
         """Nothing that could be known here."""

@@ -207,9 +207,7 @@ class Recorder:
         if number.node.expr.is_number:
             return hint(number)
         if self._within is not None:
-            raise NotImplementedError(
-                "a function handed to an operator (a branch of `cond`) has some"
-            )
+            raise NotImplementedError("a function handed to an operator (a branch of `cond`) has some")
         slot = Slot("size", spelled)
         return self._arguments.get(slot) or self._placeholder(slot, number)
 
@@ -308,7 +306,7 @@ class Recorder:
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
 
 
-_SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent", "rng")
+_SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent", "total", "buffer", "rng")
 """The order of a joint graph's arguments."""
 
 

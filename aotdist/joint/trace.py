@@ -7,49 +7,58 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from aotdist.capture.origins import raised_at
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
+from aotdist.facts import (
+    BackwardWrite,
+    DataWritten,
+    Facts,
+    Fresh,
+    InputFact,
+    IsInput,
+    NodeOut,
+    OutputView,
+    Untouched,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
+from aotdist.joint.backward import Backward, Result, choices_of, grad_results, requires_grad_by_itself
 from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.control_flow import ControlFlow
+from aotdist.joint.data import refusing_what_needs_data
 from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
+from aotdist.joint.late import ForwardEnd
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.symbols import Dims, Symbols
-from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
+from aotdist.joint.waypoints import Held, Waypoints
+from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import (
     is_real,
     leaves,
     plain_tensors,
-    rebuild,
     recipe_of,
     same_layout,
-    tangent_recipe,
 )
 from aotdist.torch_seam import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
-    autocast_off,
     custom_functions,
     data_writes,
     functional_value,
     metadata_written,
-    run_backward,
     storage_changes,
 )
-
-Result = tuple[Slot, torch.fx.Node | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Traced:
 
     Args:
         program: the program, with the closed-over tensors that it touched added to its inputs.
-        graph: the joint graph; see `aotdist.program.Graph` for the order of its segments.
+        graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` tells the order of its segments.
         facts: what the trace showed.
         fake_mode: the mode of the graph's `val`s.
         symbols: its symbolic sizes. What compilers decide by them later is added there.
@@ -88,6 +97,7 @@ def trace(
     bases: BasePlan = NO_BASES,
     dims: Dims = MappingProxyType({}),
     outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    cuts: bool = False,
 ) -> Traced:
     """Trace `program` once.
 
@@ -99,6 +109,8 @@ def trace(
         bases: which of the inputs share memory.
         dims: which dimensions of which tensors have symbolic sizes; those that share memory have none.
         outer: for a part of another program: the stand-in there of a real tensor.
+        cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
+            for a backward of some outputs only, and for one that runs twice.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
@@ -120,7 +132,7 @@ def trace(
         stack.enter_context(log)
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
         lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, control_flow)
-        with lifting, _refusing_what_needs_data():
+        with lifting, refusing_what_needs_data():
             outs = program.fn(*tensors)
         recorder.draws.check()
         foreign = recorder.is_foreign
@@ -137,18 +149,29 @@ def trace(
         )
         for node_out, tensor in zip(node_outs, node_tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
-                raise _requires_grad_by_itself(node_out.slot)
+                raise requires_grad_by_itself(node_out.slot)
         functions = custom_functions(
             [t for o, t in zip(node_outs, node_tensors, strict=True) if o.differentiable]
         )
         results = _value_results(recorder, node_outs, node_tensors)
-        counters = [stand_in.writes() for stand_in in inputs.row()]
+        counters = [(stand_in.writes(), stand_in.bumps()) for stand_in in inputs.row()]
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.writes else None
         takes_grad = metadata.taking_grad(inputs.row())
-        wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
-        found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
-        grads = {idx: grad for (idx, _), grad in zip(takes_grad, found, strict=False) if grad is not None}
-        results += _grad_results(recorder, inputs.row(), grads)
+        ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
+        choices = choices_of(ends) if cuts else ()
+        held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and not choices else []
+        waypoints = Waypoints(held, ends)
+        backward = Backward(recorder, node_outs, ends, takes_grad, lifting)
+        with waypoints.watched(recorder):
+            grads = backward.run(again=bool(choices))
+        results += grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata)
+        choices = () if backward_writes else choices
+        for choice in choices:
+            some = backward.run(choice, again=True)
+            results += grad_results(recorder, inputs.row(), some, choice)
+        if forward_end is not None:
+            forward_end.read_late(recorder, inputs.row(), backward_writes)
     row = inputs.row()
     facts = Facts(
         inputs=writes,
@@ -161,6 +184,8 @@ def trace(
         metadata=metadata.writes,
         switched_on=metadata.switched_on,
         functions=tuple(name for name in functions if name != NON_LEAF),
+        passages=waypoints.passages(len(node_outs)),
+        choices=choices,
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written, symbols), facts, recorder.fake_mode, symbols)
@@ -176,43 +201,6 @@ def _resuming(
             return stand_in(met)
 
     return resumed
-
-
-_ASKS_FOR_DATA = (
-    "tracing tensor",
-    "data is not allocated yet",
-    ".numpy() is not supported",
-    "FunctionalTensor.__format__",
-)
-"""How errors of PyTorch's say that a traced tensor has no data."""
-
-
-@contextmanager
-def _refusing_what_needs_data() -> Generator[None]:
-    """An error that says "no data here" becomes ours, with the user's line."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
-        asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
-            raise
-        raise UnsupportedProgram(
-            _needs_data(error),
-            where=raised_at(error.__traceback__),
-            stage="joint",
-            fix="keep it a tensor (`torch.where` for a branch, a mask for a shape), or move "
-            "that part out of the compiled function",
-        ) from error
-
-
-def _needs_data(error: Exception) -> str:
-    match error:
-        case DynamicOutputShapeException():
-            return f"the shape of the result of `{error.func}` depends on data"
-        case DataDependentOutputException():
-            return f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
-        case _:
-            return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
 
 
 def _forward_writes(
@@ -270,6 +258,31 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
             raise refuse(stand_in, "in a way that is not repeated outside")
 
 
+def _held(
+    outs: Sequence[Any],
+    outputs: NodeOutputs,
+    row: Row[PrimalIdx, StandIn],
+    writes: Row[PrimalIdx, InputFact],
+    metadata: Metadata,
+) -> list[Held]:
+    """What the caller will hold of the differentiable tensors; nothing if inputs change shape or history."""
+    if metadata.writes:
+        return []
+    held = [
+        Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
+        for idx in sorted(outputs.with_history)
+        if outputs.slots[idx].role == "output"
+    ]
+    for idx, fact in writes.enumerate():
+        if isinstance(fact, DataWritten) and fact.differentiable:
+            held.append(Held(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
+    for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
+        is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
+        if is_view and out.grad_fn is not None:
+            held.append(Held(f"out[{position}]", OutputView(OutIdx(position)), None, out))
+    return held
+
+
 def _value_results(
     recorder: Recorder, node_outs: Row[NodeOutIdx, NodeOut], tensors: Sequence[torch.Tensor]
 ) -> list[Result]:
@@ -281,103 +294,22 @@ def _value_results(
     return results
 
 
-def _backward(
-    recorder: Recorder,
-    wanted: Sequence[torch.Tensor],
-    node_outs: Row[NodeOutIdx, NodeOut],
-    tensors: Sequence[torch.Tensor],
-    lifting: Lifting,
-) -> list[torch.Tensor | None]:
-    """Run autograd; the gradients of the leaves that are `wanted`, in their order."""
-    recorder.phase = "backward"
-    differentiable = [(out, t) for out, t in zip(node_outs, tensors, strict=True) if out.differentiable]
-    if not differentiable:
-        return [None] * len(wanted)
-    if not wanted:
-        raise _requires_grad_by_itself(differentiable[0][0].slot)
-    tangents = [_tangent(recorder, out, tensor) for out, tensor in differentiable]
-    with autocast_off(), lifting, _refusing_what_needs_data():
-        try:
-            return list(run_backward([tensor for _, tensor in differentiable], wanted, tangents))
-        except NotImplementedError as error:
-            raise UnsupportedProgram(
-                f"the program has no backward, in eager neither ({error})",
-                stage="joint",
-                fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
-            ) from error
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                raise _written_too_early(error) from error
-            if "returned an invalid gradient" in str(error):
-                raise _reshaped_unseen(error) from error
-            raise
-
-
-def _requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`{slot}` requires grad, and no input of the program that does leads to it",
-        stage="joint",
-        fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
-    )
-
-
-def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
-        f"its use ({str(error).partition('Hint')[0].strip()})",
-        stage="joint",
-        fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
-    )
-
-
-def _reshaped_unseen(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "a tensor with history has its sizes written in place under `no_grad`, so that the gradient does not "
-        f"fit any more ({error})",
-        stage="joint",
-        fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
-    )
-
-
-def _tangent(recorder: Recorder, out: NodeOut, like: torch.Tensor) -> torch.Tensor:
-    recipe = tangent_recipe(out.recipe)
-    plains = [
-        recorder.argument(Slot("tangent", out.slot.path, inner), recorder.fake_like(plain, device))
-        for (inner, plain), device in zip(leaves(recipe), _devices(like), strict=True)
-    ]
-    return rebuild(recipe, plains)
-
-
-def _devices(tensor: torch.Tensor) -> list[torch.device]:
-    return [plain.device for plain in plain_tensors(tensor)]
-
-
-def _grad_results(
-    recorder: Recorder, row: Row[PrimalIdx, StandIn], grads: Mapping[PrimalIdx, torch.Tensor]
-) -> list[Result]:
-    results: list[Result] = []
-    for idx, grad in grads.items():
-        for (inner, _), plain in zip(leaves(recipe_of(grad)), plain_tensors(grad), strict=True):
-            results.append((Slot("grad", row[idx].slot.path, inner), recorder.value(plain)))
-    return results
-
-
 def _backward_writes(
     recorder: Recorder,
     row: Row[PrimalIdx, StandIn],
-    before: Sequence[tuple[int, ...]],
+    before: Sequence[tuple[tuple[int, ...], int]],
     metadata: Metadata,
 ) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
     """Inputs that the backward wrote, and their new values."""
     writes: list[BackwardWrite] = []
     results: list[Result] = []
     # An input that the backward was the first to touch has no count from before: nothing was written then.
-    padded = [*before, *[()] * (len(row) - len(before))]
+    padded = [*before, *[((), 0)] * (len(row) - len(before))]
     for idx, stand_in in row.enumerate():
-        counts = stand_in.writes()
-        if stand_in.derived or counts == (padded[idx] or (0,) * len(counts)):
+        counts, (counted, bumps) = stand_in.writes(), padded[idx]
+        if stand_in.derived or counts == (counted or (0,) * len(counts)):
             continue
-        writes.append(BackwardWrite(idx))
+        writes.append(BackwardWrite(idx, stand_in.bumps() - bumps))
         plains = metadata.plains_as_before(idx, stand_in)
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))

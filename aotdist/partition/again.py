@@ -7,7 +7,7 @@ history again, each in the grad mode that it was recorded in, and those of the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,30 @@ from aotdist.convention.philox import PHILOX
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import overwritten_primals
 from aotdist.partition.traits import is_collective, is_random
-from aotdist.program import Graph, Slot
+from aotdist.program import GRADIENT_ROLES, Graph, Slot
 
-_DETACH = torch.ops.aten.detach.default
+_ATEN = torch.ops.aten
+_DETACH = _ATEN.detach.default
+_SHAPED_LIKE = frozenset(
+    {
+        _ATEN.empty_like.default,
+        _ATEN.new_empty.default,
+        _ATEN.new_empty_strided.default,
+    }
+)
+"""Operators whose results hold nothing yet."""
+_DRAWN_LIKE = frozenset(
+    {
+        _ATEN.rand_like.default,
+        _ATEN.randn_like.default,
+        _ATEN.randint_like.default,
+        _ATEN.bernoulli.p,
+        _ATEN.uniform.default,
+        _ATEN.normal_functional.default,
+        _ATEN.exponential.default,
+    }
+)
+"""Operators that draw numbers for a tensor of the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +50,56 @@ class Again:
 
     Args:
         primals: the plain inputs that the gradients depend on, which must be kept.
+        kept: saved values that stem from random numbers alone; they are not drawn again.
         obstacle: why it cannot be done, if so: an end of a sentence.
     """
 
     primals: tuple[Slot, ...]
+    kept: Mapping[str, Slot]
     obstacle: str | None
 
 
-def plan_again(joint: Graph, functions: Sequence[str]) -> Again:
+def plan_again(joint: Graph, functions: Sequence[str], saved: Sequence[Slot]) -> Again:
     """What it takes for the gradients of `joint`, as the trace recorded it, to be differentiated.
 
     Args:
         joint: the graph, before any pass.
         functions: names of the user's autograd functions in it.
+        saved: what is saved for the backward.
     """
-    needed = _needed(joint)
+    drawn = _drawn(joint)
+    by_name = {slot.path.removeprefix("%"): slot for slot in saved if slot.path.startswith("%")}
+    kept = {node.name: by_name[node.name] for node in drawn if node.name in by_name}
+    needed = _needed(joint, _slots(joint), kept)
     written = overwritten_primals(joint)
     named = joint.named_placeholders().items()
     primals = tuple(slot for slot, node in named if slot.role == "primal" and node in needed)
-    obstacle = _obstacle(joint, needed, written, functions)
-    return Again(() if obstacle else primals, obstacle)
+    obstacle = _obstacle(joint, needed - {node for node in needed if node.name in kept}, written, functions)
+    return Again(() if obstacle else primals, kept, obstacle)
+
+
+def _slots(joint: Graph) -> list[Slot]:
+    return [slot for slot in joint.outs if slot.role in ("grad", "piece")]
+
+
+def _drawn(joint: Graph) -> set[Node]:
+    """What random numbers alone decide, and the shapes of other values: no gradient passes it."""
+    drawn: set[Node] = set()
+    empty: set[Node] = set()
+    for node in joint.gm.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "call_function" and not is_late(node) and node.target in _SHAPED_LIKE:
+            empty.add(node)
+        elif is_random(node) and (node.target in _DRAWN_LIKE or all(source in empty for source in sources)):
+            drawn.add(node)
+        elif sources and node.op == "call_function" and all(source in drawn for source in sources):
+            drawn.add(node)
+    return drawn
+
+
+def is_late(node: Node) -> bool:
+    """Whether a node was recorded in the backward."""
+    return node.meta.get("phase") == "backward"
 
 
 def _obstacle(
@@ -72,25 +123,29 @@ def _obstacle(
     return None
 
 
-def gradients(joint: Graph, again: Again) -> Graph:
-    """The graph of the gradients alone: primals that are needed, sizes, tangents -> gradients."""
+def gradients(joint: Graph, again: Again, outs: Sequence[Slot]) -> Graph:
+    """The graph of some gradients: primals and saved values that are needed, sizes, tangents -> `outs`."""
     builder = GraphBuilder(joint.gm)
-    needed = _needed(joint)
+    needed = _needed(joint, outs, again.kept)
     ins: list[Slot] = []
     for slot, node in joint.named_placeholders().items():
-        if slot.role in ("size", "tangent") or slot in again.primals:
+        if slot.role == "size" or slot.role in GRADIENT_ROLES or slot in again.primals:
             builder.placeholder(node)
             ins.append(slot)
     for node in joint.gm.graph.nodes:
-        if node.op in ("placeholder", "output") or node not in needed:
+        if node in needed and node.name in again.kept:
+            builder.placeholder(node)
+            ins.append(again.kept[node.name])
+    for node in joint.gm.graph.nodes:
+        if node.op in ("placeholder", "output") or node not in needed or node in builder.env:
             continue
         if _is_detached_by_autograd(node):
             builder.env[node] = builder.env[node.all_input_nodes[0]]
         else:
             builder.copy(node)
-    pairs = [(slot, node) for slot, node in joint.named_results().items() if slot.role == "grad"]
-    results = [None if node is None else builder.env[node] for _, node in pairs]
-    return builder.finish(results, ins, [slot for slot, _ in pairs])
+    named = joint.named_results()
+    results = [None if (node := named[slot]) is None else builder.env[node] for slot in outs]
+    return builder.finish(results, ins, outs)
 
 
 def as_function(graph: Graph) -> Callable[..., list[torch.Tensor]]:
@@ -111,14 +166,14 @@ class _InGradModes(Interpreter):
             return super().run_node(n)
 
 
-def _needed(joint: Graph) -> set[Node]:
-    """What the gradients are computed from."""
-    pending = [
-        node for slot, node in joint.named_results().items() if slot.role == "grad" and node is not None
-    ]
+def _needed(joint: Graph, outs: Sequence[Slot], kept: Container[str]) -> set[Node]:
+    """What `outs` are computed from; what lies behind a kept node is not followed."""
+    named = joint.named_results()
+    pending = [node for slot in outs if (node := named[slot]) is not None]
     needed = set(pending)
     while pending:
-        for source in pending.pop().all_input_nodes:
+        node = pending.pop()
+        for source in () if node.name in kept else node.all_input_nodes:
             if source not in needed:
                 needed.add(source)
                 pending.append(source)

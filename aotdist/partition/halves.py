@@ -14,10 +14,10 @@ from torch.fx import Node
 from aotdist.errors import InternalError
 from aotdist.partition.storage import view_base
 from aotdist.partition.traits import is_effectful, is_getitem, is_size, is_wait
-from aotdist.program import Graph
+from aotdist.program import LATE_ROLES, Graph
 
 FORWARD_ROLES = frozenset({"output", "write"})
-BACKWARD_ROLES = frozenset({"grad", "backward_write"})
+BACKWARD_ROLES = frozenset({"grad", "piece", "backward_write"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def find_halves(joint: Graph) -> Halves:
         InternalError: an output or a forward write depends on a tangent.
     """
     order = tuple(n for n in joint.gm.graph.nodes if n.op != "output")
-    tangents = _arguments(joint, "tangent")
+    tangents = _late_arguments(joint)
     _check_forward(joint, descendants(order, tangents))
     forward_results = results_of(joint, FORWARD_ROLES)
     forward_needs = ancestors(order, forward_results)
@@ -108,14 +108,14 @@ def find_halves(joint: Graph) -> Halves:
         forward_roots=(*forward_results, *(n for n in effects if n not in late)),
         backward_roots=tuple(backward_roots),
         written=overwritten_primals(joint),
-        rng=frozenset(_arguments(joint, "rng")),
+        rng=frozenset(n for slot, n in joint.named_placeholders().items() if slot.role == "rng"),
         must_save=must_save,
         must_recompute=_must_recompute(order, never=must_save | set(effects)),
     )
 
 
-def _arguments(joint: Graph, role: str) -> list[Node]:
-    return [node for slot, node in zip(joint.ins, joint.placeholders(), strict=True) if slot.role == role]
+def _late_arguments(joint: Graph) -> list[Node]:
+    return [node for slot, node in joint.named_placeholders().items() if slot.role in LATE_ROLES]
 
 
 def overwritten_primals(joint: Graph) -> frozenset[Node]:

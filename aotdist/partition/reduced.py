@@ -16,18 +16,24 @@ from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful
-from aotdist.program import Graph, Slot
+from aotdist.program import GRADIENT_ROLES, Graph, Slot
 from aotdist.torch_seam import surely_equal
 
 _ADD = torch.ops.aten.add.Tensor
 
 
-def without_tangents(backward: Graph, missing: Collection[Slot]) -> Graph:
-    """The backward that takes all but the `missing` tangents; what is zero then is None among its results."""
+def without_tangents(backward: Graph, missing: Collection[Slot], *, any_strides: bool) -> Graph:
+    """The backward that takes all but the `missing` tangents; what is zero then is None among its results.
+
+    Args:
+        backward: the graph.
+        missing: arguments that are left out.
+        any_strides: whether its values may have other strides than their `val`s.
+    """
     zero = _zeros(backward, missing)
     results = [None if node in zero else node for node in backward.results()]
     order = [node for node in backward.gm.graph.nodes if node.op != "output"]
-    stands_for = _summands(order, zero)
+    stands_for = _summands(order, zero, any_strides=any_strides)
     needed = _needed(order, results, zero, stands_for)
     builder = GraphBuilder(backward.gm)
     for node in order:
@@ -46,7 +52,9 @@ def without_tangents(backward: Graph, missing: Collection[Slot]) -> Graph:
 
 def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
     """Nodes that depend on missing tangents and on no other."""
-    tangents = {node: slot for slot, node in backward.named_placeholders().items() if slot.role == "tangent"}
+    tangents = {
+        node: slot for slot, node in backward.named_placeholders().items() if slot.role in GRADIENT_ROLES
+    }
     depends: dict[Node, bool] = {}
     """Whether a node that depends on tangents depends on one that is there."""
     for node in backward.gm.graph.nodes:
@@ -57,21 +65,22 @@ def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
     return {node for node, alive in depends.items() if not alive}
 
 
-def _summands(order: list[Node], zero: set[Node]) -> Mapping[Node, Node]:
+def _summands(order: list[Node], zero: set[Node], *, any_strides: bool) -> Mapping[Node, Node]:
     """Sums of which one summand is zero, with the other; never chained."""
     found: dict[Node, Node] = {}
     for node in order:
         if node.target is _ADD and node not in zero and not node.kwargs:
             for summand, other in (node.args, reversed(node.args)):
-                if summand in zero and isinstance(other, Node) and _same_layout(node, other):
+                if summand in zero and isinstance(other, Node) and _interchangeable(node, other, any_strides):
                     found[node] = found.get(other, other)
     return found
 
 
-def _same_layout(a: Node, b: Node) -> bool:
+def _interchangeable(a: Node, b: Node, any_strides: bool) -> bool:
     first, second = a.meta["val"], b.meta["val"]
-    layouts = [(*val.size(), *val.stride()) for val in (first, second)]
-    return first.dtype == second.dtype and surely_equal(*layouts)
+    if first.dtype != second.dtype or not surely_equal(first.size(), second.size()):
+        return False
+    return any_strides or surely_equal(first.stride(), second.stride())
 
 
 def _needed(

@@ -17,7 +17,7 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import FORWARD_ROLES, Halves, ancestors, results_of
 from aotdist.partition.storage import storage_bytes
 from aotdist.partition.traits import is_effectful, is_size
-from aotdist.program import Graph, Slot, Split
+from aotdist.program import LATE_ROLES, Graph, Slot, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,7 @@ def split(halves: Halves, saved: Collection[Node]) -> Split:
     Raises:
         InternalError: the backward would need a primal that is not saved, or make a random value again.
     """
-    chosen = set(saved) - halves.rng
-    needed = ancestors(halves.order, [*halves.backward, *halves.backward_roots], stop=chosen)
-    kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in chosen])
-    again = _recomputed(halves, needed, kept)
+    kept, again = _kept(halves, saved)
     slots = _saved_slots(halves, kept)
     return Split(
         forward=_build_forward(halves, kept, slots),
@@ -59,6 +56,24 @@ def split(halves: Halves, saved: Collection[Node]) -> Split:
         saved_primals=dict(zip(slots, _primal_slots(halves, kept.primals), strict=False)),
         saved_bytes=saved_bytes(halves, kept.in_order()),
     )
+
+
+def backward_from(halves: Halves, saved: Collection[Node]) -> Graph:
+    """The backward graph alone, for a forward that saves at least `saved`.
+
+    Raises:
+        InternalError: as `split`.
+    """
+    kept, again = _kept(halves, saved)
+    return _build_backward(halves, kept, again, _saved_slots(halves, kept))
+
+
+def _kept(halves: Halves, saved: Collection[Node]) -> tuple[_Saved, set[Node]]:
+    """The values to hand over, of those that may be, and the forward nodes that the backward runs again."""
+    chosen = set(saved) - halves.rng
+    needed = ancestors(halves.order, [*halves.backward, *halves.backward_roots], stop=chosen)
+    kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in chosen])
+    return kept, _recomputed(halves, needed, kept)
 
 
 def saved_bytes(halves: Halves, saved: Collection[Node]) -> int:
@@ -141,10 +156,11 @@ def _build_backward(halves: Halves, kept: _Saved, again: set[Node], slots: Seque
     for node in kept.in_order():
         builder.placeholder(node)
     read = {i for n in (*halves.backward, *again) for i in n.all_input_nodes}
+    late = {*LATE_ROLES, "rng"}
     given = {
         s: n
         for s, n in joint.named_placeholders().items()
-        if s.role in ("tangent", "rng") or (s.role == "size" and (n in read or s.path.isidentifier()))
+        if s.role in late or (s.role == "size" and (n in read or s.path.isidentifier()))
     }
     for node in given.values():
         builder.placeholder(node)

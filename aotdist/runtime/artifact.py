@@ -15,15 +15,19 @@ from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.layer import Call
 from aotdist.errors import UnsupportedProgram
-from aotdist.program import ArgIdx, DistinctIdx, Row, Slot
+from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.runtime.backward import Backward, Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
+from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guard import no_overlap
-from aotdist.runtime.node import Backward, detached_views, make_node, result_views, without_autocast
+from aotdist.runtime.hooks import detaching, shielding
+from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.print_call import MISS, Fit, print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer, variable_names
 from aotdist.runtime.ranks import naming_lost_ranks
+from aotdist.runtime.results import detached_views, result_views
 from aotdist.sizes import SCOPE, concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
 
@@ -63,15 +67,18 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     symbols = [name for name, _ in fit.sizes.symbols]
     plans = compilation.plans
     watch = _watch(compilation)
+    gates = None
     match compilation.region:
         case Training() as region:
+            backward = _backward(compilation, region, watch)
+            gates = _gates(compilation, region, backward)
             print_node(
                 printer,
                 names,
                 symbols,
                 region.node,
                 _forward(compilation, region.halves.forward),
-                _backward(compilation, region, watch),
+                backward,
                 [(claim.rule.after_backward, claim.root) for claim in compilation.captured.environment.rules],
                 watch,
             )
@@ -100,6 +107,9 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
         plans,
         compilation.returned,
         enables_grad=_enables_grad(compilation),
+        gates=gates,
+        shielded=_shielded(compilation, gates),
+        detached=_detached(compilation),
     )
     call = printer.load("call", compilation.captured.name)
     return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit))
@@ -123,7 +133,35 @@ def _backward(
             claim.rule.after_backward(claim.root)
 
     whole = without_autocast(region.halves.backward.call)
-    return Backward(region.node, whole, reduced, region.again, after)
+
+    def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
+        part = region.parts(outs, arrived)
+        call = without_autocast(part.call)
+        return Part(call if watch is None else _watched(call, watch), part.sources)
+
+    results = region.split.backward.outs
+    return Backward(region.node, whole, reduced, region.again, after, parts, results)
+
+
+def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
+    if not region.gates:
+        return None
+    passages = compilation.traced.facts.passages
+    steps = schedule(compilation.plans, region.gates, passages)
+    return Gates(steps, passages, backward.pieces, tuple(region.node.with_siblings()))
+
+
+def _shielded(compilation: Compilation, gates: Gates | None) -> list[NodeOutIdx]:
+    """The node's results to shield as soon as they are there."""
+    if gates is not None:
+        return gates.at_once()
+    return compilation.region.node.with_siblings() if isinstance(compilation.region, Training) else []
+
+
+def _detached(compilation: Compilation) -> list[PrimalIdx]:
+    """Inputs to hand to the node without their history."""
+    examples = compilation.traced.program.examples
+    return compilation.region.node.without_grad(examples) if isinstance(compilation.region, Training) else []
 
 
 def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:
@@ -164,13 +202,13 @@ def reference(artifact: Artifact) -> Call:
 
 def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     """The layers inside of the synthetic bases, in a call of these sizes."""
-    plans = concrete(compilation.plans, symbols)
+    plans, gates = concrete(compilation.plans, symbols), None
     match compilation.region:
         case Training() as region:
             forward = _forward(compilation, region.halves.forward)
-            call = make_node(
-                concrete(region.node, symbols), forward, _backward(compilation, region, None), symbols
-            )
+            backward = _backward(compilation, region, None)
+            call = make_node(concrete(region.node, symbols), forward, backward, symbols)
+            gates = _gates(compilation, region, backward)
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
@@ -179,6 +217,10 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
+    if gates is not None:
+        return gates.lift(plans, call)
+    call = shielding(call, _shielded(compilation, gates))
+    call = detaching(call, _detached(compilation))
     call = plans.metadata.lift(plans.writes.lift(call))
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
     return plans.epilogue.lift(call)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from aotdist.capture.capture import Captured, Returned
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.codegen.emit import EmittedHalves
@@ -14,10 +12,12 @@ from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan
 from aotdist.joint.trace import Traced
+from aotdist.partition.gates import Gate
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, Slot, Split
-from aotdist.runtime.node import NodePlan
+from aotdist.runtime.backward import Part, Twice
+from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
 
 
@@ -31,7 +31,9 @@ class Training:
         halves: the two callables.
         node: how tensors pass through the autograd node.
         reduced: compiles the backward for when some tangents are missing; each choice once.
-        again: the gradients, given what `node.again` keeps and tangents, as autograd records them.
+        parts: compiles parts of the backward, for when somebody watches its waypoints; each once.
+        gates: where it may be watched.
+        again: compiles the same for gradients that autograd records.
     """
 
     joint: Graph
@@ -39,7 +41,9 @@ class Training:
     halves: EmittedHalves
     node: NodePlan
     reduced: Callable[[frozenset[Slot]], BoxedCall]
-    again: Callable[..., list[torch.Tensor]]
+    parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
+    gates: tuple[Gate, ...]
+    again: Twice
 
 
 @dataclass(frozen=True, slots=True)

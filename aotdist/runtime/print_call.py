@@ -5,11 +5,9 @@ The printed function returns `MISS` when the artifact does not fit, before anyth
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, TypeVar, assert_never
 
 import torch
@@ -20,30 +18,20 @@ from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
-from aotdist.convention.epilogue import EpiloguePlan, viewer
-from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
-from aotdist.convention.put import put, take
+from aotdist.convention.put import take
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
-from aotdist.facts import (
-    Fresh,
-    FunctionView,
-    IsInput,
-    NotATensor,
-    OutputFact,
-    Step,
-    ViewOfInput,
-    ViewOfIntermediate,
-    ViewOfOutput,
-)
-from aotdist.program import OutIdx, PrimalIdx, Row, Slot
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.runtime.gate import Gates
 from aotdist.runtime.guard import no_overlap, tensor_check
+from aotdist.runtime.hooks import shield
 from aotdist.runtime.print_node import print_plains
+from aotdist.runtime.print_outputs import output_printer, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.sizes import Sizes, concrete, is_symbolic
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, recipe_of, wrapper_rule
-from aotdist.torch_seam import SYMBOLIC, expression, pytree, tree_children
+from aotdist.torch_seam import tree_children
 
 T = TypeVar("T")
 
@@ -122,6 +110,9 @@ def print_call(
     returned: Returned,
     *,
     enables_grad: bool,
+    gates: Gates | None,
+    shielded: Sequence[NodeOutIdx],
+    detached: Sequence[PrimalIdx],
 ) -> None:
     """Print `call(args, kwargs)`.
 
@@ -132,6 +123,9 @@ def print_call(
         plans: what is done outside of the region.
         returned: how the user's result is put together.
         enables_grad: whether the program switches grad mode on where the caller has it off.
+        gates: where gradients pass tensors that the caller holds, if they do.
+        shielded: results of the node with hooks of their own.
+        detached: inputs that get no gradient, so that their hooks are not called.
     """
     with printer.block("def call(args, kwargs):"):
         for function, argument in fit.prepare:
@@ -153,18 +147,27 @@ def print_call(
                 given[primal] = f"{primals[primal]}_before"
                 taken = f"{given[primal]}, {primals[primal]}_rest"
                 printer.line(f"{taken} = {printer.bind('take', take)}({primals[primal]})")
+            for idx in detached:
+                given[idx] += ".detach()"
             printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.sizes.symbols else [])], ")")
-            for primal, value, bumps in plans.writes.writes:
-                written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
-                printer.line(f"{printer.bind('put', put)}({written})")
+            if shielded:
+                names = [f"values[{idx}]" for idx in shielded]
+                printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
+            for write in plans.writes.writes if gates is None else ():
+                print_write(printer, primals, write)
         for write in plans.metadata.writes:
             change = printer.bind(f"{getattr(write.op, '__name__', 'change')}", write)
             change = (
                 f"{printer.bind('concrete', concrete)}({change}, symbols)" if is_symbolic(write) else change
             )
             printer.line(f"{printer.bind('rewrite', rewrite)}({primals[write.input]}, {change})")
-        _print_outputs(printer, plans.epilogue, primals, fit.ambient)
-        _print_return(printer, returned)
+        make = output_printer(printer, plans.epilogue, primals, fit.ambient)
+        if gates is None:
+            for idx in plans.epilogue.order:
+                make(idx)
+        else:
+            print_steps(printer, gates, primals, make)
+        print_return(printer, returned)
 
 
 def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:
@@ -359,117 +362,3 @@ def _overlap_condition(printer: Printer, fit: Fit) -> str:
     written = [plain for idx in fit.written for plain in apart[idx]]
     others = [plain for idx, found in apart.items() if idx not in fit.written for plain in found]
     return f"{printer.bind('no_overlap', no_overlap)}({sequence(written)}, {sequence(others)})"
-
-
-def _print_outputs(printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient) -> None:
-    printed: set[OutIdx] = set()
-    made: dict[int, str] = {}
-
-    def print_one(idx: OutIdx) -> None:
-        fact = epilogue.outputs[idx]
-        if idx in printed or (isinstance(fact, NotATensor) and isinstance(fact.value, Returned)):
-            return
-        printed.add(idx)
-        if isinstance(fact, ViewOfOutput):
-            print_one(fact.base)
-        printer.line(f"o{idx} = {_output(printer, fact, primals, modes, made)}")
-
-    for idx in epilogue.order:
-        print_one(idx)
-
-
-def _output(
-    printer: Printer, fact: OutputFact, primals: Sequence[str], modes: Ambient, made: dict[int, str]
-) -> str:
-    """An expression for one output; bases that several may share are printed before, once."""
-    match fact:
-        case NotATensor(value=value):
-            return _literal(printer, value)
-        case Fresh(value=value):
-            return f"values[{value}]"
-        case IsInput(input=source):
-            return primals[source]
-        case ViewOfInput(base=base, steps=steps):
-            return _view(printer, primals[base], steps, modes, made)
-        case ViewOfIntermediate(base=base, steps=steps):
-            return _view(printer, f"values[{base}]", steps, modes, made)
-        case ViewOfOutput(base=base, steps=steps):
-            return _view(printer, f"o{base}", steps, modes, made)
-        case _:
-            assert_never(fact)
-
-
-def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, made: dict[int, str]) -> str:
-    for position, step in enumerate(steps):
-        if isinstance(step, FunctionView):
-            make, creation = printer.bind("views", viewer(step)), printer.bind("creation", step.creation)
-            function = printer.bind("function_view", function_view)
-            base = f"{function}({base}, values[{step.value}], {make}, {creation})"
-            continue
-        if step.ends_views() and step.serial in made:
-            base = made[step.serial]
-            continue
-        op = printer.bind(_name_of(step.op), step.op)
-        more = [_literal(printer, value) for value in step.args]
-        more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
-        if step.grad == modes.grad:
-            base = f"{op}({', '.join([base, *more])})"
-        else:
-            args = ", ".join([str(step.grad), op, base, *more])
-            base = f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
-        if step.pick is not None:
-            base += f"[{step.pick}]"
-        if step.ends_views() and position + 1 < len(steps):
-            name = f"base_{len(made)}"
-            printer.line(f"{name} = {base}")
-            base = made[step.serial] = name
-    return base
-
-
-def _name_of(op: Callable[..., Any]) -> str:
-    return op.__name__ if isinstance(op, FunctionType) else str(op)
-
-
-def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.set_grad_enabled(grad):
-        return view(base, *args, **kwargs)
-
-
-def _print_return(printer: Printer, returned: Returned) -> None:
-    positions = itertools.count()
-    result = _display(printer, returned.spec, positions)
-    for source, spec in returned.assigned:
-        value = _display(printer, spec, positions)
-        printer.line(f"{source.expression(printer.bind)} = {value}  # {source.path} is reassigned")
-    printer.line(f"return {result}")
-
-
-def _display(printer: Printer, spec: pytree.TreeSpec, positions: Any) -> str:
-    """The user's result as an expression: built-in containers are spelled out."""
-    if spec.is_leaf():
-        return f"o{next(positions)}"
-    if spec.type in (tuple, list):
-        items = [_display(printer, child, positions) for child in tree_children(spec)]
-        return sequence(items) if spec.type is tuple else f"[{', '.join(items)}]"
-    if spec.type is dict:
-        items = [
-            f"{_literal(printer, key)}: {_display(printer, child, positions)}"
-            for key, child in zip(spec.context, tree_children(spec), strict=True)
-        ]
-        return f"{{{', '.join(items)}}}"
-    leaves = [f"o{next(positions)}" for _ in range(spec.num_leaves)]
-    unflatten, structure = printer.bind("unflatten", pytree.tree_unflatten), printer.bind("structure", spec)
-    return f"{unflatten}([{', '.join(leaves)}], {structure})"
-
-
-def _literal(printer: Printer, value: Any) -> str:
-    """`value` spelled out, where Python can, else a name for it."""
-    if isinstance(value, SYMBOLIC):
-        return print_size(printer, expression(value))
-    if type(value) in (list, tuple) and is_symbolic(value):
-        items = [_literal(printer, item) for item in value]
-        return sequence(items) if type(value) is tuple else f"[{', '.join(items)}]"
-    plain = type(value) in (int, str, bool, type(None)) or (
-        type(value) in (list, tuple) and all(type(item) is int for item in value)
-    )
-    return repr(value) if plain else printer.bind("value", value)

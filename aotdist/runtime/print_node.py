@@ -13,7 +13,9 @@ from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump
-from aotdist.runtime.node import Backward, NodePlan, SavedInput
+from aotdist.runtime.backward import Backward
+from aotdist.runtime.gate import is_watched
+from aotdist.runtime.plan import NodePlan, SavedInput
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.runtime.tangent import Tangent, rebuilt
 from aotdist.sizes import Expression, concrete, is_symbolic
@@ -199,6 +201,8 @@ def _print_forward(
             printer.line("ctx.symbols = symbols")
         if plan.backward_writes:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in plan.backward_writes])}")
+        if plan.bumped:
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in plan.bumped])}")
         printer.line("ctx.set_materialize_grads(False)")
         values = _values(plan.writes, plan.views)
         hints = [str(out.slot) for out in plan.outs]
@@ -228,7 +232,10 @@ def _print_backward(
         )
         with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
             printer.line(f"return (*{again}, None)" if symbols else f"return {again}")
-        with printer.block(f"if {' or '.join(f'{name} is None' for name in arrived)}:"):
+        missing = [f"{name} is None" for name in arrived]
+        if plan.passages.waypoints:
+            missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
+        with printer.block(f"if {' or '.join(missing)}:"):
             printer.line(f"return (*{of_some}, None)" if symbols else f"return {of_some}")
         _print_symbols(printer, symbols, "ctx.symbols")
         given = ["*ctx.saved_tensors", *(print_size(printer, size) for size in plan.backward_sizes)]
@@ -236,6 +243,7 @@ def _print_backward(
             f"*{_tangent(printer, tangent)}({names[idx]})"
             for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
         ]
+        given += [f"ctx.written[{position}]" for position in plan.buffers.values()]
         given += ["*ctx.rng"] if plan.rng.draw is not None else []
         printer.line(f"args = [{', '.join(given)}]")
         printer.line(f"del {', '.join(names)}")
@@ -247,8 +255,10 @@ def _print_backward(
             printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
         grads = [recipe for recipe in plan.grads if recipe is not None]
         count = sum(1 for recipe in grads for _ in leaves(recipe))
-        for offset in range(len(plan.backward_writes)):
-            printer.line(f"ctx.written[{offset}].copy_(results[{count + offset}])")
+        for offset, bumps in enumerate(plan.backward_bumps):
+            printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
+        for offset, (_, bumps) in enumerate(plan.bumped):
+            printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
         built = iter(
             print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.program import Slot
+from aotdist.program import Role, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
@@ -30,15 +30,17 @@ class Tangent:
         path: the output's name.
         recipe: the metadata that was assumed.
         strides: strides of each plain tensor, which a compiler may have chosen; None where any will do.
+        role: what it is to the graph.
     """
 
     path: str
     recipe: Recipe
     strides: tuple[tuple[int, ...] | None, ...]
+    role: Role = "tangent"
 
     def slots(self) -> list[Slot]:
         """The names of its plain tensors among the backward graph's arguments."""
-        return [Slot("tangent", self.path, inner) for inner, _ in leaves(self.recipe)]
+        return [Slot(self.role, self.path, inner) for inner, _ in leaves(self.recipe)]
 
     def needs_sizes(self) -> bool:
         """Whether the numbers of a call have to be put in first; those of a plain tensor are not read."""
@@ -50,13 +52,17 @@ class Tangent:
         Raises:
             UnsupportedProgram: the tangent is another kind of tensor and cannot be converted.
         """
-        if isinstance(self.recipe, Plain) and type(tangent) is torch.Tensor:
-            plains = [tangent]
-        else:
-            plains = plain_tensors(self._converted(tangent))
+        plains = plain_tensors(self.converted(tangent))
         return [_materialised(plain, stride) for plain, stride in zip(plains, self.strides, strict=True)]
 
-    def _converted(self, tangent: torch.Tensor) -> torch.Tensor:
+    def converted(self, tangent: torch.Tensor) -> torch.Tensor:
+        """`tangent` as the kind of tensor that is expected.
+
+        Raises:
+            UnsupportedProgram: it cannot be converted.
+        """
+        if isinstance(self.recipe, Plain) and type(tangent) is torch.Tensor:
+            return tangent
         recipe = recipe_of(tangent)
         if _same_layout(recipe, self.recipe):
             return tangent

@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import plain_tensors
 from tests.semantics.observation import Scene, same_as_eager
 
 
@@ -437,11 +440,160 @@ def test_autocast_switched_off_inside():
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def test_second_derivatives_of_random_programs_are_refused():
+def test_second_derivatives_that_are_refused_do_no_harm():
     x = leaf()
-    y = compiled(lambda x: (x**3 * torch.ones_like(x).bernoulli_(1.0)).sum())(x)
+    y = compiled(lambda x: (x**3 * torch.bernoulli(x.sigmoid() * 0 + 1)).sum())(x)
     with pytest.raises(UnsupportedProgram, match="create_graph=True"):
         torch.autograd.grad(y, x, create_graph=True)
     # What was refused did no harm: the first derivative is still there to be taken.
     (grad,) = torch.autograd.grad(y, x)
     assert torch.equal(grad, 3 * x**2)
+
+
+# --- functions that tell None from zeros, and checkpoints that are reentrant ------------------------
+
+
+class Unmaterialised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        if first is None or second is None:
+            return second * 5 if first is None else first * 7
+        return first + second
+
+
+class Materialised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return first.exp() + second.cos()
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("function", [Unmaterialised, Materialised])
+def test_custom_functions_with_several_results(function, chosen):
+    def program(x):
+        first, second = function.apply(x.sin())
+        return first.exp(), second.cos()
+
+    def use(call):
+        x = torch.arange(1.0, 4.0, requires_grad=True)
+        results = call(x)
+        torch.autograd.backward([results[k].sum() for k in chosen])
+        return [x.grad]
+
+    assert_equal_grads(program, use)
+
+
+@pytest.mark.parametrize("where", ["input", "middle"])
+def test_reentrant_checkpoints(where):
+    def build():
+        model = nn.Linear(4, 4)
+
+        def program(x):
+            given = x if where == "input" else x * 2
+            return checkpoint(lambda x: F.dropout(model(x).sin(), 0.3), given, use_reentrant=True).exp()
+
+        return Scene(program, (leaf(),), held={"model": model})
+
+    same_as_eager(build, calls=2)
+
+
+# --- what backward writes --------------------------------------------------------------------------
+
+
+class WritesInBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.buffer = buffer
+        buffer.add_(1)
+        return x * buffer
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.buffer.mul_(3)
+        return grad * ctx.buffer, None
+
+
+class WritesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.buffer = buffer
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.buffer.add_(grad)
+        return grad, None
+
+
+def writes_in_a_hook(x, buffer):
+    y = x.exp()
+    y.register_hook(lambda grad: (buffer.add_(grad), None)[1])
+    return y.sin()
+
+
+BACKWARD_WRITES = {
+    "both": lambda x, buffer: WritesInBoth.apply(x, buffer).sin(),
+    "backward": lambda x, buffer: WritesInBackward.apply(x, buffer).sin(),
+    "hook": writes_in_a_hook,
+}
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "TwoTensor"])
+@pytest.mark.parametrize("name", BACKWARD_WRITES)
+def test_what_backward_writes_it_writes_at_every_run(name, wraps):
+    def use(call):
+        seen = []
+        tensor = (lambda t: TwoTensor(t, t + 1)) if wraps else (lambda t: t)
+        buffer = tensor(torch.ones(3))
+        for _ in range(2):
+            x = tensor(torch.arange(3.0)).requires_grad_()
+            y = call(x, buffer)
+            seen += [buffer.clone()]
+            y.sum().backward(retain_graph=True)
+            seen += [buffer.clone(), x.grad.clone()]
+            with torch.no_grad():
+                buffer.mul_(2)
+            y.sum().backward()
+            seen += [buffer.clone(), x.grad.clone(), torch.tensor(buffer._version)]
+        return [plain for tensor in seen for plain in plain_tensors(tensor)]
+
+    assert_equal_grads(BACKWARD_WRITES[name], use)
+
+
+# --- hooks that come later -------------------------------------------------------------------------
+
+
+def test_hooks_on_all_modules():
+    def use(call):
+        x = torch.arange(12.0).view(3, 4)
+        results = [call(x)]
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
+        results.append(call(x))
+        handle.remove()
+        return [*results, call(x)]
+
+    assert_equal_grads(nn.Linear(4, 4), use)
+
+
+@pytest.mark.parametrize("kind", ["argument", "parameter"])
+def test_forward_mode(kind):
+    """It differentiates the operators that it sees; so the function runs as it was written."""
+
+    def use(call):
+        x = torch.arange(3.0)
+        w = torch.ones(3, requires_grad=True)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x if kind == "argument" else w, torch.full((3,), 2.0))
+            args = (dual, w) if kind == "argument" else (x, dual)
+            return list(forward_ad.unpack_dual(call(*args)))
+
+    assert_equal_grads(lambda x, w: x.sin() * w.exp(), use)

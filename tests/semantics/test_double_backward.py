@@ -2,16 +2,21 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import plain_tensors
+from tests.semantics.meshes import sharded
 
 PROGRAMS: dict[str, Callable[..., torch.Tensor]] = {
     "pointwise": lambda x, w: (x.sin() * w).exp(),
@@ -102,7 +107,7 @@ class Twice(torch.autograd.Function):
 
 OBSTACLES = {
     "autograd function `TwiceBackward`": lambda x: Twice.apply(x).sin(),
-    "draws random numbers": lambda x: F.dropout(x, 0.5).sin(),
+    "draws random numbers": lambda x: torch.bernoulli(x.sigmoid()) * x.sin(),
     "whose old value": lambda x: (x.mul_(2), x.cos())[1],
 }
 
@@ -115,8 +120,56 @@ def test_what_stands_in_the_way_is_named(reason: str) -> None:
         torch.autograd.grad(compiled(x * 1.0).sum(), x, create_graph=True)
 
 
-def test_wrappers_are_named() -> None:
-    x = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
-    y = aotdist.compile(lambda x: x.sin(), backend="fx")(x)
-    with pytest.raises(UnsupportedProgram, match="tensors of type TwoTensor"):
+def test_gradients_of_another_kind_are_named() -> None:
+    x, w = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_(), torch.ones(3, requires_grad=True)
+    y = aotdist.compile(lambda x, w: x.sin() * w, backend="fx")(x, w)
+    with pytest.raises(UnsupportedProgram, match="another kind of tensor"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+RANDOM: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x, w: F.dropout(x.sin() * w, 0.5) ** 2,
+    "two dropouts": lambda x, w: F.dropout(F.dropout(x * w, 0.3).exp(), 0.5) * x,
+    "rand_like": lambda x, w: (x * torch.rand_like(x) * w).sin(),
+    "dropout in a checkpoint": lambda x, w: checkpoint(
+        lambda x: F.dropout(x.sin(), 0.5) * w * x, x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_drawn_once(name: str, order: int) -> None:
+    compiled = aotdist.compile(RANDOM[name], backend="fx")
+    assert_close(derivatives(compiled, order), derivatives(RANDOM[name], order))
+    expected = torch.get_rng_state()
+    derivatives(RANDOM[name], order)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def of_wrappers(fn: Callable[..., torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    torch.manual_seed(0)
+    x, w = (make(torch.randn(3, 4, dtype=torch.float64)).requires_grad_() for _ in range(2))
+    y = fn(x, w)
+    grads = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
+    again = torch.autograd.grad(grads[0].sin().sum() + grads[1].exp().sum(), (x, w))
+    return [plain for grad in (*grads, *again) for plain in plain_tensors(grad)]
+
+
+OF_WRAPPERS = ("pointwise", "results that are saved", "a detached part", "a write of its own")
+
+
+@pytest.mark.parametrize("name", OF_WRAPPERS)
+def test_wrappers(name: str) -> None:
+    def two(plain: torch.Tensor) -> torch.Tensor:
+        return TwoTensor(plain, plain.cos())
+
+    compiled = aotdist.compile(PROGRAMS[name], backend="fx")
+    assert_close(of_wrappers(compiled, two), of_wrappers(PROGRAMS[name], two))
+
+
+@pytest.mark.parametrize("name", OF_WRAPPERS)
+def test_dtensors(name: str, mesh: DeviceMesh) -> None:
+    compiled = aotdist.compile(PROGRAMS[name], backend="fx")
+    eager = of_wrappers(PROGRAMS[name], lambda plain: sharded(mesh, plain))
+    assert_close(of_wrappers(compiled, lambda plain: sharded(mesh, plain)), eager)

@@ -1,0 +1,46 @@
+"""Errors of PyTorch's that say "no data here", as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from aotdist.capture.origins import raised_at
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import DataDependentOutputException, DynamicOutputShapeException
+
+_ASKS_FOR_DATA = (
+    "tracing tensor",
+    "data is not allocated yet",
+    ".numpy() is not supported",
+    "FunctionalTensor.__format__",
+)
+"""How errors of PyTorch's say that a traced tensor has no data."""
+
+
+@contextmanager
+def refusing_what_needs_data() -> Generator[None]:
+    """An error that says "no data here" becomes ours, with the user's line."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
+        asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
+            raise
+        raise UnsupportedProgram(
+            _needs_data(error),
+            where=raised_at(error.__traceback__),
+            stage="joint",
+            fix="keep it a tensor (`torch.where` for a branch, a mask for a shape), or move "
+            "that part out of the compiled function",
+        ) from error
+
+
+def _needs_data(error: Exception) -> str:
+    match error:
+        case DynamicOutputShapeException():
+            return f"the shape of the result of `{error.func}` depends on data"
+        case DataDependentOutputException():
+            return f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
+        case _:
+            return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"

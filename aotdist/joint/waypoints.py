@@ -1,0 +1,181 @@
+"""Waypoints: tensors in the caller's hands that gradients of other results pass inside of the program.
+
+In eager each such tensor has its place in autograd's graph, where the caller can watch what passes. Here the
+program is one node, so the trace notes where gradients pass: of each waypoint, the summands of its gradient,
+and the sum. The sum goes on as a new argument of the graph. So the recorded graph is cut at every waypoint;
+`aotdist.partition.gates.linked` closes the cuts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.facts import NO_PASSAGES, Passages, Place, Waypoint
+from aotdist.joint.proxies import Recorder
+from aotdist.program import NodeOutIdx, Row, Slot
+from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
+
+Node: TypeAlias = Any
+"""A node of autograd's graph."""
+Edge: TypeAlias = tuple[Node, int]
+"""One of the results of such a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A differentiable tensor that the caller will hold.
+
+    Args:
+        path: its name.
+        place: what it is to the caller.
+        value: the node output that it is, if it is one.
+        tensor: the traced tensor.
+    """
+
+    path: str
+    place: Place
+    value: NodeOutIdx | None
+    tensor: torch.Tensor
+
+    def edge(self) -> Edge:
+        """Where gradients of it arrive."""
+        return self.tensor.grad_fn, self.tensor.output_nr
+
+
+@dataclass
+class _Passing:
+    """What the trace saw pass a waypoint."""
+
+    held: Held
+    pieces: list[torch.Tensor] = field(default_factory=list)
+    total: torch.Tensor | None = None
+
+
+class Waypoints:
+    """Finds the waypoints of a program before its backward is traced, and watches them meanwhile.
+
+    Args:
+        held: what the caller will hold.
+        ends: the differentiable node outputs, whose gradients the backward starts from.
+    """
+
+    def __init__(self, held: Sequence[Held], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]) -> None:
+        watched = [one for one in held if not one.tensor._backward_hooks]
+        by_edge = {one.edge(): one for one in reversed(watched)} if len(held) > 1 else {}
+        self._nodes, reached = _walk([tensor.grad_fn for _, tensor in ends] if by_edge else [], list(by_edge))
+        found = 0
+        for _, tensor in ends:
+            found |= reached.get(tensor.grad_fn, 0)
+        edges = [edge for bit, edge in enumerate(by_edge) if found >> bit & 1]
+        edges.sort(key=lambda edge: edge[0]._sequence_nr())
+        self._passing = {edge: _Passing(by_edge[edge]) for edge in edges}
+        bits = {edge: 1 << bit for bit, edge in enumerate(by_edge)}
+        self._levels = {
+            idx: max((k + 1 for k, e in enumerate(edges) if reached[tensor.grad_fn] & bits[e]), default=0)
+            for idx, tensor in ends
+            if edges
+        }
+
+    @contextmanager
+    def watched(self, recorder: Recorder) -> Generator[None]:
+        """While autograd runs inside, note what passes each waypoint, and cut the graph there."""
+        handles = [node.register_hook(hook) for node, hook in self._piece_hooks()]
+        for passing in self._passing.values():
+            handles.append(passing.held.tensor.register_hook(_cutting(passing, recorder)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _piece_hooks(self) -> Iterator[tuple[Node, Any]]:
+        for node in self._nodes if self._passing else ():
+            sources = [self._passing.get((source, nr)) for source, nr in node.next_functions]
+            if any(source is not None for source in sources):
+                yield node, _noting(sources)
+
+    def passages(self, num_values: int) -> Passages:
+        """The facts, for so many node outputs."""
+        if not self._passing:
+            return NO_PASSAGES
+        levels = Row[NodeOutIdx, int](self._levels.get(NodeOutIdx(k), 0) for k in range(num_values))
+        return Passages(tuple(map(_fact, self._passing.values())), levels)
+
+    def results(self, recorder: Recorder) -> list[tuple[Slot, torch.fx.Node | None]]:
+        """Results of the recorded graph: of each waypoint the sum and its summands."""
+        found: list[tuple[Slot, torch.fx.Node | None]] = []
+        for passing in self._passing.values():
+            fact = _fact(passing)
+            if passing.total is not None:
+                found += zip(_total_slots(passing), _values(recorder, passing.total), strict=True)
+            for position, piece in enumerate(passing.pieces):
+                found += zip(fact.piece_slots(position), _values(recorder, piece), strict=True)
+        return found
+
+
+def _fact(passing: _Passing) -> Waypoint:
+    held = passing.held
+    total = None if passing.total is None else recipe_of(passing.total)
+    return Waypoint(held.path, held.place, held.value, total, tuple(map(recipe_of, passing.pieces)))
+
+
+def _total_slots(passing: _Passing) -> list[Slot]:
+    return [Slot("total", passing.held.path, inner) for inner, _ in leaves(recipe_of(passing.total))]  # type: ignore[arg-type]
+
+
+def _values(recorder: Recorder, tensor: torch.Tensor) -> list[torch.fx.Node]:
+    return [recorder.value(plain) for plain in plain_tensors(tensor)]
+
+
+def _walk(ends: Iterable[Node], edges: Sequence[Edge]) -> tuple[list[Node], dict[Node, int]]:
+    """The nodes behind `ends`, each after those behind it, and which of `edges` each leads to, as bits."""
+    bits = {edge: 1 << bit for bit, edge in enumerate(edges)}
+    reached: dict[Node, int] = {}
+    pending: list[tuple[Node, bool]] = [(node, False) for node in ends]
+    while pending:
+        node, is_over = pending.pop()
+        if node in reached:
+            continue
+        following = [(source, nr) for source, nr in node.next_functions if source is not None]
+        if is_over:
+            found = 0
+            for edge in following:
+                found |= reached[edge[0]] | bits.get(edge, 0)
+            reached[node] = found
+        else:
+            pending.append((node, True))
+            pending += [(source, False) for source, _ in following if source not in reached]
+    return list(reached), reached
+
+
+def _noting(sources: Sequence[_Passing | None]) -> Any:
+    """A hook of a node that notes the gradients which it sends to waypoints."""
+
+    def note(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
+        for source, grad in zip(sources, grad_inputs, strict=True):
+            if source is not None and grad is not None:
+                source.pieces.append(grad)
+
+    return note
+
+
+def _cutting(passing: _Passing, recorder: Recorder) -> Any:
+    """A hook of a tensor that notes its gradient, and puts a new argument of the graph in its place."""
+
+    def cut(total: torch.Tensor) -> torch.Tensor:
+        passing.total = total
+        recipe = recipe_of(total)
+        plains = [
+            recorder.argument(slot, recorder.fake_like(leaf, plain.device))
+            for slot, (_, leaf), plain in zip(
+                _total_slots(passing), leaves(recipe), plain_tensors(total), strict=True
+            )
+        ]
+        return rebuild(recipe, plains)
+
+    return cut

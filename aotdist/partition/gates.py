@@ -1,0 +1,137 @@
+"""Gates: where the backward stops on its way, so that the caller may watch what passes a waypoint.
+
+The trace cuts the joint graph at every waypoint (`aotdist.joint.waypoints`). Usually nobody watches: the cuts
+are closed again (`linked`), and the backward is one graph. When somebody does, it runs part by part. A gate
+is an autograd node behind the program's own, which the results at its level come from: it computes the pieces
+of the waypoints' gradients that these results, and those of higher levels, lead to; autograd adds them up
+in the order of the trace, which is eager's, lets the caller watch, and goes on to the next. What parts have
+in common is computed in each: to the last bit the same, and nothing has to be handed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from aotdist.facts import Facts
+from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.halves import find_halves
+from aotdist.partition.reduced import without_tangents
+from aotdist.partition.returning import returning
+from aotdist.partition.split import backward_from
+from aotdist.partition.traits import is_random
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """An autograd node that some results come from.
+
+    Args:
+        level: how many waypoints lie before it.
+        outs: the results.
+        pieces: what it sends back: each a waypoint, by position, and the position of the piece there.
+    """
+
+    level: int
+    outs: tuple[NodeOutIdx, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+
+def linked(cut: Graph) -> Graph:
+    """The joint graph without cuts: what arrives at a waypoint goes on from there."""
+    arrives = {slot: node for slot, node in cut.named_results().items() if slot.role == "total"}
+    goes_on = {slot: node for slot, node in cut.named_placeholders().items() if slot.role == "total"}
+    if not goes_on:
+        return cut
+    waiting: dict[Node | None, list[Node]] = {}
+    for slot, node in goes_on.items():
+        waiting.setdefault(arrives[slot], []).append(node)
+    builder = GraphBuilder(cut.gm)
+
+    def close(node: Node) -> None:
+        for argument in waiting.pop(node, ()):
+            builder.env[argument] = builder.env[node]
+            close(argument)
+
+    for slot, node in cut.named_placeholders().items():
+        if slot not in goes_on:
+            builder.placeholder(node)
+            close(node)
+    for node in cut.gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            builder.copy(node)
+            close(node)
+    kept = {slot: node for slot, node in cut.named_results().items() if slot.role not in ("total", "piece")}
+    results = [None if node is None else builder.env[node] for node in kept.values()]
+    return builder.finish(results, [slot for slot in cut.ins if slot not in goes_on], list(kept))
+
+
+def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
+    """The gates of a joint graph that is cut at its waypoints, from the lowest level up: one for each level.
+
+    A piece is sent by the gate where all that it depends on has arrived, and never before one that eager
+    adds earlier. There are none at all where parts cannot run apart, since the backward draws random numbers.
+    """
+    passages = facts.passages
+    levels = _levels(cut, facts) if passages.waypoints else {}
+    if any(is_random(node) and node.meta.get("phase") == "backward" for node in cut.gm.graph.nodes):
+        return ()
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    results = cut.named_results()
+    for position, waypoint in enumerate(passages.waypoints):
+        latest = len(passages.waypoints)
+        for k in range(len(waypoint.pieces)):
+            found = [levels.get(node) for slot in waypoint.piece_slots(k) if (node := results[slot])]
+            known = [level for level in found if level is not None]
+            if known:  # else it stems from a view, and comes back through it
+                latest = min(latest, *known)
+                pieces.setdefault(latest, []).append((position, k))
+    if any(level <= position for level, sent in pieces.items() for position, _ in sent):
+        return ()
+    at_level: dict[int, list[NodeOutIdx]] = {}
+    for idx, level in passages.levels.enumerate() if pieces else ():
+        if level:
+            at_level.setdefault(level, []).append(idx)
+    return tuple(Gate(k, tuple(outs), tuple(pieces.get(k, ()))) for k, outs in sorted(at_level.items()))
+
+
+def _levels(cut: Graph, facts: Facts) -> Mapping[Node, int | None]:
+    """The level where all that a node of the backward depends on has arrived; None where nothing arrives."""
+    passages = facts.passages
+    arrives = {waypoint.path: waypoint.value for waypoint in passages.waypoints}
+    goes_in = {out.slot.path: idx for idx, out in facts.node_outs.enumerate()}
+    levels: dict[Node, int | None] = {}
+    for slot, node in cut.named_placeholders().items():
+        if slot.role == "tangent":
+            value = None if arrives.get(slot.path) is not None else goes_in[slot.path]
+            levels[node] = None if value is None else passages.levels[value]
+        elif slot.role == "total":
+            value = arrives[slot.path]
+            levels[node] = None if value is None else passages.levels[value]
+    for node in cut.gm.graph.nodes:
+        late = [levels[source] for source in node.all_input_nodes if source in levels]
+        if node.op != "output" and late:
+            levels[node] = min((level for level in late if level is not None), default=None)
+    return levels
+
+
+def parts_of(cut: Graph, split: Split) -> Graph:
+    """The backward of a graph that is cut at its waypoints, from what the forward of `split` saves."""
+    kept = {slot: node for slot, node in cut.named_results().items() if slot.role != "total"}
+    halves = find_halves(returning(cut, list(kept)))
+    named = {node.name: node for node in halves.order}
+    primals = halves.joint.named_placeholders()
+    saved = [
+        primals[split.saved_primals[slot]] if slot in split.saved_primals else named.get(slot.path[1:])
+        for slot in split.saved
+    ]
+    return backward_from(halves, [node for node in saved if node is not None])
+
+
+def part(parts: Graph, outs: Sequence[Slot], arrived: Collection[Slot], *, any_strides: bool) -> Graph:
+    """Of the backward, what computes `outs` where only the gradients `arrived` are there."""
+    missing = [slot for slot in parts.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
+    return without_tangents(returning(parts, outs), missing, any_strides=any_strides)

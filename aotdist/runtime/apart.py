@@ -1,0 +1,44 @@
+"""Wrappers taken apart, and put together, with a history: for gradients that are differentiated in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from aotdist.subclasses.protocol import Recipe, Wrapper, is_wrapper, plain_tensors, rebuild, recipe_of
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.recipe = recipe_of(tensor)
+        return tuple(plain.detach() for plain in plain_tensors(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return together(ctx.recipe, grads)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, *plains: torch.Tensor) -> torch.Tensor:
+        return rebuild(recipe, [plain.detach() for plain in plains])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *apart(grads[0])
+
+
+def apart(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The plain tensors beneath `tensor`; gradients of theirs are gradients of its."""
+    return _Apart.apply(tensor) if is_wrapper(tensor) else [tensor]
+
+
+def together(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The inverse of `apart`; None if a part is missing."""
+    there = [plain for plain in plains if plain is not None]
+    if len(there) < len(plains):
+        return None
+    return _Together.apply(recipe, *there) if isinstance(recipe, Wrapper) else there[0]

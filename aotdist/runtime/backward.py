@@ -1,0 +1,201 @@
+"""What runs in the backward of the autograd node: whole, without some tangents, in parts, or recorded again.
+
+The printed node runs the whole itself, and leaves the rest to `Backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from aotdist.codegen.contract import BoxedCall
+from aotdist.convention.mutation import write_plain
+from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.convention.version import bump
+from aotdist.errors import UnsupportedProgram
+from aotdist.partition.gates import Gate
+from aotdist.program import Slot
+from aotdist.runtime.apart import apart, together
+from aotdist.runtime.gate import Grads, is_watched
+from aotdist.runtime.plan import NodePlan
+from aotdist.sizes import Expression, concrete, evaluate
+from aotdist.subclasses.protocol import Recipe, leaves, rebuild
+from aotdist.torch_seam import keeps_graph
+
+
+class Twice(Protocol):
+    """Compiles what computes some gradients so that autograd records it."""
+
+    def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+        """What computes `outs` where only the gradients `arrived` are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A backward, or a part of it.
+
+    Args:
+        call: computes it.
+        sources: where each argument comes from: the position of a saved value, or a gradient's name.
+    """
+
+    call: BoxedCall
+    sources: tuple[int | Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of a node, step by step; the printed one leaves to it the calls that lack a tangent.
+
+    Args:
+        plan: how tensors pass.
+        whole: saved values, tangents -> gradients, then backward writes.
+        reduced: the same without the tangents of some slots.
+        twice: like `parts`, for gradients that autograd records.
+        after: called when the gradients are there.
+        parts: what computes some results of the backward, cut at its waypoints, from some gradients.
+        results: the names of what `whole` returns.
+    """
+
+    plan: NodePlan
+    whole: BoxedCall
+    reduced: Callable[[frozenset[Slot]], BoxedCall]
+    twice: Twice
+    after: Callable[[], None]
+    parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
+    results: tuple[Slot, ...]
+
+    def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients, given a tangent, or None, for each differentiable output."""
+        plan = self._plan(ctx)
+        pairs = list(zip(plan.tangents, tangents, strict=True))
+        if all(arrived is None for _, arrived in pairs):
+            return (None,) * len(self.plan.grads)
+        missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
+        if is_watched(ctx):
+            given = dict(zip(self.plan.differentiable(), tangents, strict=True))
+            call, args = self._part(ctx, self.results, given)
+        else:
+            call, args = self.reduced(missing) if missing else self.whole, list(ctx.saved_tensors)
+            args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
+            args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
+            args += [ctx.written[position] for position in plan.buffers.values()]
+            args += ctx.rng if plan.rng.draw else ()
+        if not keeps_graph():
+            ctx.maybe_clear_saved_tensors()
+            ctx.again = None
+        results = list(call(args))
+        grads, written = _split_grads(plan, results)
+        self._write(ctx, written)
+        self.after()
+        return tuple(grads)
+
+    def _plan(self, ctx: Any) -> NodePlan:
+        """The plan, with the sizes of the call whose backward runs."""
+        return concrete(self.plan, ctx.symbols) if self.plan.sizes else self.plan
+
+    def _write(self, ctx: Any, values: Sequence[torch.Tensor | None]) -> None:
+        """Write the inputs that the backward writes."""
+        for position, (value, bumps) in enumerate(zip(values, self.plan.backward_bumps, strict=True)):
+            if value is not None:
+                write_plain(ctx.written[position], value, bumps)
+        if any(value is not None for value in values):
+            for wrapper, (_, bumps) in zip(
+                ctx.bumped if self.plan.bumped else (), self.plan.bumped, strict=True
+            ):
+                bump(wrapper, bumps)
+
+    def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
+        """What a gate sends back, given the node's context and the gradients that have arrived so far."""
+        if torch.is_grad_enabled():
+            return self.pieces_again(ctx, gate, arrived)
+        call, args = self._part(ctx, self.plan.piece_slots(gate), arrived)
+        results = iter(call(args))
+        recipes = self._plan(ctx).pieces(gate)
+        return [_rebuilt(recipe, [next(results) for _ in leaves(recipe)]) for recipe in recipes]
+
+    def _part(self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads) -> tuple[BoxedCall, list[Any]]:
+        """What computes `outs` of what has arrived, and its arguments."""
+        plan = self._plan(ctx)
+        given: dict[Slot, Any] = _sizes(plan.backward_sizes, ctx)
+        for idx, grad in arrived.items():
+            if grad is not None:
+                expected = plan.expected(idx, in_parts=True)
+                given.update(zip(expected.slots(), expected(grad), strict=True))
+        part = self.parts(outs, frozenset(given))
+        given.update((slot, ctx.written[position]) for slot, position in plan.buffers.items())
+        given.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
+        saved = ctx.saved_tensors
+        return part.call, [saved[s] if isinstance(s, int) else given[s] for s in part.sources]
+
+    def again(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients with a history (`create_graph=True`).
+
+        Raises:
+            UnsupportedProgram: the program cannot be differentiated twice.
+        """
+        if all(tangent is None for tangent in tangents):
+            return (None,) * len(self.plan.grads)
+        outs = tuple(slot for slot in self.results if slot.role == "grad")
+        arrived = dict(zip(self.plan.differentiable(), tangents, strict=True))
+        found = iter(self._twice(ctx, outs, arrived, in_parts=is_watched(ctx)))
+        return tuple(
+            None if recipe is None else together(recipe, [next(found) for _ in leaves(recipe)])
+            for recipe in self._plan(ctx).grads
+        )
+
+    def pieces_again(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
+        """What a gate sends back, with a history."""
+        results = iter(self._twice(ctx, self.plan.piece_slots(gate), arrived, in_parts=True))
+        recipes = self._plan(ctx).pieces(gate)
+        return [together(recipe, [next(results) for _ in leaves(recipe)]) for recipe in recipes]
+
+    def _twice(
+        self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, *, in_parts: bool
+    ) -> Sequence[torch.Tensor | None]:
+        if self.plan.obstacle is not None:
+            raise UnsupportedProgram(
+                "the backward of a compiled program is asked for its own gradient (`create_graph=True`), but "
+                f"{self.plan.obstacle}",
+                stage="runtime",
+                fix="leave the part that is differentiated twice out of the compiled function",
+            )
+        saved = ctx.saved_tensors  # raises where one was written since
+        plan = self._plan(ctx)
+        given: dict[Slot, Any] = _sizes(plan.sizes, ctx)
+        for idx, grad in arrived.items():
+            if grad is not None:
+                expected = plan.expected(idx, in_parts=in_parts)
+                given.update(zip(expected.slots(), apart(expected.converted(grad)), strict=True))
+        part = self.twice(outs, frozenset(given), in_parts=in_parts)
+        kept = iter([plain for primal in ctx.again for plain in apart(primal)])
+        for slot in self.plan.again_slots:
+            given[slot] = next(kept)
+        given.update(zip(self.plan.saved_slots, saved, strict=True))
+        return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
+
+
+def _sizes(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any]:
+    """The numbers of a call, by the names of the arguments that they are."""
+    return {Slot("size", size): evaluate(size, ctx.symbols) for size in expressions}
+
+
+def _split_grads(plan: NodePlan, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    remaining = iter(results)
+    grads: list[Any] = []
+    for recipe in plan.grads:
+        if recipe is None:
+            grads.append(None)
+            continue
+        plains = [next(remaining) for _ in leaves(recipe)]
+        grads.append(_rebuilt(recipe, plains))
+    return grads, list(remaining)
+
+
+def _rebuilt(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    there = [plain for plain in plains if plain is not None]
+    return rebuild(recipe, there) if len(there) == len(plains) else None

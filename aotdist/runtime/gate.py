@@ -1,0 +1,253 @@
+"""Gates at run time: autograd nodes behind the program's own, see `aotdist.partition.gates`.
+
+Usually nobody watches what passes a waypoint. Then a gate hands on what arrives, and the program's node runs
+its backward in one go. A gate costs a call 8 us.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.convention.epilogue import Outputs
+from aotdist.convention.layer import Call
+from aotdist.convention.put import put
+from aotdist.convention.stack import Plans
+from aotdist.facts import (
+    Fresh,
+    IsInput,
+    OutputView,
+    Passages,
+    Place,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
+from aotdist.partition.gates import Gate
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
+from aotdist.runtime.hooks import shield
+from aotdist.torch_seam import backward_task, hooks_of, node_base, runs_in_backward
+
+Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx"
+"""What happens outside of the node: an input is written, results pass a gate, an output is made."""
+
+
+def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[Step, ...]:
+    """What happens outside of the node: a gate comes after the waypoints that it sends pieces to."""
+    order = plans.epilogue.order
+    made: list[OutIdx] = []
+    steps: list[Step] = []
+
+    def make(below: int, until: OutIdx) -> None:
+        for idx in order[: order.index(until) + 1]:
+            if idx not in made and _level_of(idx, plans, passages) < below:
+                made.append(idx)
+                steps.append(idx)
+
+    written = -1
+    for gate in gates:
+        steps += _writes(plans, passages, written, gate.level - 1)
+        written = gate.level - 1
+        for position, _ in gate.pieces:
+            place = passages.waypoints[position].place
+            if isinstance(place, OutputView):
+                make(gate.level, place.out)
+        steps.append(gate)
+    steps += _writes(plans, passages, written, len(passages.waypoints))
+    return (*steps, *(idx for idx in order if idx not in made))
+
+
+def _writes(plans: Plans, passages: Passages, above: int, up_to: int) -> list[Step]:
+    """The inputs that are written with values of these levels."""
+    return [write for write in plans.writes.writes if above < passages.levels[write[1]] <= up_to]
+
+
+def _level_of(idx: OutIdx, plans: Plans, passages: Passages) -> int:
+    """The level of what an output is made of."""
+    match plans.epilogue.outputs[idx]:
+        case Fresh(value=value) | ViewOfIntermediate(base=value):
+            return passages.levels[value]
+        case ViewOfOutput(base=base):
+            return _level_of(base, plans, passages)
+        case IsInput(input=source) | ViewOfInput(base=source):
+            written = [value for primal, value, _ in plans.writes.writes if primal == source]
+            return max((passages.levels[value] for value in written), default=0)
+        case _:
+            return 0
+
+
+@dataclass(slots=True)
+class Passing:
+    """One backward on its way through the gates to the program's node.
+
+    Args:
+        task: which backward it is.
+        is_watched: whether it runs part by part.
+        arrived: gradients of results, so far.
+    """
+
+    task: int
+    is_watched: bool
+    arrived: dict[NodeOutIdx, torch.Tensor | None]
+
+
+def is_watched(node: Any) -> bool:
+    """Whether the running backward comes to `node` part by part."""
+    passing = passing_of(node)
+    return passing is not None and passing.is_watched
+
+
+def passing_of(node: Any) -> Passing | None:
+    """The running backward on its way to `node`, if it came through a gate."""
+    passing: Passing | None = getattr(node, "passing", None)
+    return passing if passing is not None and passing.task == backward_task() else None
+
+
+class _Watch:
+    """Whether the caller watches waypoints: without keeping them alive."""
+
+    def __init__(self, points: Sequence[torch.Tensor], earlier: _Watch | None) -> None:
+        # Autograd calls the hooks of one node's results in the order in which `hooks_of` met them.
+        distinct = sorted({id(p): p for p in points}.values(), key=lambda point: point.output_nr)
+        self._hooks = [hooks_of(point) for point in distinct]
+        self._points = [weakref.ref(point) for point in distinct]
+        self._earlier = earlier
+
+    def sees(self) -> bool:
+        if any(self._hooks) or (self._earlier is not None and self._earlier.sees()):
+            return True
+        return any(point.retains_grad for ref in self._points if (point := ref()) is not None)
+
+
+Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
+Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
+"""The pieces that a gate sends, given the node's context and all gradients that have arrived."""
+
+
+def _asked_for() -> bool:
+    """Whether the running backward is to find gradients of chosen tensors: any waypoint may be one."""
+    return not runs_in_backward(_ANCHOR)
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+"""A leaf behind every gate. A backward that accumulates reaches it; one for chosen tensors does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """The gates of one artifact.
+
+    Args:
+        steps: what happens outside of the node, in order.
+        passages: which gradients pass which waypoints.
+        pieces: computes what a gate sends back.
+        shielded: results that have hooks of their own.
+    """
+
+    steps: tuple[Step, ...]
+    passages: Passages
+    pieces: Pieces
+    shielded: tuple[NodeOutIdx, ...]
+
+    def place(self, position: int) -> Place:
+        """Where the caller has a waypoint."""
+        return self.passages.waypoints[position].place
+
+    def lead(self, gate: Gate) -> Callable[..., Any]:
+        """What leads results through one of the gates."""
+        shielded = [idx for idx in gate.outs if idx in self.shielded]
+        return make_gate(gate, self.pieces, shielded, is_last=gate == self._gates()[-1])
+
+    def at_once(self) -> list[NodeOutIdx]:
+        """Shielded results that pass no gate."""
+        return [idx for idx in self.shielded if not self.passages.levels[idx]]
+
+    def _gates(self) -> list[Gate]:
+        return [step for step in self.steps if isinstance(step, Gate)]
+
+    def lift(self, plans: Plans, call: Call) -> Call:
+        """Lead the node's values through the gates, write inputs and make outputs: the reference."""
+
+        def lifted(primals: Sequence[Any]) -> list[Any]:
+            given, rests = plans.writes.taken(primals)
+            values = list(call(given))
+            shield(*(values[idx] for idx in self.at_once()))
+            outs = Outputs(plans.epilogue, primals, values)
+            before = None
+            for step in self.steps:
+                match step:
+                    case Gate():
+                        points = [self._point(position, primals, values, outs) for position, _ in step.pieces]
+                        before = self.lead(step)(values, points, before)
+                    case (primal, value, bumps):
+                        put(primals[primal], rests[primal], values[value], bumps)
+                    case _:
+                        outs.make(step)
+            return outs.in_order()
+
+        return lifted
+
+    def _point(
+        self, position: int, primals: Sequence[Any], values: Sequence[Any], outs: Outputs
+    ) -> torch.Tensor:
+        match self.place(position):
+            case Fresh(value=value):
+                return values[value]
+            case IsInput(input=source):
+                return primals[source]
+            case OutputView(out=out):
+                return outs.make(out)
+
+
+def make_gate(
+    gate: Gate, pieces: Pieces, shielded: Sequence[NodeOutIdx], *, is_last: bool
+) -> Callable[..., Any]:
+    """A function that leads results through a gate.
+
+    It takes the node's values, which it replaces, the waypoint of each piece, and what the gate before
+    returned, or None; it returns what the next one is to be given.
+
+    Args:
+        gate: the plan.
+        pieces: computes what it sends back.
+        shielded: results that have hooks of their own.
+        is_last: whether no other follows.
+    """
+    num_outs = len(gate.outs)
+
+    class Passed(node_base()):
+        @staticmethod
+        def forward(ctx: Any, node: Any, watch: _Watch, anchor: Any, before: Any, *tensors: Any) -> Any:
+            ctx.node, ctx.watch = node, watch
+            ctx.set_materialize_grads(False)
+            outs = [tensor.detach() for tensor in tensors[:num_outs]]
+            return tuple(outs) if is_last else (*outs, torch.empty(0))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            arrived = dict(zip(gate.outs, grads, strict=False))
+            passing = passing_of(ctx.node)
+            if passing is None:
+                passing = Passing(backward_task(), _asked_for() or ctx.watch.sees(), {})
+                ctx.node.passing = passing
+            passing.arrived.update(arrived)
+            sent = [None] * len(gate.pieces)
+            if passing.is_watched:
+                sent = pieces(ctx.node, gate, passing.arrived)
+            return (None, None, None, None, *arrived.values(), *sent)
+
+    def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:
+        token, earlier = (None, None) if before is None else before
+        watch = _Watch(points, earlier)
+        node = values[gate.outs[0]].grad_fn
+        passed = Passed.apply(node, watch, _ANCHOR, token, *(values[idx] for idx in gate.outs), *points)
+        for idx, value in zip(gate.outs, passed, strict=False):
+            values[idx] = value
+        shield(*(values[idx] for idx in shielded))
+        return None if is_last else (passed[num_outs], watch)
+
+    return lead

@@ -1,0 +1,212 @@
+"""How tensors pass through the autograd node: its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from aotdist.codegen.contract import Strides
+from aotdist.convention.mutation import PlainWrites
+from aotdist.convention.rng import RngPlan
+from aotdist.convention.stack import Plans
+from aotdist.convention.subclass import UnwrapPlan, plain_positions
+from aotdist.facts import Facts, NodeOut, Passages
+from aotdist.joint.trace import Traced
+from aotdist.partition.again import Again
+from aotdist.partition.gates import Gate
+from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
+from aotdist.runtime.results import result_views
+from aotdist.runtime.tangent import Tangent
+from aotdist.sizes import Expression
+from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, tangent_recipe
+
+
+@dataclass(frozen=True, slots=True)
+class SavedInput:
+    """A saved value that is a plain input."""
+
+    plain: PlainIdx
+
+
+@dataclass(frozen=True, slots=True)
+class SavedResult:
+    """A saved value that the forward graph returns, at this position among its results."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """How tensors pass through the node.
+
+    Args:
+        unwrap: how inputs are taken apart and outputs put together.
+        writes: writes without history, done inside.
+        outs: what the node returns; `writes` of its own have been dropped.
+        saved: where each saved argument of the backward graph comes from.
+        sizes: the numbers that the forward graph takes after its plain inputs.
+        backward_sizes: those that the backward graph takes between saved values and tangents.
+        tangents: recipes of the tangents to assume, one for each differentiable output.
+        grads: recipe of each input's gradient, or None.
+        backward_writes: plain inputs that the backward writes; their new values follow the gradients.
+        backward_bumps: how many writes to count for each of them.
+        bumped: wrappers that the backward writes, and number of writes to count.
+        buffers: which of these the backward reads when it runs, after the tangents.
+        views: forward results that are made as views, see `result_views`.
+        rng: where seed and offset come from, if the graphs take them.
+        saved_slots: the names of those arguments.
+        again: the inputs to keep for differentiating twice.
+        again_slots: the names of the plain tensors beneath them.
+        obstacle: why that cannot be done, if so.
+        passages: which gradients pass tensors that the caller holds.
+        totals: recipes to assume of the gradients of waypoints.
+    """
+
+    unwrap: UnwrapPlan
+    writes: PlainWrites
+    outs: Row[NodeOutIdx, NodeOut]
+    saved: tuple[SavedInput | SavedResult, ...]
+    sizes: tuple[Expression, ...]
+    backward_sizes: tuple[Expression, ...]
+    tangents: tuple[Tangent, ...]
+    grads: Row[PrimalIdx, Recipe | None]
+    backward_writes: tuple[PlainIdx, ...]
+    backward_bumps: tuple[int, ...]
+    bumped: tuple[tuple[PrimalIdx, int], ...]
+    buffers: Mapping[Slot, int]
+    views: frozenset[int]
+    rng: RngPlan
+    saved_slots: tuple[Slot, ...]
+    again: tuple[PrimalIdx, ...]
+    again_slots: tuple[Slot, ...]
+    obstacle: str | None
+    passages: Passages
+    totals: Mapping[NodeOutIdx, Tangent]
+
+    def expected(self, idx: NodeOutIdx, *, in_parts: bool) -> Tangent:
+        """What the gradient of an output is taken for."""
+        if in_parts and idx in self.totals:
+            return self.totals[idx]
+        return self.tangents[self.differentiable().index(idx)]
+
+    def piece_slots(self, gate: Gate) -> tuple[Slot, ...]:
+        """Names of what a gate sends back."""
+        points = self.passages.waypoints
+        return tuple(slot for position, k in gate.pieces for slot in points[position].piece_slots(k))
+
+    def pieces(self, gate: Gate) -> list[Recipe]:
+        """Recipes of what a gate sends back."""
+        return [self.passages.waypoints[position].pieces[k] for position, k in gate.pieces]
+
+    def without_grad(self, examples: Row[PrimalIdx, torch.Tensor]) -> list[PrimalIdx]:
+        """Inputs that require grad and get none, where others get some."""
+        if all(recipe is None for recipe in self.grads):
+            return []
+        return [idx for idx, grad in self.grads.enumerate() if grad is None and examples[idx].requires_grad]
+
+    def with_siblings(self) -> list[NodeOutIdx]:
+        """Results in the caller's hands that have hooks of their own: the differentiable ones of several."""
+        found = self.differentiable()
+        return [idx for idx in found if self.outs[idx].slot.role == "output"] if len(found) > 1 else []
+
+    def differentiable(self) -> list[NodeOutIdx]:
+        """Outputs that gradients can come back for."""
+        return [idx for idx, out in self.outs.enumerate() if out.differentiable]
+
+
+def node_plan(
+    traced: Traced, plans: Plans, split: Split, tangent_strides: Mapping[Slot, Strides], again: Again
+) -> NodePlan:
+    """The plan of the node for a partitioned program.
+
+    Args:
+        traced: program and facts.
+        plans: of the convention layers.
+        split: the two graphs.
+        tangent_strides: strides that the backward graph was compiled for.
+        again: what differentiating twice takes.
+    """
+    facts = traced.facts
+    position = {slot: idx for idx, slot in enumerate(traced.plain_ins())}
+    result = {slot: idx for idx, slot in enumerate(split.forward.outs)}
+    saved = tuple(
+        SavedInput(PlainIdx(position[split.saved_primals[slot]]))
+        if slot in split.saved_primals
+        else SavedResult(result[slot])
+        for slot in split.saved
+    )
+    outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
+    tangents = tuple(_tangent(out, tangent_strides) for out in outs if out.differentiable)
+    plains = plain_positions(facts.recipes)
+    backward_writes = tuple(plain for write in facts.backward_writes for plain in plains[write.input])
+    return NodePlan(
+        plans.unwrap,
+        plans.plain_writes,
+        outs,
+        saved,
+        split.forward.sizes(),
+        split.backward.sizes(),
+        tangents,
+        facts.grads,
+        backward_writes,
+        tuple(
+            0 if isinstance(facts.recipes[write.input], Wrapper) else write.bumps
+            for write in facts.backward_writes
+            for _ in plains[write.input]
+        ),
+        tuple(
+            (w.input, w.bumps) for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)
+        ),
+        _buffers(facts, traced.program.ins, split),
+        result_views(split.forward),
+        plans.rng,
+        split.saved,
+        *_kept_for_again(traced, again),
+        facts.passages,
+        _totals(facts.passages, any_strides=not tangent_strides),
+    )
+
+
+def _buffers(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> dict[Slot, int]:
+    """The arguments of the backward that are inputs as they are then: positions among what it writes."""
+    written = [
+        Slot("buffer", ins[write.input].path, inner)
+        for write in facts.backward_writes
+        for inner, _ in leaves(facts.recipes[write.input])
+    ]
+    return {slot: written.index(slot) for slot in split.backward.ins if slot.role == "buffer"}
+
+
+def _totals(passages: Passages, *, any_strides: bool) -> dict[NodeOutIdx, Tangent]:
+    """For the waypoints that the node returns, what their gradients are taken for."""
+    found: dict[NodeOutIdx, Tangent] = {}
+    for waypoint in passages.waypoints:
+        if waypoint.value is not None and waypoint.total is not None:
+            strides = tuple(None if any_strides else plain.stride for _, plain in leaves(waypoint.total))
+            found[waypoint.value] = Tangent(waypoint.path, waypoint.total, strides, "total")
+    return found
+
+
+def _kept_for_again(
+    traced: Traced, again: Again
+) -> tuple[tuple[PrimalIdx, ...], tuple[Slot, ...], str | None]:
+    """The inputs to keep, the names of what is beneath them, and why not, if so."""
+    facts, ins = traced.facts, traced.program.ins
+    for slot, recipe, grad in zip(ins, facts.recipes, facts.grads, strict=True):
+        if grad is not None and isinstance(recipe, Wrapper) != isinstance(grad, Wrapper):
+            # Beneath the wrapper a plain input has one gradient; the program gives it one for each part.
+            return (), (), f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
+    if again.obstacle is not None:
+        return (), (), again.obstacle
+    paths = {slot.path for slot in again.primals}
+    kept = tuple(idx for idx, slot in ins.enumerate() if slot.path in paths)
+    slots = [Slot("primal", ins[idx].path, inner) for idx in kept for inner, _ in leaves(facts.recipes[idx])]
+    return kept, tuple(slots), None
+
+
+def _tangent(out: NodeOut, strides: Mapping[Slot, Strides]) -> Tangent:
+    recipe = tangent_recipe(out.recipe)
+    slots = [Slot("tangent", out.slot.path, inner) for inner, _ in leaves(recipe)]
+    return Tangent(out.slot.path, recipe, tuple(strides.get(slot) for slot in slots))

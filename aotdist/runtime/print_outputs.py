@@ -1,0 +1,193 @@
+"""Prints what happens to the node's values outside of it: inputs are written, outputs made, and returned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, assert_never
+
+import torch
+
+from aotdist.capture.ambient import Ambient
+from aotdist.capture.capture import Returned
+from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
+from aotdist.convention.function_view import function_view
+from aotdist.convention.put import put
+from aotdist.facts import (
+    Fresh,
+    FunctionView,
+    IsInput,
+    NotATensor,
+    OutputFact,
+    OutputView,
+    Place,
+    Step,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+    ViewStep,
+)
+from aotdist.partition.gates import Gate
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
+from aotdist.runtime.gate import Gates
+from aotdist.runtime.printer import Printer, print_size, sequence
+from aotdist.sizes import is_symbolic
+from aotdist.torch_seam import SYMBOLIC, expression, pytree, tree_children
+
+
+def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:
+    """Print that an input is given a new value with a history."""
+    primal, value, bumps = write
+    written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
+    printer.line(f"{printer.bind('put', put)}({written})")
+
+
+def print_steps(
+    printer: Printer, gates: Gates, primals: Sequence[str], make: Callable[[OutIdx], None]
+) -> None:
+    """Print what happens outside of a node whose results pass gates."""
+    printer.line("values = list(values)")
+    before = "None"
+    for step in gates.steps:
+        match step:
+            case Gate():
+                points = [_point(gates.place(position), primals) for position, _ in step.pieces]
+                lead = printer.bind(f"gate_{step.level}", gates.lead(step))
+                printer.line(f"passed_{step.level} = {lead}(values, {sequence(points)}, {before})")
+                before = f"passed_{step.level}"
+            case tuple():
+                print_write(printer, primals, step)
+            case _:
+                make(step)
+
+
+def _point(place: Place, primals: Sequence[str]) -> str:
+    match place:
+        case Fresh(value=value):
+            return f"values[{value}]"
+        case IsInput(input=source):
+            return primals[source]
+        case OutputView(out=out):
+            return f"o{out}"
+
+
+def output_printer(
+    printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient
+) -> Callable[[OutIdx], None]:
+    """What prints one output, after those that it is made of; each once."""
+    printed: set[OutIdx] = set()
+    made: dict[int, str] = {}
+
+    def print_one(idx: OutIdx) -> None:
+        fact = epilogue.outputs[idx]
+        if idx in printed or (isinstance(fact, NotATensor) and isinstance(fact.value, Returned)):
+            return
+        printed.add(idx)
+        if isinstance(fact, ViewOfOutput):
+            print_one(fact.base)
+        printer.line(f"o{idx} = {_output(printer, fact, primals, modes, made)}")
+
+    return print_one
+
+
+def _output(
+    printer: Printer, fact: OutputFact, primals: Sequence[str], modes: Ambient, made: dict[int, str]
+) -> str:
+    """An expression for one output; bases that several may share are printed before, once."""
+    match fact:
+        case NotATensor(value=value):
+            return _literal(printer, value)
+        case Fresh(value=value):
+            return f"values[{value}]"
+        case IsInput(input=source):
+            return primals[source]
+        case ViewOfInput(base=base, steps=steps):
+            return _view(printer, primals[base], steps, modes, made)
+        case ViewOfIntermediate(base=base, steps=steps):
+            return _view(printer, f"values[{base}]", steps, modes, made)
+        case ViewOfOutput(base=base, steps=steps):
+            return _view(printer, f"o{base}", steps, modes, made)
+        case _:
+            assert_never(fact)
+
+
+def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, made: dict[int, str]) -> str:
+    start = first_to_make(steps, made)
+    for position, step in enumerate(steps[max(start - 1, 0) :], max(start - 1, 0)):
+        if isinstance(step, FunctionView):
+            make, creation = printer.bind("views", viewer(step)), printer.bind("creation", step.creation)
+            function = printer.bind("function_view", function_view)
+            base = f"{function}({base}, values[{step.value}], {make}, {creation})"
+            continue
+        if position + 1 == start:
+            base = _picked(made[step.serial], step)
+            continue
+        op = printer.bind(_name_of(step.op), step.op)
+        more = [_literal(printer, value) for value in step.args]
+        more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
+        if step.grad == modes.grad:
+            result = f"{op}({', '.join([base, *more])})"
+        else:
+            args = ", ".join([str(step.grad), op, base, *more])
+            result = f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
+        if step.pick is not None or (step.ends_views() and position + 1 < len(steps)):
+            name = f"{'base' if step.pick is None else 'parts'}_{len(made)}"
+            printer.line(f"{name} = {result}")
+            result = made[step.serial] = name
+        base = _picked(result, step)
+    return base
+
+
+def _picked(result: str, step: ViewStep) -> str:
+    return result if step.pick is None else f"{result}[{step.pick}]"
+
+
+def _name_of(op: Callable[..., Any]) -> str:
+    return op.__name__ if isinstance(op, FunctionType) else str(op)
+
+
+def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.set_grad_enabled(grad):
+        return view(base, *args, **kwargs)
+
+
+def print_return(printer: Printer, returned: Returned) -> None:
+    """Print the user's result, and what the program assigns."""
+    positions = itertools.count()
+    result = _display(printer, returned.spec, positions)
+    for source, spec in returned.assigned:
+        value = _display(printer, spec, positions)
+        printer.line(f"{source.expression(printer.bind)} = {value}  # {source.path} is reassigned")
+    printer.line(f"return {result}")
+
+
+def _display(printer: Printer, spec: pytree.TreeSpec, positions: Any) -> str:
+    """The user's result as an expression: built-in containers are spelled out."""
+    if spec.is_leaf():
+        return f"o{next(positions)}"
+    if spec.type in (tuple, list):
+        items = [_display(printer, child, positions) for child in tree_children(spec)]
+        return sequence(items) if spec.type is tuple else f"[{', '.join(items)}]"
+    if spec.type is dict:
+        items = [
+            f"{_literal(printer, key)}: {_display(printer, child, positions)}"
+            for key, child in zip(spec.context, tree_children(spec), strict=True)
+        ]
+        return f"{{{', '.join(items)}}}"
+    leaves = [f"o{next(positions)}" for _ in range(spec.num_leaves)]
+    unflatten, structure = printer.bind("unflatten", pytree.tree_unflatten), printer.bind("structure", spec)
+    return f"{unflatten}([{', '.join(leaves)}], {structure})"
+
+
+def _literal(printer: Printer, value: Any) -> str:
+    """`value` spelled out, where Python can, else a name for it."""
+    if isinstance(value, SYMBOLIC):
+        return print_size(printer, expression(value))
+    if type(value) in (list, tuple) and is_symbolic(value):
+        items = [_literal(printer, item) for item in value]
+        return sequence(items) if type(value) is tuple else f"[{', '.join(items)}]"
+    plain = type(value) in (int, str, bool, type(None)) or (
+        type(value) in (list, tuple) and all(type(item) is int for item in value)
+    )
+    return repr(value) if plain else printer.bind("value", value)

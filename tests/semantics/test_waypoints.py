@@ -1,0 +1,356 @@
+"""Gradients that pass a tensor in the caller's hands: they can be watched there, and changed, as in eager."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from tests.semantics.observation import Sight, assert_same, bits, look, tangent_for, tensors_in
+from tests.semantics.programs import INPUTS, WRAPPERS, Program, programs
+
+Values = dict[str, torch.Tensor]
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    first = x.sin() * w
+    second = (first * x).exp() + first
+    return [(first * second * x).sum(), second, first]
+
+
+def uses_several_times(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    h = x * w
+    return [h, (h.sin() * h + h.exp() * w).cumsum(0) + h]
+
+
+def two_branches(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    shared = x.exp()
+    left, right = shared * w, shared + w
+    return [left, right, left.sin() * shared, right.cos() * shared]
+
+
+def a_view(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    h = (x * w).t()
+    return [h, h.sin() * 2 + h[:1]]
+
+
+def a_view_and_its_base(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    h = x * w
+    part = h[1:]
+    return [part, h, part.sin() * h[:-1]]
+
+
+def a_view_of_an_input(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    part = x[1:]
+    return [part, (part * w[1:]).exp()]
+
+
+def a_written_input(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    y = x.cumsum(0)
+    x.mul_(2).add_(w)
+    return [x * x + y]
+
+
+def written_twice(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    x.add_(w)
+    y = x.cumsum(1)
+    x.mul_(3)
+    return [y, x.exp() * y]
+
+
+def an_old_value(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    h = x * w
+    y = h.cumsum(0)
+    h.mul_(2)
+    return [h, y, h * y]
+
+
+def halves(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    a, b = (x * w).chunk(2, 1)
+    return [a, b, a * b + a]
+
+
+CHAINS: dict[str, Callable[..., list[torch.Tensor]]] = {
+    fn.__name__: fn
+    for fn in (
+        chain,
+        uses_several_times,
+        two_branches,
+        a_view,
+        a_view_and_its_base,
+        a_view_of_an_input,
+        a_written_input,
+        written_twice,
+        an_old_value,
+        halves,
+    )
+}
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.randn(3, 4),
+    "TwoTensor": lambda: TwoTensor(torch.randn(3, 4), torch.randn(3, 4)),
+}
+
+
+def seen(tensor: torch.Tensor | None) -> Sight | None:
+    if tensor is None:
+        return None
+    return {name: value for name, value in look(tensor).items() if name != "is_view"}
+
+
+def held(call: Callable[..., Any], arguments: Values) -> Values:
+    """Everything differentiable that the caller holds after a call."""
+    results = dict(tensors_in("out", call(*arguments.values())))
+    return {name: t for name, t in {**arguments, **results}.items() if t.requires_grad}
+
+
+def every_derivative(tensors: Values) -> list[Sight]:
+    """The gradient of each tensor with respect to each other."""
+    sights: list[Sight] = []
+    for end, tensor in tensors.items():
+        if not tensor.is_leaf:
+            for other, source in tensors.items():
+                tangent = tangent_for(tensor, 1)
+                (grad,) = torch.autograd.grad(tensor, source, tangent, allow_unused=True, retain_graph=True)
+                sights.append({f"d {end} / d {other}": seen(grad)})
+    return sights
+
+
+def with_hooks(tensors: Values) -> list[Sight]:
+    """What hooks see, and what is left on `.grad`, when hooks change what passes."""
+    met: list[tuple[str, bytes]] = []
+
+    def hook(name: str) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+        def scale(grad: torch.Tensor | None) -> torch.Tensor | None:
+            if grad is None:  # another result of the same operation is differentiated: eager calls it too
+                return None
+            met.append((name, bits(grad)))
+            return grad * 1.5
+
+        return scale
+
+    for name, tensor in tensors.items():
+        if not tensor.is_leaf:
+            tensor.register_hook(hook(name))
+            tensor.retain_grad()
+    sights: list[Sight] = []
+    for end, tensor in tensors.items():
+        if tensor.is_leaf:
+            continue
+        met.clear()
+        torch.autograd.backward(tensor, tangent_for(tensor, 3), retain_graph=True)
+        sights.append({f"hooks from {end}": list(met)})
+        sights.append({f"{name}.grad from {end}": seen(t.grad) for name, t in tensors.items()})
+        for t in tensors.values():
+            t.grad = None
+    return sights
+
+
+def all_at_once(tensors: Values) -> list[Sight]:
+    """What is left on `.grad` when all results are differentiated together, and everything is watched."""
+    ends = [t for name, t in tensors.items() if name.startswith("out") and not t.is_leaf]
+    for tensor in tensors.values():
+        tensor.retain_grad()
+    torch.autograd.backward(ends, [tangent_for(t, k) for k, t in enumerate(ends)])
+    return [{f"{name}.grad": seen(t.grad) for name, t in tensors.items()}]
+
+
+WAYS = {"grad": every_derivative, "hooks": with_hooks, "together": all_at_once}
+
+
+def compare(program: Callable[..., Any], arguments: Callable[[], Values], use: Any, **options: Any) -> Any:
+    played = []
+    target = aotdist.compile(program, backend="fx", settings=options)
+    for call in (program, target):
+        torch.manual_seed(0)
+        made = arguments()
+        torch.manual_seed(1)
+        played.append(use(held(call, made)))
+    assert_same(*played)
+    return target
+
+
+def leaf_and_not(kind: str) -> Callable[[], Values]:
+    def build() -> Values:
+        x, w = KINDS[kind]().requires_grad_(), KINDS[kind]().requires_grad_()
+        return {"leaf": x, "x": x * 1.5, "w": w}
+
+    return build
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_as_in_eager(name: str, way: str, kind: str) -> None:
+    fn = CHAINS[name]
+    compare(lambda leaf, x, w: fn(x, w), leaf_and_not(kind), WAYS[way])
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_with_the_fewest_bytes_saved(name: str) -> None:
+    fn = CHAINS[name]
+    compare(lambda leaf, x, w: fn(x, w), leaf_and_not("plain"), with_hooks, partition="min_cut")
+
+
+WRITING = ("a_written_input", "written_twice")
+
+
+def second(tensors: Values) -> list[torch.Tensor]:
+    """Derivatives of results with respect to each other, and derivatives of these."""
+    ends = [tensors[name] for name in tensors if name.startswith("out")]
+    found: list[torch.Tensor] = []
+    for source in [*ends[:-1], tensors["x"]]:
+        grads = torch.autograd.grad(ends[-1].sum(), source, create_graph=True, allow_unused=True)
+        found += [g for g in grads if g is not None]
+    more = [g.square().sum() for g in found if g.requires_grad]
+    return [*found, *torch.autograd.grad(sum(more), [tensors["leaf"], tensors["w"]])]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in CHAINS if name not in WRITING])
+def test_gradients_of_gradients(name: str) -> None:
+    def program(leaf: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return CHAINS[name](x, w)
+
+    played = []
+    for call in (program, aotdist.compile(program, backend="fx")):
+        torch.manual_seed(0)
+        played.append(second(held(call, leaf_and_not("plain")())))
+    torch.testing.assert_close(*played)
+
+
+def test_nobody_watches() -> None:
+    """Then the backward runs whole, and no part of it is compiled."""
+    program = aotdist.compile(lambda x: [(h := x.sin()), (h * x).sum()], backend="fx")
+    x = torch.randn(3, requires_grad=True)
+    hidden, loss = program(x)
+    loss.backward(retain_graph=True)
+    (hidden.sum() + loss).backward()
+    (artifact,) = program.artifacts
+    gates = [name for name in artifact.source.split() if name.startswith("gate_1")]
+    assert gates
+    assert not artifact.compilation.region.parts.cache_info().currsize
+
+
+def test_a_hook_on_a_result_that_is_gone() -> None:
+    def use(call: Callable[..., Any]) -> Any:
+        x = torch.arange(3.0, requires_grad=True)
+        hidden, loss = call(x)
+        hidden.register_hook(lambda grad: grad * 3)
+        del hidden
+        loss.backward()
+        return x.grad
+
+    def program(x: torch.Tensor) -> Any:
+        h = x.sin()
+        return h, (h * x).sum()
+
+    assert torch.equal(use(program), use(aotdist.compile(program, backend="fx")))
+
+
+def test_results_that_are_dropped_are_freed() -> None:
+    program = aotdist.compile(lambda x: [(h := x * 2), (h + 1).sum()], backend="fx")
+    x = torch.randn(3, requires_grad=True)
+    hidden, loss = program(x)
+    gone = weakref.ref(hidden)
+    del hidden
+    gc.collect()
+    assert gone() is None and loss.requires_grad
+
+
+def test_hooks_that_come_and_go_between_backwards() -> None:
+    def use(call: Callable[..., Any]) -> Any:
+        x = torch.arange(3.0, requires_grad=True)
+        hidden, loss = call(x)
+        loss.backward(retain_graph=True)
+        handle = hidden.register_hook(lambda grad: handle.remove() or grad * 3)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        (grad,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        (hidden.sum() + loss).backward()
+        return x.grad + grad
+
+    def program(x: torch.Tensor) -> Any:
+        h = x.sin()
+        return h, (h * x).sum()
+
+    assert torch.equal(use(program), use(aotdist.compile(program, backend="fx")))
+
+
+def test_hooks_on_what_gets_no_gradient_are_not_called() -> None:
+    def use(call: Callable[..., Any]) -> list[str]:
+        called: list[str] = []
+        leaves = [torch.randn(3, requires_grad=True) for _ in range(2)]
+        used, unused = leaves[0] * 2, leaves[1] * 2
+        unused.register_hook(lambda grad: called.append("input"))
+        first, second = call(used, unused)
+        second.register_hook(lambda grad: called.append("result"))
+        first.sum().backward()
+        assert leaves[1].grad is None
+        return called
+
+    def program(x: torch.Tensor, unused: torch.Tensor) -> Any:
+        return x.sin(), x.exp()
+
+    assert use(program) == use(aotdist.compile(program, backend="fx")) == []
+
+
+def test_a_model_that_returns_its_hidden_states() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            states = [x]
+            for block in self.blocks:
+                states.append(states[-1] + block(states[-1]).tanh())
+            return states[-1].square().mean(), states[1:]
+
+    grads = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = Blocks()
+        if compiles:
+            aotdist.compile(model, backend="fx")
+        loss, states = model(torch.randn(5, 4))
+        for state in states:
+            state.retain_grad()
+        states[1].register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        (loss + states[2].sum()).backward()
+        grads.append([*(p.grad for p in model.parameters()), *(state.grad for state in states)])
+    assert all(map(torch.equal, *grads))
+
+
+search = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+
+
+def compare_random(program: Program) -> None:
+    for use in (every_derivative, with_hooks):
+        try:
+            torch.manual_seed(0)
+            use(held(program.load(), program.arguments()))
+        except RuntimeError:
+            assume(False)
+        try:
+            compare(program.load(), program.arguments, use)
+        except UnsupportedProgram:
+            assume(False)
+
+
+@search
+@given(programs(inputs=tuple(INPUTS.values())))
+def test_random_programs(program: Program) -> None:
+    compare_random(program)
+
+
+@search
+@given(programs(inputs=WRAPPERS))
+def test_random_programs_of_wrappers(program: Program) -> None:
+    compare_random(program)
