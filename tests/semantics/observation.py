@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import aotdist
 from aotdist.api import Compiled, compiled_call
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of, tangent_recipe
 from aotdist.torch_seam import pytree, storage_id
 
 Sight: TypeAlias = dict[str, Any]
@@ -131,6 +132,9 @@ def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
     In another layout eager's own formulas add up in another order; see `test_autograd.py` for those.
     """
+    if isinstance(tensor, DTensor):
+        local = [tangent_for(plain, seed) for plain in plain_tensors(tensor.detach())]
+        return rebuild(tangent_recipe(recipe_of(tensor)), local)
     generator = torch.Generator().manual_seed(seed)
     shape = (2, *tensor.shape) if tensor.dtype.is_complex else tensor.shape
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
