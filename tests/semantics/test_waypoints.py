@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from tests.semantics.meshes import sharded
 from tests.semantics.observation import Sight, assert_same, bits, look, tangent_for, tensors_in
 from tests.semantics.programs import INPUTS, WRAPPERS, Program, programs
 
@@ -177,9 +179,9 @@ def compare(program: Callable[..., Any], arguments: Callable[[], Values], use: A
     return target
 
 
-def leaf_and_not(kind: str) -> Callable[[], Values]:
+def leaf_and_not(make: Callable[[], torch.Tensor]) -> Callable[[], Values]:
     def build() -> Values:
-        x, w = KINDS[kind]().requires_grad_(), KINDS[kind]().requires_grad_()
+        x, w = make().requires_grad_(), make().requires_grad_()
         return {"leaf": x, "x": x * 1.5, "w": w}
 
     return build
@@ -190,13 +192,21 @@ def leaf_and_not(kind: str) -> Callable[[], Values]:
 @pytest.mark.parametrize("name", CHAINS)
 def test_as_in_eager(name: str, way: str, kind: str) -> None:
     fn = CHAINS[name]
-    compare(lambda leaf, x, w: fn(x, w), leaf_and_not(kind), WAYS[way])
+    compare(lambda leaf, x, w: fn(x, w), leaf_and_not(KINDS[kind]), WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["chain", "uses_several_times", "two_branches", "an_old_value"])
+def test_dtensors(name: str, way: str, mesh: DeviceMesh) -> None:
+    fn = CHAINS[name]
+    build = leaf_and_not(lambda: sharded(mesh, torch.randn(3, 4)))
+    compare(lambda leaf, x, w: fn(x, w), build, WAYS[way])
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_with_the_fewest_bytes_saved(name: str) -> None:
     fn = CHAINS[name]
-    compare(lambda leaf, x, w: fn(x, w), leaf_and_not("plain"), with_hooks, partition="min_cut")
+    compare(lambda leaf, x, w: fn(x, w), leaf_and_not(KINDS["plain"]), with_hooks, partition="min_cut")
 
 
 WRITING = ("a_written_input", "written_twice")
@@ -221,7 +231,7 @@ def test_gradients_of_gradients(name: str) -> None:
     played = []
     for call in (program, aotdist.compile(program, backend="fx")):
         torch.manual_seed(0)
-        played.append(second(held(call, leaf_and_not("plain")())))
+        played.append(second(held(call, leaf_and_not(KINDS["plain"])())))
     torch.testing.assert_close(*played)
 
 
