@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -34,6 +34,7 @@ from aotdist.runtime.print_call import MISS
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
+from aotdist.torch_seam import autocast_off, autocast_only
 
 
 @dataclass(slots=True)
@@ -161,8 +162,11 @@ def _trace(
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
-            rng = call.settings.functional_rng
-            recorder = Recorder(call.backend.decompositions(), functional_rng=rng)
+            recorder = Recorder(
+                call.backend.decompositions(),
+                functional_rng=call.settings.functional_rng,
+                backward_autocast=_backward_autocast(call.settings),
+            )
             recorder.draws.allow(captured.environment.reached.generators)
             traced = trace(
                 program,
@@ -172,6 +176,16 @@ def _trace(
                 bases=bases,
             )
     return captured, deduped, traced, before
+
+
+def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManager[Any]]:
+    match settings.backward_autocast:
+        case "off":
+            return autocast_off
+        case "same_as_forward":
+            return nullcontext
+        case _:
+            return functools.partial(autocast_only, settings.explicit_autocast())
 
 
 def _takes_seed(graph: Graph) -> bool:

@@ -37,7 +37,6 @@ from aotdist.torch_seam import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    autocast_off,
     custom_functions,
     data_writes,
     functional_value,
@@ -286,7 +285,7 @@ def _backward(
     if not wanted:
         raise _requires_grad_by_itself(differentiable[0][0].slot)
     tangents = [_tangent(recorder, out, tensor) for out, tensor in differentiable]
-    with autocast_off(), lifting, _refusing_what_needs_data():
+    with recorder.backward_autocast(), lifting, _refusing_what_needs_data():
         try:
             return list(run_backward([tensor for _, tensor in differentiable], wanted, tangents))
         except NotImplementedError as error:
