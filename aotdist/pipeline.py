@@ -6,7 +6,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import process_groups
-from aotdist.torch_seam import quiet_fakes
+from aotdist.torch_seam import autocast_off, autocast_only, quiet_fakes
 
 
 @dataclass(slots=True)
@@ -210,6 +210,7 @@ def _trace(
             recorder = Recorder(
                 call.backend.decompositions(),
                 functional_rng=call.settings.functional_rng,
+                backward_autocast=_backward_autocast(call.settings),
                 symbolic=bool(dims),
             )
             recorder.draws.allow(captured.environment.reached.generators)
@@ -231,6 +232,16 @@ def _trace(
                     raise
                 raise _FailsWithSymbols(before) from error
     return captured, deduped, traced, before
+
+
+def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManager[Any]]:
+    match settings.backward_autocast:
+        case "off":
+            return autocast_off
+        case "same_as_forward":
+            return nullcontext
+        case _:
+            return functools.partial(autocast_only, settings.explicit_autocast())
 
 
 def _takes_seed(graph: Graph) -> bool:

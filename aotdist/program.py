@@ -141,6 +141,7 @@ class Graph:
     - `val`: the fake tensor; `phase`: `"forward"` or `"backward"`, when it was recorded;
     - `source`: the user's line as `file:line   code`; `module`: the path of the innermost module;
     - `seq_nr`: the autograd sequence number; a backward node has that of its forward node;
+    - `function`: name of the autograd node that a backward node belongs to;
     - `unit`: name of the FSDP unit that a collective serves, if any;
     - `grad`: whether grad mode was on, of a forward node;
     - `draws`: whether graphs that an operator is given draw random numbers;

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from aotdist.errors import BadSettings
 
 PartitionPolicy = Literal["auto", "default", "min_cut"]
@@ -38,6 +40,9 @@ class Settings:
             sizes of 0 and 1; see `aotdist.mark_dynamic` for single dimensions.
         validate_guards: prove with Z3 (extra `validate`) that the conditions which a call is checked for
             imply everything that was decided by symbolic sizes while it was compiled.
+        backward_autocast: the autocast that the backward is recorded under: `off`, as in eager where
+            `backward()` is called outside of any; `same_as_forward`; or `cpu:bfloat16`,
+            `cuda:float16,cpu:bfloat16`. What is on when `backward()` is called makes no difference.
         functional_rng: make random operators functions of a seed and an offset, which both graphs take last.
             A random number may then be drawn again instead of being kept for the backward. The numbers are
             Philox's, not eager's; their seed is drawn from the user's generator once a call. CPU only.
@@ -52,6 +57,7 @@ class Settings:
     verify: bool = True
     dynamic: bool = False
     validate_guards: bool = False
+    backward_autocast: str = "off"
     functional_rng: bool = False
     report_side_effects: bool = False
 
@@ -61,9 +67,29 @@ class Settings:
                 f"settings.partition is {self.partition!r}",
                 fix=f"choose one of {', '.join(typing.get_args(PartitionPolicy))}",
             )
+        self.explicit_autocast()
         for name in ("bucket_bytes", "max_artifacts", "rank_timeout_s"):
             if getattr(self, name) <= 0:
                 raise BadSettings(f"settings.{name} is {getattr(self, name)!r}", fix="give a positive number")
+
+    def explicit_autocast(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """The devices and dtypes that `backward_autocast` names, if it names any.
+
+        Raises:
+            BadSettings: it is no policy.
+        """
+        if self.backward_autocast in ("off", "same_as_forward"):
+            return ()
+        pairs = [part.strip().partition(":") for part in self.backward_autocast.split(",")]
+        named = [(device, getattr(torch, dtype, None)) for device, _, dtype in pairs]
+        types = [(d, dtype) for d, dtype in named if d and isinstance(dtype, torch.dtype)]
+        found = tuple((device, dtype) for device, dtype in types if dtype.is_floating_point)
+        if len(found) != len(pairs):
+            raise BadSettings(
+                f"settings.backward_autocast is {self.backward_autocast!r}",
+                fix="choose off, same_as_forward, or pairs of device and dtype: cpu:bfloat16",
+            )
+        return found
 
     @classmethod
     def make(cls, **options: Any) -> Settings:
@@ -130,6 +156,7 @@ _PARSERS: dict[str, Any] = {
     "verify": _parse_bool,
     "dynamic": _parse_bool,
     "validate_guards": _parse_bool,
+    "backward_autocast": str,
     "functional_rng": _parse_bool,
     "report_side_effects": _parse_bool,
 }

@@ -14,7 +14,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -71,6 +71,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils.checkpoint import CheckpointFunction as _ReentrantCheckpoint
+from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     # Imports sympy: 0.3 s that only symbolic sizes need.
@@ -159,7 +162,7 @@ def native_callable(op: OpOverload) -> Callable[..., Any]:
     return op._op if type(op).__call__ is OpOverload.__call__ else op
 
 
-_CALLS_DIRECTLY: ContextVar[bool] = ContextVar("calls_higher_order_operators_directly", default=False)
+_TRACES: ContextVar[bool] = ContextVar("calls_to_be_traced", default=False)
 _CONTROL_FLOW = frozenset(
     {
         "torch._higher_order_ops.cond",
@@ -171,27 +174,49 @@ _CONTROL_FLOW = frozenset(
 
 
 @contextmanager
-def calling_higher_order_directly() -> Generator[None]:
-    """`torch.cond` and its like call their operators with the functions that they are given.
+def calling_to_be_traced() -> Generator[None]:
+    """Functions of PyTorch's that cannot be traced as they are do in this thread what can.
 
-    Elsewhere they have Dynamo trace these functions first. All of them ask whether Dynamo is at work already:
-    they alone, and in this thread alone, are told that it is.
+    `torch.cond` and its like call their operators with the functions that they are given; elsewhere they have
+    Dynamo trace these first. All of them ask whether Dynamo is at work already, and are told that it is.
+    Reentrant checkpoints, which start the autograd engine from within, recompute as the others do. Selective
+    ones keep what their policy says and compute the rest again, where they would keep all and tag it.
     """
-    token = _CALLS_DIRECTLY.set(True)
-    _hook_dynamo_question(+1)
+    token = _TRACES.set(True)
+    _hook_calls(+1)
     try:
         yield
     finally:
-        _hook_dynamo_question(-1)
-        _CALLS_DIRECTLY.reset(token)
+        _hook_calls(-1)
+        _TRACES.reset(token)
 
 
-def _hook_dynamo_question(change: int) -> None:
-    global _direct_callers
+def _hook_calls(change: int) -> None:
+    global _num_tracing
     with _hook_lock:
-        _direct_callers += change
-        torch.compiler.is_dynamo_compiling = _says_yes_to_control_flow if _direct_callers else _asks_dynamo
-        _cond_module().cond_op = _cond_of_trees if _direct_callers else torch.ops.higher_order.cond
+        _num_tracing += change
+        torch.compiler.is_dynamo_compiling = _says_yes_to_control_flow if _num_tracing else _asks_dynamo
+        _cond_module().cond_op = _cond_of_trees if _num_tracing else torch.ops.higher_order.cond
+        checkpoints: Any = torch.utils.checkpoint
+        checkpoints.CheckpointFunction = _Recomputed if _num_tracing else _ReentrantCheckpoint
+        checkpoints._is_compiling = _asks_for_tags if _num_tracing else _checkpoint_is_compiling
+
+
+def _asks_for_tags(*args: Any) -> bool:
+    return not _TRACES.get() and _checkpoint_is_compiling(*args)
+
+
+class _Recomputed:
+    """What stands for `CheckpointFunction` in `torch.utils.checkpoint`."""
+
+    @staticmethod
+    def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not _TRACES.get():
+            return _ReentrantCheckpoint.apply(fn, preserve_rng_state, *args)
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # as it does: parameters get no gradient then
+                return fn(*args)
+        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _cond_module() -> Any:
@@ -215,14 +240,14 @@ def _cond_of_trees(
 
 
 _asks_dynamo = torch.compiler.is_dynamo_compiling
-_direct_callers = 0
+_num_tracing = 0
 _hook_lock = threading.Lock()
 
 
 def _says_yes_to_control_flow() -> bool:
     frame = inspect.currentframe()
     asking = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
-    return (_CALLS_DIRECTLY.get() and asking in _CONTROL_FLOW) or _asks_dynamo()
+    return (_TRACES.get() and asking in _CONTROL_FLOW) or _asks_dynamo()
 
 
 def dense_rule(op: HigherOrderOperator) -> Callable[..., Any]:
@@ -266,6 +291,16 @@ def own_autocast_cache() -> Generator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def autocast_only(devices: Sequence[tuple[str, torch.dtype]]) -> Generator[None]:
+    """Autocast on for these devices, and off for all others."""
+    with ExitStack() as stack:
+        stack.enter_context(autocast_off())
+        for device, dtype in devices:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield
 
 
 def autocast_off() -> AbstractContextManager[Any]:
@@ -570,10 +605,10 @@ def next_sequence_nr() -> int:
     return torch.autograd._get_sequence_nr()
 
 
-def running_sequence_nr() -> int | None:
-    """The sequence number of the autograd node whose backward is running, or None outside backward."""
+def running_node() -> tuple[int | None, str]:
+    """Sequence number and name of the autograd node whose backward is running; None outside backward."""
     node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    return (None, "") if node is None else (node._sequence_nr(), node.name())
 
 
 def run_backward(

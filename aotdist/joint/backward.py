@@ -22,7 +22,6 @@ from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of, tangent_recipe
 from aotdist.torch_seam import (
     REENTRANT_CHECKPOINT,
-    autocast_off,
     custom_functions,
     mixes_gradients,
     run_accumulating_backward,
@@ -67,6 +66,7 @@ class Backward:
     ) -> None:
         recorder.phase = "backward"
         self._ends, self._takes_grad, self._lifting = ends, takes_grad, lifting
+        self._autocast = recorder.backward_autocast
         if ends and not takes_grad:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
         self._tangents = {idx: _tangent(recorder, node_outs[idx], tensor) for idx, tensor in ends}
@@ -86,7 +86,7 @@ class Backward:
         wanted = [stand_in.leaf for _, stand_in in self._takes_grad]
         tangents = [self._tangents[idx] for idx, _ in ends]
         run = run_accumulating_backward if self._accumulates else run_backward
-        with autocast_off(), self._lifting, refusing_what_needs_data(), _naming_failures():
+        with self._autocast(), self._lifting, refusing_what_needs_data(), _naming_failures():
             found = run([tensor for _, tensor in ends], wanted, tangents, retain_graph=again)
         pairs = zip(self._takes_grad, found, strict=True)
         return {idx: grad for (idx, _), grad in pairs if grad is not None}

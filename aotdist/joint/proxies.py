@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,8 @@ from aotdist.torch_seam import (
     OpOverload,
     PythonKeyTracer,
     TracingContext,
-    calling_higher_order_directly,
+    autocast_off,
+    calling_to_be_traced,
     decomposing,
     expression,
     functional,
@@ -48,7 +50,7 @@ from aotdist.torch_seam import (
     node_of,
     own_autocast_cache,
     pytree,
-    running_sequence_nr,
+    running_node,
     saved_tensor_hooks_off,
     second_shell,
     shape_env,
@@ -84,6 +86,7 @@ class Recorder:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
         within: the recorder of the program that this one is a part of: what it made stands for no data here.
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
+        backward_autocast: what the backward is recorded in.
         symbolic: whether sizes may be symbolic.
     """
 
@@ -93,6 +96,7 @@ class Recorder:
         within: Recorder | None = None,
         *,
         functional_rng: bool = False,
+        backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off,
         symbolic: bool = False,
     ) -> None:
         if within is None:
@@ -106,6 +110,7 @@ class Recorder:
         self._decompositions = decompositions
         self.draws = Draws()
         self._functionalisation = Functionalisation()
+        self.backward_autocast = backward_autocast
         self._functional_rng = functional_rng
         stream = Stream(self._rng_state) if functional_rng else None
         self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, stream, self.size)
@@ -120,7 +125,8 @@ class Recorder:
         for mode in (
             own_autocast_cache(),
             saved_tensor_hooks_off(),
-            calling_higher_order_directly(),
+            calling_to_be_traced(),
+            torch.autograd.set_detect_anomaly(False),  # it would look for NaNs among numbers that nobody has
             self.draws,
             tracing(TracingContext(self.fake_mode)),
             self.fake_mode,
@@ -136,7 +142,12 @@ class Recorder:
 
     def nested(self) -> Recorder:
         """A recorder for a function that the program hands to an operator."""
-        return Recorder(self._decompositions, self, functional_rng=self._functional_rng)
+        return Recorder(
+            self._decompositions,
+            self,
+            functional_rng=self._functional_rng,
+            backward_autocast=self.backward_autocast,
+        )
 
     @contextlib.contextmanager
     def resumed(self) -> Generator[None]:
@@ -223,16 +234,18 @@ class Recorder:
 
     def _stamp(self) -> dict[str, Any]:
         if self.phase == "forward":
-            seq_nr = next_sequence_nr() - 1
+            seq_nr, function = next_sequence_nr() - 1, ""
             source, module = self._origins.current(), current_module()
             # The first operation that an autograd node covers is the one the user wrote.
             self._forward_origins.setdefault(seq_nr, (source, module))
         else:
-            seq_nr = running_sequence_nr()
+            seq_nr, function = running_node()
             source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
         if self.phase == "forward":
             stamp["grad"] = torch.is_grad_enabled()
+        elif function:
+            stamp["function"] = function
         if seq_nr is not None:
             stamp["seq_nr"] = seq_nr - self._first_seq_nr
         return stamp

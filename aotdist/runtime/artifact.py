@@ -16,6 +16,7 @@ from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.layer import Call
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Backward, Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
@@ -132,7 +133,8 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    whole = without_autocast(region.halves.backward.call)
+    whole = pointing_at_the_forward(region.halves.backward.call, region.split.backward)
+    whole = without_autocast(whole)
 
     def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
         part = region.parts(outs, arrived)
