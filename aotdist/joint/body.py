@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import DataWritten, Fresh
+from aotdist.facts import DataWritten, Fresh, NodeOut
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
@@ -108,11 +108,24 @@ class Body:
 
     def recipes(self) -> tuple[Recipe, ...]:
         """How the tensors that it returns are put together."""
-        return tuple(out.recipe for out in self.traced.facts.node_outs)
+        return tuple(out.recipe for out in self._outs())
 
     def differentiable(self) -> tuple[bool, ...]:
         """Which of the tensors that it returns have a gradient."""
-        return tuple(out.differentiable for out in self.traced.facts.node_outs)
+        return tuple(out.differentiable for out in self._outs())
+
+    def _outs(self) -> list[NodeOut]:
+        return [out for out in self.traced.facts.node_outs if out.slot.role == "output"]
+
+    def written(self) -> dict[int, list[Node]]:
+        """The new values of what it writes, by the id of the tensor."""
+        named, program = self.joint.named_results(), self.traced.program
+        found: dict[int, list[Node]] = {}
+        for idx, recipe in self.traced.facts.recipes.enumerate():
+            if isinstance(self.traced.facts.inputs[idx], DataWritten):
+                slots = [Slot("write", program.ins[idx].path, inner) for inner, _ in leaves(recipe)]
+                found[id(program.examples[idx])] = [n for slot in slots if (n := named[slot]) is not None]
+        return found
 
     def operands(self) -> list[Operand]:
         """What it takes: its arguments, then what it closes over."""
@@ -131,7 +144,7 @@ class Body:
 
     def tangents(self, out: int) -> list[Node]:
         """The graph's arguments for the gradient of one result; none if it has no gradient."""
-        node_out = list(self.traced.facts.node_outs)[out]
+        node_out = self._outs()[out]
         named = self.joint.named_placeholders()
         slots = [
             Slot("tangent", node_out.slot.path, inner) for inner, _ in leaves(tangent_recipe(node_out.recipe))
@@ -191,6 +204,7 @@ def trace_body(
     around: Around,
     *,
     training: bool,
+    may_write: bool,
 ) -> Body:
     """Trace `fn` on `operands`.
 
@@ -200,6 +214,7 @@ def trace_body(
         operands: distinct tensors of the program around it.
         around: that program.
         training: record the gradients too.
+        may_write: it may write tensors that it is given, if that has no history.
 
     Raises:
         UnsupportedProgram: it writes what it is given, or communicates.
@@ -235,7 +250,7 @@ def trace_body(
     tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in returned.flat)
     constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in returned.flat)
     body = Body(traced, returned.spec, tensors, constants)
-    _refuse(name, body)
+    _refuse(name, body, may_write=may_write)
     return body
 
 
@@ -256,10 +271,11 @@ def _is_base(plain: torch.Tensor) -> bool:
     return isinstance(plain, FunctionalTensor) and is_functional_base(plain)
 
 
-def _refuse(name: str, body: Body) -> None:
+def _refuse(name: str, body: Body, *, may_write: bool) -> None:
     facts, program = body.traced.facts, body.traced.program
-    for idx, fact in facts.inputs.enumerate():
-        if isinstance(fact, DataWritten) or idx in facts.written():
+    for idx in facts.written():
+        fact = facts.inputs[idx]
+        if not may_write or not isinstance(fact, DataWritten) or fact.differentiable:
             raise refusal(f"`{name}` writes `{program.ins[idx]}`", "write a clone inside, and return it")
     if facts.metadata or facts.switched_on:
         raise refusal(f"`{name}` writes the metadata of a tensor that it is given", "return a view instead")
@@ -306,7 +322,7 @@ class Argument:
 def cut(
     whole: Graph,
     arguments: Sequence[Argument],
-    results: Sequence[Node | torch.Tensor],
+    results: Sequence[Node | torch.Tensor | int],
     effects: Sequence[Node] = (),
     *,
     by_rows: Collection[int] = (),
@@ -316,25 +332,30 @@ def cut(
     Args:
         whole: the graph.
         arguments: what the part takes.
-        results: what it returns: nodes, or zeros like a fake.
+        results: what it returns: nodes, zeros like a fake, or an argument by its position.
         effects: nodes that run in any case.
         by_rows: positions of results that are to lie by rows.
     """
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
+    given: list[Node] = []
     for position, argument in enumerate(arguments):
         new = graph.placeholder(f"arg{position}")
         new.meta["val"] = argument.like
+        given.append(new)
         if argument.stands_for is not None:
             env[argument.stands_for] = new
-    taken = {storage_id(node.meta["val"]) for node in env}
+    taken = {storage_id(node.meta["val"]) for node in (*env, *given)}
     wanted = closure([*(r for r in results if isinstance(r, Node)), *effects], given=env)
     for node in whole.gm.graph.nodes:
         if node in wanted and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     outs: list[Node] = []
     for position, result in enumerate(results):
-        out = env[result] if isinstance(result, Node) else _zeros(graph, result)
+        if isinstance(result, int):
+            out = given[result]
+        else:
+            out = env[result] if isinstance(result, Node) else _zeros(graph, result)
         if position in by_rows or storage_id(out.meta["val"]) in taken:
             out = _copied(graph, out, by_rows=position in by_rows)
         taken.add(storage_id(out.meta["val"]))

@@ -2,6 +2,7 @@
 
 Both branches take the same operands: the arguments, and all that either closes over. The backward computes
 a branch's gradients from the operands again; of what the forward computed, it gets only the random numbers.
+What either writes without history (buffers) is returned by both, and written outside.
 An operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
 """
 
@@ -16,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.joint.body import Argument, Body, Operand, closure, cut, refusal
 from aotdist.joint.proxies import Recorder
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, rebuild, tangent_recipe
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, rebuild, recipe_of, tangent_recipe
 from aotdist.torch_seam import FunctionalTensor, functional_value, pytree
 
 _COND: Any = torch.ops.higher_order.cond
@@ -53,6 +54,10 @@ class Branches:
         """What the branch that runs returns."""
         tensors = [operand.tensor for operand in self.operands]
         outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)[0]
+        num_results = len(self.bodies[0].recipes())
+        with torch.no_grad():
+            for operand, value in zip(self.written(), outs[num_results:], strict=True):
+                operand.tensor.copy_(value)
         found = iter(outs)
         body = self.bodies[0]
         flat = [
@@ -68,7 +73,8 @@ class Branches:
         """Record the branches on the operands' `tensors`.
 
         Returns:
-            the results, and the random numbers of both branches: zeros for the one that does not run.
+            the results and then what is `written`; the random numbers of both branches, zeros for the one
+            that does not run.
         """
         plains = [plain for tensor in tensors for plain in plain_tensors(tensor)]
         drawn = [body.drawn() for body in self.bodies]
@@ -76,16 +82,32 @@ class Branches:
             cut(
                 body.joint,
                 self._arguments(body, self.operands, _values(plains)),
-                [*body.results(), *_own_or_zeros(drawn, side)],
+                [*body.results(), *self._new_values(body), *_own_or_zeros(drawn, side)],
                 body.effects(),
             )
             for side, body in enumerate(self.bodies)
         ]
         nodes = list(map(self.recorder.value, plains))
         results = self._record("branch", graphs, nodes, draws=any(body.draws() for body in self.bodies))
-        num_outs = len(self.bodies[0].results())
-        kept = tuple(map(self.recorder.value, results[num_outs:]))
-        return _rebuilt(self.bodies[0].recipes(), results[:num_outs]), kept
+        recipes = [*self.bodies[0].recipes(), *(recipe_of(o.tensor) for o in self.written())]
+        num_plains = sum(1 for recipe in recipes for _ in leaves(recipe))
+        kept = tuple(map(self.recorder.value, results[num_plains:]))
+        return _rebuilt(recipes, results[:num_plains]), kept
+
+    def written(self) -> list[Operand]:
+        """The operands that either branch writes, without history."""
+        found = {i for body in self.bodies for i in body.written()}
+        return [operand for operand in self.operands if id(operand.tensor) in found]
+
+    def _new_values(self, body: Body) -> list[Node | int]:
+        """What a branch leaves in each plain tensor that either writes: if it does not, what was there."""
+        position, places = 0, dict[int, range]()
+        for operand in self.operands:
+            count = len(plain_tensors(operand.tensor))
+            places[id(operand.tensor)] = range(position, position + count)
+            position += count
+        own = body.written()
+        return [v for o in self.written() for v in own.get(id(o.tensor), places[id(o.tensor)])]
 
     def needed(self) -> list[Operand]:
         """The operands that gradients are computed from."""
@@ -188,8 +210,16 @@ class Cond(torch.autograd.Function):
         ctx.branches = branches
         needed = {id(operand.tensor) for operand in branches.needed()}
         pairs = zip(branches.operands, tensors, strict=True)
-        ctx.save_for_backward(*(tensor for operand, tensor in pairs if id(operand.tensor) in needed))
-        constant = [o for o, d in zip(outs, branches.differentiable(), strict=True) if not d]
+        written = {id(operand.tensor) for operand in branches.written()}
+        ctx.save_for_backward(
+            *(
+                tensor.clone() if id(operand.tensor) in written else tensor
+                for operand, tensor in pairs
+                if id(operand.tensor) in needed
+            )
+        )
+        differentiable = [*branches.differentiable(), *(False for _ in branches.written())]
+        constant = [o for o, d in zip(outs, differentiable, strict=True) if not d]
         ctx.mark_non_differentiable(*constant)
         return tuple(outs)
 

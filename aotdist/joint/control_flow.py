@@ -66,7 +66,8 @@ class ControlFlow:
     def _body(
         self, name: str, fn: Callable[..., Any], operands: Sequence[Operand], *, training: bool
     ) -> Body:
-        return trace_body(name, fn, operands, self.around, training=training)
+        may_write = name.startswith("cond.")
+        return trace_body(name, fn, operands, self.around, training=training, may_write=may_write)
 
     def _cond(
         self, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], given: Sequence[Any]

@@ -254,13 +254,20 @@ class Recorder:
         """The node that computes the current value of a traced plain tensor.
 
         Raises:
-            InternalError: the tensor was not made by the program being recorded.
+            InternalError: the tensor is no functional one.
+            UnsupportedProgram: something else recorded the operations that made it.
         """
         if not isinstance(tensor, FunctionalTensor):
             raise InternalError(f"a {type(tensor).__name__} reached the graph's results", stage="joint")
         node = self._node_of(tensor)
         if node is None:
-            raise InternalError(f"no node computes {functional_value(tensor)}", stage="joint")
+            raise UnsupportedProgram(
+                f"a tensor of size {list(tensor.size())} was computed by a tracer of the program's own "
+                "(`torch.func.linearize` has one)",
+                where=self._origins.current() or None,
+                stage="joint",
+                fix="use `torch.func.jvp` or `vjp`, or trace outside of the compiled function",
+            )
         return node
 
     def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:

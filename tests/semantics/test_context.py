@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.errors import BadSettings
+from aotdist.errors import BadSettings, UnsupportedProgram
 from tests.semantics.observation import Scene, same_as_eager
 
 
@@ -234,6 +234,12 @@ TRANSFORMS: dict[str, Callable[[], Scene]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_more_transforms_inside(name: str, around: Callable[[], Any]) -> None:
     same_as_eager(TRANSFORMS[name], calls=2, around=around)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_a_tracer_inside_is_refused() -> None:
+    with pytest.raises(UnsupportedProgram, match="computed by a tracer of the program's own"):
+        aotdist.compile(lambda x: torch.func.linearize(torch.sin, x)[1](x), backend="fx")(leaf(3))
 
 
 # --- deterministic mode, and flags between calls --------------------------------------------------

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from aotdist.export import aot_export_module
+from aotdist.functorch import aot_function, default_partition, min_cut_rematerialization_partition, nop
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Around, Scene, assert_same, look, play
 
@@ -209,6 +211,81 @@ def test_cond_of_wrappers(program: Callable[..., Any], mesh: Any) -> None:
             same_as_an_if(lambda cond: lambda x: program(x, plainly(cond)), shards)
 
 
+class Normalising(nn.Module):
+    """A branch writes buffers, in training; a counter is written by either."""
+
+    def __init__(self, cond: Cond) -> None:
+        super().__init__()
+        self.cond = cond
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def some(x: torch.Tensor) -> torch.Tensor:
+            self.seen[0] += 1
+            return self.norm(x).sin()
+
+        def other(x: torch.Tensor) -> torch.Tensor:
+            self.seen[1] += 1
+            return F.batch_norm(x, None, None, self.norm.weight, self.norm.bias, training=True)
+
+        return self.cond(x.sum() > 0, some, other, (x,)) * 2
+
+
+def test_what_branches_write_without_history() -> None:
+    sights: list[list[dict[str, Any]]] = []
+    for cond in (chosen, torch.cond):
+        torch.manual_seed(0)
+        model = Normalising(cond)
+        target = aotdist.compile(model, backend="fx") if cond is torch.cond else model
+        sight: list[dict[str, Any]] = []
+        for sign in (1, -1, 1):
+            torch.manual_seed(sign)
+            seen = play(Scene(model, (signed(sign),)), target)
+            # Whichever runs counts as a write of all that either writes.
+            sight += [each for each in seen if "args[0] version" not in each]
+        sights.append(sight)
+    assert_same(*sights)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_branches_write_operands_where_nothing_has_history(around: Around) -> None:
+    def program(x: torch.Tensor, cond: Cond) -> Any:
+        y = cond(x.sum() > 0, lambda x: (x.mul_(2), held.add_(x))[1].sum(), lambda x: x.cos().sum(), (x,))
+        return y + x.sum()
+
+    compiled = aotdist.compile(lambda x: program(x, torch.cond), backend="fx")
+    for sign in (1, -1):
+        outs = []
+        for fn in (lambda x: program(x, chosen), compiled):
+            held.zero_()
+            torch.manual_seed(0)
+            x = torch.rand(3, 4) * sign
+            with around():
+                outs.append([fn(x), x, held.clone()])
+        assert all(map(torch.equal, *outs))
+
+
+@pytest.mark.parametrize("partition_fn", [default_partition, min_cut_rematerialization_partition])
+def test_drop_ins_take_branches(partition_fn: Any) -> None:
+    x, w = signed(1).T.contiguous().detach().requires_grad_(), torch.rand(3, 3, requires_grad=True)
+    grads = []
+    for cond in (chosen, torch.cond):
+        program = functools.partial(of_two, cond=cond)
+        fn = aot_function(program, nop, partition_fn=partition_fn) if cond is torch.cond else program
+        grads.append(torch.autograd.grad(fn(x, w).sum(), (x, w)))
+    assert all(map(torch.equal, *grads))
+
+
+def of_two(x: torch.Tensor, w: torch.Tensor, cond: Cond) -> torch.Tensor:
+    return cond(x.sum() > 0, lambda x: (x @ w).sin(), lambda x: (x * 2) @ w.t(), (x,))
+
+
+def test_an_export_keeps_branches() -> None:
+    graph, _ = aot_export_module(Gated(torch.cond), (signed(1),), trace_joint=False)
+    assert "torch.ops.higher_order.cond(" in graph.code
+
+
 def test_inductor_takes_branches() -> None:
     model = Gated(torch.cond)
     compiled = aotdist.compile(Gated(torch.cond), backend="inductor")
@@ -246,11 +323,20 @@ def branch(true_fn: Callable[..., Any], false_fn: Callable[..., Any] = torch.sin
     return lambda x: torch.cond(x.sum() > 0, true_fn, false_fn, (x,))
 
 
+overwritten = branch(lambda x: x.mul_(2))
 held = torch.zeros(3, 4)
+group = "none"
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "a write to an operand": (branch(lambda x: x.detach().mul_(2)), r"`cond.true_fn` writes `operands\[0\]`"),
-    "a write to what it closes over": (branch(lambda x: held.add_(x)), "`cond.true_fn` writes `held`"),
+    "a write to an operand": (
+        lambda x: branch(lambda x: x.mul_(2))(x * 1),
+        r"`cond.true_fn` writes `operands\[0\]`",
+    ),
+    "a write with history": (branch(lambda x: held.add_(x)), "`cond.true_fn` writes `held`"),
+    "communication": (
+        branch(lambda x: torch.ops._c10d_functional.all_reduce(x.detach(), "sum", group) * x),
+        "`cond.true_fn` communicates",
+    ),
     "other sizes": (branch(lambda x: x.sum()), "result 0 of the branches of `cond` is"),
     "other strides": (branch(lambda x: x.t().contiguous().t()), "result 0 of the branches of `cond` is"),
     "another structure": (branch(lambda x: (x, x)), "the branches of `cond` return"),
