@@ -83,7 +83,7 @@ class Functionalisation(FunctionalTensorMode):
         result = super().__torch_dispatch__(func, types, args, kwargs) if special is None else special()
         for owner, before in written:
             _restore_layout(owner, before)
-        if is_operator(func) and func.name().startswith(_FOREACH) and writes_arguments(func):
+        if special is None and _is_foreach_write(func):
             # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
             plains = [t for t in args[0] if isinstance(t, FunctionalTensor) and not t.is_inference()]
             torch.autograd.graph.increment_version(plains)
@@ -101,6 +101,10 @@ class Functionalisation(FunctionalTensorMode):
             return lambda: self._draw_in_memory_order(func, *args, **kwargs)
         if func in _MATMULS and _memory_order(_MATMULS[func](args, kwargs)) == [1, 0]:
             return lambda: self._multiply_transposed(func, *args, **kwargs)
+        if _is_foreach_write(func) and _meet([t for arg in args if isinstance(arg, list) for t in arg]):
+            # Eager takes one after the other, and each may see what was written before.
+            turns = [[_only(arg, k) for arg in args] for k in range(len(args[0]))]
+            return lambda: [self._by_itself(func, *turn) for turn in turns]
         if is_fused_optimizer(func):
             return lambda: self._by_itself(step_functionally, func, args, kwargs)
         if func is _CHECK:
@@ -153,6 +157,21 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
+
+
+def _is_foreach_write(func: Any) -> bool:
+    return is_operator(func) and func.name().startswith(_FOREACH) and writes_arguments(func)
+
+
+def _meet(items: Sequence[Any]) -> bool:
+    """Whether some of the tensors are parts of one memory."""
+    memory = [functional_storage_id(item) for item in items if isinstance(item, FunctionalTensor)]
+    return len(set(memory)) < len(memory)
+
+
+def _only(argument: Any, position: int) -> Any:
+    """Of an argument with something for each tensor, what there is for one."""
+    return [argument[position]] if isinstance(argument, list) else argument
 
 
 def _refuse_lost_offset(func: OpOverload, tensor: torch.Tensor) -> None:

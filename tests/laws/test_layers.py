@@ -21,8 +21,9 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import plain_tensors
 from tests.laws.lowering import call_of, facts_of, program_of
 from tests.semantics.observation import Scene, assert_same, play
-from tests.semantics.programs import INPUTS, WRAPPERS, programs
 from tests.semantics.programs import Program as GeneratedProgram
+from tests.semantics.programs import programs
+from tests.semantics.vocabulary import INPUTS, WRAPPERS
 
 search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 Arguments = Callable[[], Sequence[torch.Tensor]]
