@@ -94,7 +94,7 @@ class Program:
         try:
             for scene in self.scenes():
                 play(scene, scene.fn, around=around, backward=backward)
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
             event(f"eager: {str(error)[:60]}")
             return False
         return True

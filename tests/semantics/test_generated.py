@@ -58,9 +58,8 @@ def compare(program: Program, around: Around = nullcontext, **options) -> None:
         same_as_eager(program.scenes, around=around, seed=1, compilations=compilations, **options)
     except UnsupportedProgram as refusal:
         event(f"refused: {refusal.what}")
-        assert any(reason in refusal.what for reason in REFUSALS), _explained(
-            program, around, refusal, options
-        )
+        known = any(reason in refusal.what for reason in REFUSALS)
+        assert known, _explained(program, around, refusal, options)
     except Exception as error:
         error.add_note(_explained(program, around, error, options))
         raise
