@@ -32,7 +32,6 @@ from tests.semantics.vocabulary import (
     ARITHMETIC,
     FUNCTION_CALLS,
     INPUTS,
-    RESHAPES,
     SEVERAL_VIEWS,
     VIEWS,
     WRAPPERS,
@@ -42,6 +41,8 @@ from tests.semantics.vocabulary import (
 search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 Arguments = Callable[[], Sequence[torch.Tensor]]
 DISTINCT = tuple(INPUTS.values())
+COUNTED = tuple(write for write in WRITES if "foreach" not in write)
+"""Writes that autograd counts under a dispatch mode too; programs run eagerly under one here."""
 
 
 def behaves_as(lifted: Call, original: Call, arguments: Arguments, *, backward: bool) -> None:
@@ -123,26 +124,20 @@ def generated_laws_hold(program: GeneratedProgram, *, training: bool = True) -> 
 
 
 @search
-@given(programs(inputs=DISTINCT, repeat_inputs=False))
+@given(programs(inputs=DISTINCT, repeat_inputs=False, writes=COUNTED))
 def test_generated_programs(program):
     generated_laws_hold(program)
 
 
 @search
-@given(programs(inputs=DISTINCT, repeat_inputs=False, modes=("",)))
+@given(programs(inputs=DISTINCT, repeat_inputs=False, writes=COUNTED, modes=("",)))
 def test_generated_programs_without_gradients(program):
     generated_laws_hold(program, training=False)
 
 
 @search
-@given(programs(inputs=WRAPPERS, repeat_inputs=False))
+@given(programs(inputs=WRAPPERS, repeat_inputs=False, writes=COUNTED))
 def test_generated_programs_of_wrappers(program):
-    generated_laws_hold(program)
-
-
-@search
-@given(programs(inputs=DISTINCT, repeat_inputs=False, writes=(*WRITES, *RESHAPES)))
-def test_generated_programs_with_writes_of_metadata(program):
     generated_laws_hold(program)
 
 
@@ -151,6 +146,7 @@ def test_generated_programs_with_writes_of_metadata(program):
     programs(
         inputs=DISTINCT,
         repeat_inputs=False,
+        writes=COUNTED,
         values=(ARITHMETIC, VIEWS, FUNCTION_CALLS),
         several=SEVERAL_VIEWS,
     )
