@@ -138,19 +138,16 @@ def is_left_whole_in_inference(func: Any) -> bool:
     """Whether a call is of an operator that eager breaks up, and that modes see whole in inference mode."""
     if not torch.is_inference_mode_enabled() or not is_operator(func):
         return False
-    return torch._C._dispatch_has_kernel(func.name()) and can_decompose(func)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def broken_up(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """What an operator that `can_decompose` computes, by the operators that eager breaks it up into.
+    """What an operator computes by the operators that eager breaks it up into.
 
     `OpOverload.decompose` prefers a decomposition in Python, which may copy where eager hands back what it
     was given (`dropout` of a model in evaluation).
     """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    if op.has_kernel_for_dispatch_key(key):
-        return op._op_dk(key, *args, **kwargs)
-    return op.decompose(*args, **kwargs)
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def native_callable(op: OpOverload) -> Callable[..., Any]:

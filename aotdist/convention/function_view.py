@@ -39,6 +39,7 @@ def function_view(
         make: makes the view.
         creation: what autograd is to know of how it was made.
     """
-    view = _FunctionView.apply(value, base, make)
+    with torch.enable_grad():  # as it was where the user's function ran
+        view = _FunctionView.apply(value, base, make)
     set_creation_meta(view, creation)
     return view

@@ -60,8 +60,9 @@ class Functionalisation(FunctionalTensorMode):
         self._laid_out: dict[int, FunctionalTensor] = {}
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
-        """Keep the layout of `tensor`, if it is not contiguous and owns its memory, through all writes."""
-        if not tensor.is_contiguous() and is_functional_base(tensor):
+        """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes."""
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if not plain and is_functional_base(tensor):
             self._laid_out[functional_storage_id(tensor)] = tensor
         return tensor
 
@@ -91,7 +92,7 @@ class Functionalisation(FunctionalTensorMode):
         result = super().__torch_dispatch__(func, types, args, kwargs) if special is None else special()
         for owner, before in written:
             _restore_layout(owner, before)
-        if is_operator(func) and func.name().startswith(_FOREACH) and writes_arguments(func):
+        if special is None and _is_foreach_write(func):
             # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
             plains = [t for t in args[0] if isinstance(t, FunctionalTensor) and not t.is_inference()]
             torch.autograd.graph.increment_version(plains)
@@ -109,6 +110,8 @@ class Functionalisation(FunctionalTensorMode):
             return lambda: self._draw_in_memory_order(func, *args, **kwargs)
         if func in _MATMULS and _memory_order(_MATMULS[func](args, kwargs)) == [1, 0]:
             return lambda: self._multiply_transposed(func, *args, **kwargs)
+        if _is_foreach_write(func) and len(args[0]) > 1 and _meet(args):
+            return lambda: self._by_itself(_one_by_one, func, args, kwargs)
         if is_fused_optimizer(func):
             return lambda: self._by_itself(step_functionally, func, args, kwargs)
         if func is _CHECK:
@@ -189,6 +192,23 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
     return twin if any(map(is_symbolic, shapes)) else None
 
 
+def _is_foreach_write(func: Any) -> bool:
+    return is_operator(func) and func.name().startswith(_FOREACH) and writes_arguments(func)
+
+
+def _meet(args: Sequence[Any]) -> bool:
+    """Whether some of the tensors in the lists are parts of one memory."""
+    items = [item for arg in args if isinstance(arg, list) for item in arg]
+    memory = [functional_storage_id(item) for item in items if isinstance(item, FunctionalTensor)]
+    return len(set(memory)) < len(memory)
+
+
+def _one_by_one(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Write one tensor of a list after the other, as eager does: each may show what was written before."""
+    for position in range(len(args[0])):
+        func(*([arg[position : position + 1] if isinstance(arg, list) else arg for arg in args]), **kwargs)
+
+
 def _refuse_lost_offset(func: OpOverload, tensor: torch.Tensor) -> None:
     """Raise where the value of `tensor`, written since, does not lie as far into its storage as it did."""
     if isinstance(tensor, FunctionalTensor) and (
@@ -207,6 +227,12 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
     value = functional_value(tensor)
     if value.size() != before.size():
         return
+    if value.is_conj() != before.is_conj():
+        value = torch.ops.aten._conj.default(torch.ops.aten.conj_physical.default(value))
+        replace_functional_value(tensor, value)
+    if value.is_neg() != before.is_neg():
+        value = torch.ops.aten._neg_view.default(torch.ops.aten.neg.default(value))
+        replace_functional_value(tensor, value)
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
     if _strides(value) != _strides(before) or _has_gaps(before):
         replace_functional_value(tensor, torch.ops.aten.copy.default(before, value))

@@ -3,6 +3,7 @@
 Nothing is compiled: programs run eagerly, and the facts come from one trace of the same program.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,22 +12,37 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, event, given, settings
 
-from aotdist.convention import dedupe
+from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.epilogue import EPILOGUE
-from aotdist.convention.layer import Call
+from aotdist.convention.layer import Call, Layer, Plan
+from aotdist.convention.metadata import METADATA
 from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN
 from aotdist.convention.stack import lower_all
 from aotdist.convention.subclass import UNWRAP
+from aotdist.convention.synthetic_base import plan_bases
 from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Facts
+from aotdist.program import Program
 from aotdist.subclasses.protocol import plain_tensors
 from tests.laws.lowering import call_of, facts_of, program_of
 from tests.semantics.observation import Scene, assert_same, play
-from tests.semantics.programs import INPUTS, WRAPPERS, programs
 from tests.semantics.programs import Program as GeneratedProgram
+from tests.semantics.programs import programs
+from tests.semantics.vocabulary import (
+    ARITHMETIC,
+    FUNCTION_CALLS,
+    INPUTS,
+    SEVERAL_VIEWS,
+    VIEWS,
+    WRAPPERS,
+    WRITES,
+)
 
 search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 Arguments = Callable[[], Sequence[torch.Tensor]]
 DISTINCT = tuple(INPUTS.values())
+COUNTED = tuple(write for write in WRITES if "foreach" not in write)
+"""Writes that autograd counts under a dispatch mode too; programs run eagerly under one here."""
 
 
 def behaves_as(lifted: Call, original: Call, arguments: Arguments, *, backward: bool) -> None:
@@ -41,15 +57,10 @@ def behaves_as(lifted: Call, original: Call, arguments: Arguments, *, backward: 
 
 
 def laws_hold(fn: Callable[..., Any], arguments: Arguments, *, training: bool = True) -> None:
-    """Every layer's law in turn, each on what the layer above it left; then that of the whole stack."""
+    """The law of every layer, alone and in every stack of neighbours; then that of all together."""
     torch.manual_seed(0)
     program = program_of(fn, arguments())
     facts = facts_of(program, training=training)
-    with torch.set_grad_enabled(training):
-        bases, epilogue = EPILOGUE.lower(program, facts)
-        behaves_as(epilogue.lift(call_of(bases)), call_of(program), arguments, backward=training)
-        constant, writes = DIFFERENTIABLE.lower(bases, facts)
-        behaves_as(writes.lift(call_of(constant)), call_of(bases), arguments, backward=training)
 
     def plains() -> list[torch.Tensor]:
         return [plain.detach() for tensor in arguments() for plain in plain_tensors(tensor)]
@@ -57,16 +68,41 @@ def laws_hold(fn: Callable[..., Any], arguments: Arguments, *, training: bool = 
     def detached() -> list[torch.Tensor]:
         return [tensor.detach() for tensor in arguments()]
 
+    with torch.set_grad_enabled(training):
+        outside = _lowered(OUTSIDE, program, facts)
+        stacks_hold(outside, lambda level: arguments, backward=training)
     with torch.no_grad():  # as inside of the autograd node
-        plain, unwrap = UNWRAP.lower(constant, facts)
-        behaves_as(unwrap.lift(call_of(plain)), call_of(constant), detached, backward=False)
-        functional, plain_writes = PLAIN.lower(plain, facts)
-        behaves_as(plain_writes.lift(call_of(functional)), call_of(plain), plains, backward=False)
-        leaves_arguments_alone(call_of(functional), plains)
-
+        inside = _lowered(INSIDE, outside[-1][0], facts)
+        stacks_hold(inside, lambda level: plains if level else detached, backward=False)
+        leaves_arguments_alone(call_of(inside[-1][0]), plains)
         composed, plans = lower_all(program, facts)
         lifted = plans.unwrap.lift(plans.plain_writes.lift(call_of(composed)))
-        behaves_as(plans.epilogue.lift(plans.writes.lift(lifted)), call_of(program), detached, backward=False)
+        lifted = plans.metadata.lift(plans.writes.lift(lifted))
+        if not facts.metadata:  # of a detached tensor, `detach_` is another thing
+            behaves_as(plans.epilogue.lift(lifted), call_of(program), detached, backward=False)
+
+
+OUTSIDE: tuple[Layer, ...] = (EPILOGUE, METADATA, DIFFERENTIABLE)
+INSIDE: tuple[Layer, ...] = (UNWRAP, PLAIN)
+_Levels = list[tuple[Program[Any], Plan | None]]
+"""A program, then each layer's inner one with the plan that leads back from it."""
+
+
+def _lowered(layers: Sequence[Layer], program: Program[Any], facts: Facts) -> _Levels:
+    levels: _Levels = [(program, None)]
+    for layer in layers:
+        levels.append(layer.lower(levels[-1][0], facts))
+    return levels
+
+
+def stacks_hold(levels: _Levels, arguments: Callable[[int], Arguments], *, backward: bool) -> None:
+    """Each stack of neighbouring layers leads back from its innermost program to its outermost."""
+    for outer, inner in itertools.combinations(range(len(levels)), 2):
+        lifted = call_of(levels[inner][0])
+        for _, plan in reversed(levels[outer + 1 : inner + 1]):
+            assert plan is not None
+            lifted = plan.lift(lifted)
+        behaves_as(lifted, call_of(levels[outer][0]), arguments(outer), backward=backward)
 
 
 def leaves_arguments_alone(call: Call, arguments: Arguments) -> None:
@@ -88,21 +124,61 @@ def generated_laws_hold(program: GeneratedProgram, *, training: bool = True) -> 
 
 
 @search
-@given(programs(inputs=DISTINCT, repeat_inputs=False))
+@given(programs(inputs=DISTINCT, repeat_inputs=False, writes=COUNTED))
 def test_generated_programs(program):
     generated_laws_hold(program)
 
 
 @search
-@given(programs(inputs=DISTINCT, repeat_inputs=False, modes=("",)))
+@given(programs(inputs=DISTINCT, repeat_inputs=False, writes=COUNTED, modes=("",)))
 def test_generated_programs_without_gradients(program):
     generated_laws_hold(program, training=False)
 
 
 @search
-@given(programs(inputs=WRAPPERS, repeat_inputs=False))
+@given(programs(inputs=WRAPPERS, repeat_inputs=False, writes=COUNTED))
 def test_generated_programs_of_wrappers(program):
     generated_laws_hold(program)
+
+
+@search
+@given(
+    programs(
+        inputs=DISTINCT,
+        repeat_inputs=False,
+        writes=COUNTED,
+        values=(ARITHMETIC, VIEWS, FUNCTION_CALLS),
+        several=SEVERAL_VIEWS,
+    )
+)
+def test_generated_programs_with_functions(program):
+    generated_laws_hold(program)
+
+
+@search
+@given(programs(share_memory=True))
+def test_inputs_that_share_memory(program):
+    """Bases are made of the inputs alone, beneath `dedupe`; the program behaves as before."""
+    assume(program.runs_in_eager())
+
+    def arguments() -> list[torch.Tensor]:
+        return list(program.arguments().values())
+
+    original = program_of(program.load(), arguments())
+    distinct, deduped = dedupe.lower(original)
+    try:
+        bases = plan_bases(distinct, facts_of(distinct))
+    except UnsupportedProgram as refusal:
+        event(f"refused: {refusal.what}")
+        return
+    event(f"{len(bases.bases)} bases")
+    inner = synthetic_base.lower(distinct, bases)
+    behaves_as(bases.lift(call_of(inner)), call_of(distinct), lambda: deduped_of(arguments()), backward=True)
+    behaves_as(deduped.lift(bases.lift(call_of(inner))), call_of(original), arguments, backward=True)
+
+
+def deduped_of(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in arguments}.values())
 
 
 @search

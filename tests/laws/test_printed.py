@@ -15,7 +15,8 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.runtime.artifact import Artifact, reference
 from aotdist.torch_seam import pytree
 from tests.semantics.observation import Around, Scene, assert_same, play
-from tests.semantics.programs import INPUTS, WRAPPERS, programs
+from tests.semantics.programs import programs
+from tests.semantics.vocabulary import INPUTS, WRAPPERS
 
 search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 

@@ -35,12 +35,14 @@ class Scene:
         args: positional arguments.
         kwargs: keyword arguments.
         held: further things whose tensors the user can look at: modules, containers, tensors.
+        left_out: which of the results with history no gradient is taken from.
     """
 
     fn: Any
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     held: Mapping[str, Any] = field(default_factory=dict)
+    left_out: frozenset[int] = frozenset()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the user holds, by name."""
@@ -184,7 +186,9 @@ def play(
             sights.append(versions(scene.tensors()))
         if backward:
             arguments = list(scene.arguments().values())
-            sights += differentiate(everything, differentiable(outputs | scene.arguments()), arguments)
+            ends = differentiable(outputs | scene.arguments())
+            ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
+            sights += differentiate(everything, ends, arguments)
     return sights
 
 

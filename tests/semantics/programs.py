@@ -12,139 +12,26 @@ import linecache
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional
 from hypothesis import event, reject
 from hypothesis import strategies as st
-from torch.testing._internal.two_tensor import TwoTensor
 
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam import storage_id
 from tests.semantics.observation import Around, Scene, play
-
-INPUTS = {
-    "leaf": "torch.randn(3, 4, requires_grad=True)",
-    "plain": "torch.randn(3, 4)",
-    "non_leaf": "torch.randn(3, 4, requires_grad=True) * 1.5",
-    "non_leaf_view": "(torch.randn(4, 3, requires_grad=True) * 1.5).t()",
-    "transposed": "torch.randn(4, 3).t()",
-    "transposed_leaf": "torch.empty_strided((3, 4), (1, 3)).normal_().requires_grad_()",
-    "expanded": "torch.randn(1, 4).expand(3, 4)",
-    "part": "torch.randn(6, 4)[1:4]",
-    "strided": "torch.randn(3, 8)[:, ::2]",
-    "scalar": "torch.randn((), requires_grad=True)",
-    "empty": "torch.randn(0, 4, requires_grad=True)",
-    "integers": "torch.arange(12).view(3, 4)",
-    "booleans": "torch.randn(3, 4) > 0",
-    "double": "torch.randn(3, 4, dtype=torch.float64, requires_grad=True)",
-    "half": "torch.randn(3, 4, dtype=torch.bfloat16)",
-}
-
-WRAPPERS = (
-    "TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()",
-    "TwoTensor(torch.randn(3, 4), torch.randn(3, 4))",
-    "TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_() * 1.5",
-    "TwoTensor(torch.randn(4, 3).t(), torch.randn(4, 3).t())",
-    "TwoTensor(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)), torch.randn(3, 4)).requires_grad_()",
-    "torch.randn(3, 4, requires_grad=True)",
-    "torch.randn(3, 4)",
+from tests.semantics.vocabulary import (
+    ARITHMETIC,
+    EMPTY_SPLIT,
+    INPUTS,
+    MODES,
+    PARTS,
+    SCOPE,
+    VIEWS,
+    WRITES,
 )
-"""Two tensors in one, plain ones beside them."""
-
-PARTS = (
-    "{a}.t()",
-    "{a}[1:]",
-    "{a}[..., ::2]",
-    "{a}[0]",
-    "{a}.reshape(-1)",
-    "{a}.detach()",
-    "{a}.view(-1)[2:9]",
-)
-"""Arguments that share memory with another argument."""
-
-ARITHMETIC = (
-    "{a} * {b}",
-    "{a} + {b}",
-    "{a} - 1.5",
-    "{a}.sin()",
-    "{a}.relu()",
-    "{a}.sum(0)",
-    "{a}.mean()",
-    "{a}.clone()",
-    "{a}.contiguous()",
-    "{a}.softmax(-1)",
-    "{a}.cumsum(0)",
-    "{a} > 0",
-    "{a}.double()",
-    "{a}.to(torch.float32)",
-    "{a}.transpose(0, 1) @ {b}",
-    "torch.cat([{a}, {b}])",
-    "torch.where({a} > 0, {a}, {b})",
-    "torch.rand_like({a}) * {a}",
-    "F.dropout({a}, 0.5)",
-    "torch.zeros_like({a})",
-    "torch.tensor([1.0, 2.0, 3.0, 4.0]) * {a}",
-    "torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3)",
-    "checkpoint(lambda x: F.dropout(x.sin(), 0.5) * x, {a}, use_reentrant=False)",
-    "{a}.amax(-1)",
-    "F.layer_norm({a}, {a}.shape[-1:])",
-    "checkpoint(lambda x: x.sin() * x, {a}, use_reentrant=False)",
-)
-
-VIEWS = (
-    "{a}.t()",
-    "{a}.view(-1)",
-    "{a}.view(2, 6)",
-    "{a}.reshape(-1)",
-    "{a}[0]",
-    "{a}[1:]",
-    "{a}[..., ::2]",
-    "{a}[:, None]",
-    "{a}.unsqueeze(0)",
-    "{a}.squeeze()",
-    "{a}.expand(2, 3, 4)",
-    "{a}.split(2)[0]",
-    "{a}.unbind(0)[1]",
-    "{a}.chunk(2, -1)[1]",
-    "{a}.diagonal()",
-    "{a}.narrow(0, 1, 1)",
-    "{a}.detach()",
-    "{a}.view(torch.int32)",
-    "{a}.view_as({a})",
-    "{a}.T",
-)
-
-EMPTY_SPLIT = "{a}.split(2)[0]" if torch.__version__ < "2.12" else None
-"""On fake tensors torch 2.11 fails to split what is empty."""
-
-WRITES = (
-    "{a}.add_(1)",
-    "{a}.mul_({b})",
-    "{a}.add_({b}, alpha=2)",
-    "{a}.zero_()",
-    "{a}.copy_({b})",
-    "{a}[0] = 2.5",
-    "{a}[1:] = {b}[1:]",
-    "{a}.relu_()",
-    "{a}.sin_()",
-    "{a}.fill_(0.5)",
-    "{a}[{b} > 0] = 0.25",
-    "{a}.masked_fill_({b} > 0, -1)",
-    "{a}.uniform_()",
-    "{a} += {b}",
-    "{a}.detach().mul_(2)",
-    "{a}.t()[0].mul_(3)",
-    "{a}.clamp_(min=0)",
-    "torch.sin({b}, out={a})",
-)
-
-RESHAPES = ("{a}.t_()", "{a}.unsqueeze_(0)", "{a}.squeeze_()", "{a}.detach_()")
-"""Writes of metadata."""
-
-MODES = ("", "", "", "", "with torch.no_grad(): ", "with torch.enable_grad(): ")
 
 _serial = itertools.count()
 
@@ -157,11 +44,15 @@ class Program:
         inputs: an expression for each argument, or the name of an argument that is passed again.
         statements: the body.
         returned: names of what is returned.
+        other_inputs: the same for a second call, which may share memory otherwise; empty if it has them too.
+        left_out: which of the results with history are not differentiated.
     """
 
     inputs: tuple[str, ...]
     statements: tuple[str, ...]
     returned: tuple[str, ...]
+    other_inputs: tuple[str, ...] = ()
+    left_out: frozenset[int] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,24 +65,28 @@ class Program:
     def load(self) -> Callable[..., Any]:
         return load(self.source(), "program")
 
-    def arguments(self) -> dict[str, torch.Tensor]:
+    def layouts(self) -> tuple[tuple[str, ...], ...]:
+        """The inputs of each call."""
+        return (self.inputs, self.other_inputs or self.inputs, self.inputs)[: 3 if self.other_inputs else 2]
+
+    def arguments(self, inputs: Sequence[str] = ()) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}
-        for name, expression in zip(self.names, self.inputs, strict=True):
+        for name, expression in zip(self.names, inputs or self.inputs, strict=True):
             made[name] = eval(expression, {**SCOPE, **made})
         return made
 
-    def scenes(self, count: int = 2, fn: Callable[..., Any] | None = None) -> list[Scene]:
+    def scenes(self, fn: Callable[..., Any] | None = None) -> list[Scene]:
         """The same function, `fn` if it is loaded already, called on different numbers."""
         fn = self.load() if fn is None else fn
-        return [self._scene(fn) for _ in range(count)]
+        return [self._scene(fn, inputs) for inputs in self.layouts()]
 
-    def _scene(self, fn: Callable[..., Any]) -> Scene:
-        arguments = self.arguments()
+    def _scene(self, fn: Callable[..., Any], inputs: Sequence[str]) -> Scene:
+        arguments = self.arguments(inputs)
         for tensor in arguments.values():
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.retain_grad()
         leaves = {f"behind {name}": leaf for name, t in arguments.items() for leaf in _leaves_behind(t)}
-        return Scene(fn, tuple(arguments.values()), held=leaves)
+        return Scene(fn, tuple(arguments.values()), held=leaves, left_out=self.left_out)
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""
@@ -199,14 +94,14 @@ class Program:
         try:
             for scene in self.scenes():
                 play(scene, scene.fn, around=around, backward=backward)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
             event(f"eager: {str(error)[:60]}")
             return False
         return True
 
     def __repr__(self) -> str:
-        made = "".join(f"    {name} = {text}\n" for name, text in zip(self.names, self.inputs, strict=True))
-        return f"\n{made}{self.source()}"
+        calls = ["; ".join(map("{} = {}".format, self.names, inputs)) for inputs in self.layouts()]
+        return "\n" + "".join(f"    {call}\n" for call in dict.fromkeys(calls)) + self.source()
 
 
 def _leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -217,14 +112,6 @@ def _leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
             found += [node.variable] if hasattr(node, "variable") else []
             stack += [following for following, _ in node.next_functions]
     return found
-
-
-SCOPE = {
-    "torch": torch,
-    "F": torch.nn.functional,
-    "checkpoint": torch.utils.checkpoint.checkpoint,
-    "TwoTensor": TwoTensor,
-}
 
 
 def load(source: str, name: str) -> Callable[..., Any]:
@@ -250,58 +137,106 @@ class _Rehearsal:
         owners = [{storage_id(plain) for plain in plain_tensors(tensor)} for tensor in (first, second)]
         return a != b and not owners[0].isdisjoint(owners[1])
 
-    def try_statement(self, statement: str, name: str | None) -> None:
+    def try_statement(self, statement: str, names: Sequence[str]) -> None:
         torch.set_warn_always(True)  # a warning is given every time, or the search would not repeat
         try:
             with warnings.catch_warnings(action="error"):
                 exec(statement, self.scope)
-        except (RuntimeError, IndexError, TypeError, ValueError, UserWarning):
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning):
             return
         finally:
             torch.set_warn_always(False)
         self.statements.append(statement)
-        if name is not None:
-            self.names.append(name)
+        self.names += names
+
+    def allows(self, template: str, a: str, b: str, *, writes: bool) -> bool:
+        """Whether the statement means the same to eager every time."""
+        if "view(torch." in template and self.scope[a].dtype is torch.bool:
+            return False  # written through such a view, a boolean is neither true nor false
+        if template == EMPTY_SPLIT and self.scope[a].shape[:1] == (0,):
+            return False
+        return not (writes and "{b}" in template and self.writes_what_it_reads(a, b))
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What programs are drawn from.
+
+    Args:
+        inputs: expressions for arguments.
+        values: expressions of new tensors and of views.
+        several: expressions of several views at once.
+        writes: statements.
+        modes: what stands before a statement.
+        repeat_inputs: whether an argument may be given twice.
+        share_memory: whether an argument may be a part of another.
+        other_layouts: whether a second call may share memory otherwise.
+        leave_out: whether some results are not differentiated.
+        max_statements: how long programs get.
+    """
+
+    inputs: tuple[str, ...] = tuple(INPUTS.values())
+    values: tuple[tuple[str, ...], ...] = (ARITHMETIC, VIEWS)
+    several: tuple[str, ...] = ()
+    writes: tuple[str, ...] = WRITES
+    modes: tuple[str, ...] = MODES
+    repeat_inputs: bool = True
+    share_memory: bool = False
+    other_layouts: bool = False
+    leave_out: bool = False
+    max_statements: int = 8
 
 
 @st.composite
-def programs(
-    draw: st.DrawFn,
-    *,
-    inputs: Sequence[str] = tuple(INPUTS.values()),
-    repeat_inputs: bool = True,
-    share_memory: bool = False,
-    writes: Sequence[str] = WRITES,
-    modes: Sequence[str] = MODES,
-    max_statements: int = 8,
-) -> Program:
-    """A program that runs in eager PyTorch (its backward may still fail there)."""
+def programs(draw: st.DrawFn, vocabulary: Vocabulary | None = None, **options: Any) -> Program:
+    """A program that runs in eager PyTorch (its backward may still fail there).
+
+    Args:
+        draw: hypothesis' own.
+        vocabulary: what to draw from.
+        options: or its fields.
+    """
+    words = vocabulary or Vocabulary(**options)
     count = draw(st.integers(1, 3))
-    chosen: list[str] = []
-    for position in range(count):
-        before = [f"x{k}" for k in range(position)]
-        again = before if repeat_inputs else []
-        parts = [part.format(a=name) for name in before for part in PARTS] if share_memory else []
-        chosen.append(draw(st.one_of(*(st.sampled_from(kind) for kind in (inputs, again, parts) if kind))))
-    program = Program(tuple(chosen), (), ())
+    inputs = draw(_inputs(words, count))
+    other = draw(_inputs(words, count)) if words.other_layouts else ()
+    program = Program(inputs, (), (), other)
     try:
         rehearsal = _Rehearsal(program.arguments())
     except (RuntimeError, IndexError):
         reject()
-    for position in range(draw(st.integers(1, max_statements))):
-        template = draw(
-            st.one_of(st.sampled_from(ARITHMETIC), st.sampled_from(VIEWS), st.sampled_from(writes))
-        )
-        a, b = draw(st.sampled_from(rehearsal.names)), draw(st.sampled_from(rehearsal.names))
-        name = None if template in writes else f"t{position}"
-        if "view(torch." in template and rehearsal.scope[a].dtype is torch.bool:
-            continue  # written through such a view, a boolean is neither true nor false
-        if template == EMPTY_SPLIT and rehearsal.scope[a].shape[:1] == (0,):
-            continue
-        if name is None and "{b}" in template and rehearsal.writes_what_it_reads(a, b):
-            continue
-        text = template.format(a=a, b=b)
-        mode = draw(st.sampled_from(modes))
-        rehearsal.try_statement(f"{mode}{name} = {text}" if name else f"{mode}{text}", name)
+    for position in range(draw(st.integers(1, words.max_statements))):
+        _draw_statement(draw, words, rehearsal, f"t{position}")
     returned = draw(st.lists(st.sampled_from(rehearsal.names), max_size=4))
-    return Program(tuple(chosen), tuple(rehearsal.statements), tuple(returned))
+    left_out = draw(st.frozensets(st.integers(0, 3), max_size=3)) if words.leave_out else frozenset[int]()
+    return replace(
+        program, statements=tuple(rehearsal.statements), returned=tuple(returned), left_out=left_out
+    )
+
+
+@st.composite
+def _inputs(draw: st.DrawFn, words: Vocabulary, count: int) -> tuple[str, ...]:
+    chosen: list[str] = []
+    for position in range(count):
+        before = [f"x{k}" for k in range(position)]
+        again = before if words.repeat_inputs else []
+        parts = [part.format(a=name) for name in before for part in PARTS] if words.share_memory else []
+        kinds = (kind for kind in (words.inputs, again, parts) if kind)
+        chosen.append(draw(st.one_of(*(st.sampled_from(kind) for kind in kinds))))
+    return tuple(chosen)
+
+
+def _draw_statement(draw: st.DrawFn, words: Vocabulary, rehearsal: _Rehearsal, name: str) -> None:
+    kinds = [*words.values, words.several, words.writes]
+    template = draw(st.one_of(*(st.sampled_from(kind) for kind in kinds if kind)))
+    a, b = draw(st.sampled_from(rehearsal.names)), draw(st.sampled_from(rehearsal.names))
+    writes = template in words.writes
+    if not rehearsal.allows(template, a, b, writes=writes):
+        return
+    text, mode = template.format(a=a, b=b), draw(st.sampled_from(words.modes))
+    if writes:
+        rehearsal.try_statement(f"{mode}{text}", ())
+    elif template in words.several:
+        rehearsal.try_statement(f"{mode}{name}, {name}b, *_ = {text}", (name, f"{name}b"))
+    else:
+        rehearsal.try_statement(f"{mode}{name} = {text}", (name,))

@@ -1,6 +1,7 @@
 """Random programs: the compiled call and eager cannot be told apart."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,21 @@ from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.observation import Around, same_as_eager
-from tests.semantics.programs import RESHAPES, WRITES, Program, programs
+from tests.semantics.programs import Program, Vocabulary, programs
+from tests.semantics.script import script_of
+from tests.semantics.vocabulary import (
+    ARITHMETIC,
+    COMPLEX,
+    COMPLEX_VIEWS,
+    COMPLEX_WRITES,
+    FUNCTION_CALLS,
+    FUNCTION_WRITES,
+    RESHAPES,
+    SEVERAL_VIEWS,
+    VIEWS,
+    WRAPPERS,
+    WRITES,
+)
 
 REFUSALS = (
     "writes through an expanded tensor",
@@ -23,73 +38,110 @@ SWEEP = settings().max_examples >= 1000
 """Whether the long search was asked for."""
 
 search = settings(
-    # Eight searches: 2,000 programs in an ordinary run, 100,000 in a sweep.
-    max_examples=12_500 if SWEEP else 250,
+    # Ten searches: 2,000 programs in an ordinary run, 100,000 in a sweep.
+    max_examples=10_000 if SWEEP else 200,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 pytestmark = pytest.mark.timeout(7200 if SWEEP else 120)
 
+EVERYTHING = Vocabulary(
+    values=(ARITHMETIC, VIEWS, FUNCTION_CALLS),
+    several=SEVERAL_VIEWS,
+    writes=(*WRITES, *FUNCTION_WRITES),
+)
+
 
 def compare(program: Program, around: Around = nullcontext, **options) -> None:
     assume(program.runs_in_eager(around))
+    compilations = None if program.other_inputs else 1
     try:
-        same_as_eager(program.scenes, around=around, seed=1, **options)
+        same_as_eager(program.scenes, around=around, seed=1, compilations=compilations, **options)
     except UnsupportedProgram as refusal:
         event(f"refused: {refusal.what}")
-        assert any(reason in refusal.what for reason in REFUSALS), refusal
+        known = any(reason in refusal.what for reason in REFUSALS)
+        assert known, _explained(program, around, refusal, options)
+    except Exception as error:
+        error.add_note(_explained(program, around, error, options))
+        raise
+
+
+def _explained(program: Program, around: Around, error: Exception, options: dict) -> str:
+    script = script_of(program, around, str(error), options)
+    return f"As a script, with what was seen:\n\n{script}"
+
+
+def words(**options) -> Vocabulary:
+    return replace(EVERYTHING, **options)
 
 
 @search
-@given(programs())
+@given(programs(EVERYTHING))
 def test_with_gradients(program):
     compare(program)
 
 
 @search
-@given(programs())
+@given(programs(EVERYTHING))
 def test_under_no_grad(program):
     compare(program, torch.no_grad)
 
 
 @search
-@given(programs(share_memory=True))
+@given(programs(words(share_memory=True, other_layouts=True)))
 def test_inputs_that_share_memory(program):
     compare(program)
 
 
 @search
-@given(programs(share_memory=True))
+@given(programs(words(share_memory=True, other_layouts=True)))
 def test_inputs_that_share_memory_under_no_grad(program):
     compare(program, torch.no_grad)
 
 
 @search
-@given(programs(modes=("",)))
+@given(programs(words(modes=("",))))
 def test_in_inference_mode(program):
     compare(program, torch.inference_mode)
 
 
 @search
-@given(programs(writes=(*WRITES, *RESHAPES)))
+@given(programs(words(writes=(*WRITES, *RESHAPES))))
 def test_with_writes_of_metadata(program):
     compare(program)
 
 
 @search
-@given(programs())
+@given(programs(words(inputs=WRAPPERS, share_memory=True)))
+def test_wrappers(program):
+    compare(program)
+
+
+@search
+@given(
+    programs(
+        words(inputs=COMPLEX, values=(ARITHMETIC, VIEWS, COMPLEX_VIEWS), writes=(*WRITES, *COMPLEX_WRITES))
+    )
+)
+def test_complex_numbers(program):
+    compare(program)
+
+
+@search
+@given(programs(EVERYTHING))
 def test_without_graph_passes(program):
     """The passes change nothing: what they leave is what the trace recorded."""
     compare(program, disabled_passes=frozenset({"cleanup"}))
 
 
 @search
-@given(programs())
+@given(programs(words(leave_out=True)))
 def test_with_the_fewest_bytes_saved(program):
+    """And gradients from some of the results."""
     compare(program, partition="min_cut")
 
 
 @pytest.mark.sweep
 @search
-@given(programs(max_statements=20))
+@given(programs(words(max_statements=20)))
 def test_long_programs(program):
     compare(program)

@@ -1,0 +1,195 @@
+"""What random programs are made of: inputs, and statements with `{a}` and `{b}` for tensors."""
+
+import torch
+import torch.nn.functional
+import torch.utils.checkpoint
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.semantics.functions import FUNCTIONS
+
+INPUTS = {
+    "leaf": "torch.randn(3, 4, requires_grad=True)",
+    "plain": "torch.randn(3, 4)",
+    "non_leaf": "torch.randn(3, 4, requires_grad=True) * 1.5",
+    "non_leaf_view": "(torch.randn(4, 3, requires_grad=True) * 1.5).t()",
+    "transposed": "torch.randn(4, 3).t()",
+    "transposed_leaf": "torch.empty_strided((3, 4), (1, 3)).normal_().requires_grad_()",
+    "expanded": "torch.randn(1, 4).expand(3, 4)",
+    "part": "torch.randn(6, 4)[1:4]",
+    "strided": "torch.randn(3, 8)[:, ::2]",
+    "scalar": "torch.randn((), requires_grad=True)",
+    "empty": "torch.randn(0, 4, requires_grad=True)",
+    "integers": "torch.arange(12).view(3, 4)",
+    "booleans": "torch.randn(3, 4) > 0",
+    "double": "torch.randn(3, 4, dtype=torch.float64, requires_grad=True)",
+    "half": "torch.randn(3, 4, dtype=torch.bfloat16)",
+}
+
+WRAPPERS = (
+    "TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()",
+    "TwoTensor(torch.randn(3, 4), torch.randn(3, 4))",
+    "TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_() * 1.5",
+    "TwoTensor(torch.randn(4, 3).t(), torch.randn(4, 3).t())",
+    "TwoTensor(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)), torch.randn(3, 4)).requires_grad_()",
+    "torch.randn(3, 4, requires_grad=True)",
+    "torch.randn(3, 4)",
+)
+"""Two tensors in one, also nested, and plain ones beside them."""
+
+COMPLEX = (
+    "torch.randn(3, 4, dtype=torch.complex64)",
+    "torch.randn(3, 4, dtype=torch.complex64, requires_grad=True) * 1.5",
+    "torch.randn(3, 4, dtype=torch.complex64).conj()",
+    "torch.randn(3, 4, requires_grad=True)",
+    "torch.randn(3, 4)",
+)
+
+PARTS = (
+    "{a}.t()",
+    "{a}[1:]",
+    "{a}[..., ::2]",
+    "{a}[0]",
+    "{a}.reshape(-1)",
+    "{a}.detach()",
+    "{a}.view(-1)[2:9]",
+)
+"""Arguments that share memory with another argument."""
+
+ARITHMETIC = (
+    "{a} * {b}",
+    "{a} + {b}",
+    "{a} - 1.5",
+    "{a}.sin()",
+    "{a}.relu()",
+    "{a}.sum(0)",
+    "{a}.mean()",
+    "{a}.clone()",
+    "{a}.contiguous()",
+    "{a}.softmax(-1)",
+    "{a}.cumsum(0)",
+    "{a} > 0",
+    "{a}.double()",
+    "{a}.to(torch.float32)",
+    "{a}.transpose(0, 1) @ {b}",
+    "torch.cat([{a}, {b}])",
+    "torch.where({a} > 0, {a}, {b})",
+    "torch.rand_like({a}) * {a}",
+    "F.dropout({a}, 0.5)",
+    "torch.zeros_like({a})",
+    "torch.tensor([1.0, 2.0, 3.0, 4.0]) * {a}",
+    "torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3)",
+    "checkpoint(lambda x: F.dropout(x.sin(), 0.5) * x, {a}, use_reentrant=False)",
+    "{a}.amax(-1)",
+    "F.layer_norm({a}, {a}.shape[-1:])",
+    "checkpoint(lambda x: x.sin() * x, {a}, use_reentrant=False)",
+    "torch._foreach_mul([{a}, {b}], 2.0)[1]",
+    "torch.sin({a}, out=torch.empty_like({a}))",
+)
+
+FUNCTION_CALLS = (
+    "Scaled.apply({a})",
+    "WithConstant.apply({a})[0]",
+    "WithConstant.apply({a})[1]",
+    "Transposed.apply({a})",
+    "Alias.apply({a})",
+    "Identity.apply({a})",
+    "Detached.apply({a})",
+    "Several.apply({a})[0]",
+    "Several.apply({a})[2]",
+)
+"""Autograd functions of a user's; see `functions.py`."""
+
+VIEWS = (
+    "{a}.t()",
+    "{a}.view(-1)",
+    "{a}.view(2, 6)",
+    "{a}.reshape(-1)",
+    "{a}[0]",
+    "{a}[1:]",
+    "{a}[..., ::2]",
+    "{a}[:, None]",
+    "{a}.unsqueeze(0)",
+    "{a}.squeeze()",
+    "{a}.expand(2, 3, 4)",
+    "{a}.split(2)[0]",
+    "{a}.unbind(0)[1]",
+    "{a}.chunk(2, -1)[1]",
+    "{a}.diagonal()",
+    "{a}.narrow(0, 1, 1)",
+    "{a}.detach()",
+    "{a}.view(torch.int32)",
+    "{a}.view_as({a})",
+    "{a}.T",
+    "{a}.data",
+)
+
+SEVERAL_VIEWS = (
+    "{a}.split(1)",
+    "{a}.split([1, 2], 1)",
+    "{a}.unbind(0)",
+    "{a}.chunk(2, -1)",
+    "{a}.tensor_split(2)",
+)
+"""Views of which autograd knows that they came together: two of them are given names."""
+
+COMPLEX_VIEWS = (
+    "torch.view_as_real({a})",
+    "torch.view_as_complex({a}.view(3, 2, 2))",
+    "torch.view_as_complex({a})",
+    "{a}.conj()",
+    "{a}.real",
+    "{a}.imag",
+    "torch.complex({a}, {b})",
+    "{a}.resolve_conj()",
+    "{a}.H",
+)
+
+EMPTY_SPLIT = "{a}.split(2)[0]" if torch.__version__ < "2.12" else None
+"""On fake tensors torch 2.11 fails to split what is empty."""
+
+WRITES = (
+    "{a}.add_(1)",
+    "{a}.mul_({b})",
+    "{a}.add_({b}, alpha=2)",
+    "{a}.zero_()",
+    "{a}.copy_({b})",
+    "{a}[0] = 2.5",
+    "{a}[1:] = {b}[1:]",
+    "{a}.relu_()",
+    "{a}.sin_()",
+    "{a}.fill_(0.5)",
+    "{a}[{b} > 0] = 0.25",
+    "{a}.masked_fill_({b} > 0, -1)",
+    "{a}.uniform_()",
+    "{a} += {b}",
+    "{a}.detach().mul_(2)",
+    "{a}.t()[0].mul_(3)",
+    "{a}.clamp_(min=0)",
+    "torch.sin({b}, out={a})",
+    "torch.add({b}, 1, out={a})",
+    "torch._foreach_add_([{a}], 1.0)",
+    "torch._foreach_mul_([{a}, {b}], 2.0)",
+    "torch._foreach_copy_([{a}], [{b}])",
+    "{a}.index_put_((torch.tensor([0]),), {b}[:1])",
+)
+
+FUNCTION_WRITES = ("Dirty.apply({a})",)
+COMPLEX_WRITES = (
+    "{a}.real.mul_(2)",
+    "{a}.mul_(1j)",
+    "{a}.imag[0] = 0.5",
+    "torch.view_as_real({a})[0].zero_()",
+)
+
+RESHAPES = ("{a}.t_()", "{a}.unsqueeze_(0)", "{a}.squeeze_()", "{a}.detach_()")
+"""Writes of metadata."""
+
+MODES = ("", "", "", "", "with torch.no_grad(): ", "with torch.enable_grad(): ")
+
+SCOPE = {
+    "torch": torch,
+    "F": torch.nn.functional,
+    "checkpoint": torch.utils.checkpoint.checkpoint,
+    "TwoTensor": TwoTensor,
+    **{function.__name__: function for function in FUNCTIONS},
+}
