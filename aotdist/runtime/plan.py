@@ -46,6 +46,7 @@ class NodePlan:
         saved: where each argument of the backward graph before the tangents comes from.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
+        choices: the same, for when only some outputs are differentiated, where that is another backward.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
         backward_bumps: how many writes to count for each of them.
         bumped: wrappers that the backward writes, and number of writes to count.
@@ -65,6 +66,7 @@ class NodePlan:
     saved: tuple[SavedInput | SavedResult, ...]
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
+    choices: Mapping[tuple[NodeOutIdx, ...], Row[PrimalIdx, Recipe | None]]
     backward_writes: tuple[PlainIdx, ...]
     backward_bumps: tuple[int, ...]
     bumped: tuple[tuple[PrimalIdx, int], ...]
@@ -140,6 +142,7 @@ def node_plan(
         saved,
         tangents,
         facts.grads,
+        {choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
         backward_writes,
         tuple(
             0 if isinstance(facts.recipes[write.input], Wrapper) else write.bumps
