@@ -6,7 +6,7 @@ of it. They are plain frozen data: a `match` over them ends in `assert_never`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NewType, TypeAlias
 
@@ -241,13 +241,20 @@ class Choice:
 
     Args:
         outs: which.
+        grads: the inputs that get a gradient then, and its recipe.
     """
 
     outs: tuple[NodeOutIdx, ...]
+    grads: Mapping[PrimalIdx, Recipe]
 
-    def slot(self, grad: Slot) -> Slot:
-        """The name of a gradient when only these results are differentiated."""
-        return Slot(grad.role, f"{grad.path} from {','.join(map(str, self.outs))}", grad.inner)
+    def slots(self, ins: Row[PrimalIdx, Slot]) -> list[Slot]:
+        """The names of the gradients when only these results are differentiated; `ins` names the inputs."""
+        suffix = f" from {','.join(map(str, self.outs))}"
+        return [
+            Slot("grad", ins[idx].path + suffix, inner)
+            for idx, recipe in self.grads.items()
+            for inner, _ in leaves(recipe)
+        ]
 
 
 NO_PASSAGES = Passages((), Row())

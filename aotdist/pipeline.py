@@ -24,10 +24,11 @@ from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
-from aotdist.partition.choices import chosen, without_choices
+from aotdist.partition.choices import choice_without, without_choices
 from aotdist.partition.gates import linked, part, parts_of, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
+from aotdist.partition.returning import returning
 from aotdist.passes.collectives import collectives
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot
@@ -271,7 +272,7 @@ def _compile_training(
         split = partition(joint, policy)
         gates = plan_gates(cut, traced.facts)
     by_choice = split.backward
-    whole = without_choices(by_choice, traced.facts)
+    whole = without_choices(by_choice, traced.facts, traced.program.ins)
     split = replace(split, backward=whole)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
@@ -295,7 +296,8 @@ def _compile_training(
 
     @functools.cache
     def reduced(missing: frozenset[Slot]) -> BoxedCall:
-        some = chosen(by_choice, whole, missing, traced.facts)
+        choice = choice_without(traced.facts, missing)
+        some = whole if choice is None else returning(by_choice, choice.slots(traced.program.ins))
         return another(without_tangents(some, missing, any_strides=loose))
 
     whole_in_parts = functools.cache(lambda: parts_of(cut, split))

@@ -96,7 +96,7 @@ Role = Literal[
 
 GRADIENT_ROLES = frozenset[Role](("tangent", "total"))
 """Arguments that are gradients."""
-LATE_ROLES: frozenset[Role] = GRADIENT_ROLES | {"buffer"}
+LATE_ROLES: frozenset[Role] = frozenset({"tangent", "total", "buffer"})
 """Arguments that only exist in the backward."""
 
 

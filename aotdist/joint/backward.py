@@ -2,13 +2,14 @@
 
 A backward is linear, and what it is without some tangents follows from the whole
 (`aotdist.partition.reduced`); but for the user's functions with several results, which may tell None from
-zeros. With one of these, the backward is traced for every choice of results.
+zeros, and for wrappers that meet other tensors, where the kind of a sum is not that of a summand. With one of
+these, the backward is traced for every choice of results.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +20,16 @@ from aotdist.joint.data import refusing_what_needs_data
 from aotdist.joint.inputs import Lifting, StandIn
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of, tangent_recipe
+from aotdist.subclasses.protocol import (
+    Recipe,
+    Wrapper,
+    leaves,
+    plain_tensors,
+    rebuild,
+    recipe_of,
+    tangent_recipe,
+    wrapper_rule,
+)
 from aotdist.torch_seam import (
     REENTRANT_CHECKPOINT,
     custom_functions,
@@ -35,14 +45,22 @@ _MOST_CHOICES = 4
 """Of more results than this, not every choice is traced: there are too many."""
 
 
-def choices_of(ends: Sequence[End]) -> tuple[Choice, ...]:
-    """The choices of results for which the backward has to be traced by itself."""
-    if not 1 < len(ends) <= _MOST_CHOICES or not mixes_gradients([tensor for _, tensor in ends]):
-        return ()
-    indices = [idx for idx, _ in ends]
-    return tuple(
-        Choice(chosen) for count in range(1, len(ends)) for chosen in itertools.combinations(indices, count)
-    )
+def is_linear(ends: Sequence[End]) -> bool:
+    """Whether None and zeros are the same to all that gradients pass."""
+    return not mixes_gradients([tensor for _, tensor in ends])
+
+
+def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether wrappers meet other kinds of tensors: of which kind a gradient is depends on what it is of."""
+    recipes = [recipe_of(tensor) for tensor in tensors]
+    open_ = any(isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls) is None for recipe in recipes)
+    return open_ and len(set(map(_kind, recipes))) > 1
+
+
+def _kind(recipe: Recipe) -> Hashable:
+    if isinstance(recipe, Wrapper):
+        return recipe.cls, tuple(_kind(part) for _, part in recipe.attributes)
+    return type(recipe)
 
 
 class Backward:
@@ -73,14 +91,24 @@ class Backward:
         functions = custom_functions([tensor for _, tensor in ends])
         self._accumulates = REENTRANT_CHECKPOINT in functions
 
-    def run(self, choice: Choice | None = None, *, again: bool) -> dict[PrimalIdx, torch.Tensor]:
+    def choices(self) -> list[tuple[NodeOutIdx, ...]]:
+        """The choices of results for which the backward has to be traced by itself."""
+        indices = [idx for idx, _ in self._ends]
+        tensors = [*(tensor for _, tensor in self._ends), *(one.leaf for _, one in self._takes_grad)]
+        if not 1 < len(indices) <= _MOST_CHOICES or (is_linear(self._ends) and not _mixes_kinds(tensors)):
+            return []
+        return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
+
+    def run(
+        self, choice: Sequence[NodeOutIdx] | None = None, *, again: bool
+    ) -> dict[PrimalIdx, torch.Tensor]:
         """The gradients that there are.
 
         Args:
             choice: which results to start from; all, if not given.
             again: whether there will be another run.
         """
-        ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice.outs]
+        ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
         if not ends:
             return {}
         wanted = [stand_in.leaf for _, stand_in in self._takes_grad]
@@ -155,15 +183,19 @@ Result = tuple[Slot, torch.fx.Node | None]
 
 
 def grad_results(
-    recorder: Recorder,
-    row: Row[PrimalIdx, StandIn],
-    grads: Mapping[PrimalIdx, torch.Tensor],
-    choice: Choice | None = None,
+    recorder: Recorder, row: Row[PrimalIdx, StandIn], grads: Mapping[PrimalIdx, torch.Tensor]
 ) -> list[Result]:
-    """The gradients, or those of a choice of results, as results of the recorded graph."""
+    """The gradients as results of the recorded graph."""
     results: list[Result] = []
     for idx, grad in grads.items():
         for (inner, _), plain in zip(leaves(recipe_of(grad)), plain_tensors(grad), strict=True):
-            slot = Slot("grad", row[idx].slot.path, inner)
-            results.append((slot if choice is None else choice.slot(slot), recorder.value(plain)))
+            results.append((Slot("grad", row[idx].slot.path, inner), recorder.value(plain)))
     return results
+
+
+def choice_results(
+    recorder: Recorder, choice: Choice, ins: Row[PrimalIdx, Slot], grads: Mapping[PrimalIdx, torch.Tensor]
+) -> list[Result]:
+    """The gradients of a choice of results."""
+    values = [recorder.value(plain) for grad in grads.values() for plain in plain_tensors(grad)]
+    return list(zip(choice.slots(ins), values, strict=True))

@@ -20,6 +20,7 @@ from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     BackwardWrite,
+    Choice,
     DataWritten,
     Facts,
     Fresh,
@@ -32,7 +33,14 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
 )
-from aotdist.joint.backward import Backward, Result, choices_of, grad_results, requires_grad_by_itself
+from aotdist.joint.backward import (
+    Backward,
+    Result,
+    choice_results,
+    grad_results,
+    is_linear,
+    requires_grad_by_itself,
+)
 from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.control_flow import ControlFlow
@@ -158,18 +166,20 @@ def trace(
         forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.writes else None
         takes_grad = metadata.taking_grad(inputs.row())
         ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
-        choices = choices_of(ends) if cuts else ()
-        held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and not choices else []
+        held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and is_linear(ends) else []
         waypoints = Waypoints(held, ends)
         backward = Backward(recorder, node_outs, ends, takes_grad, lifting)
+        wanted = backward.choices() if cuts else []
         with waypoints.watched(recorder):
-            grads = backward.run(again=bool(choices))
+            grads = backward.run(again=bool(wanted))
         results += grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata)
-        choices = () if backward_writes else choices
-        for choice in choices:
-            some = backward.run(choice, again=True)
-            results += grad_results(recorder, inputs.row(), some, choice)
+        choices: list[Choice] = []
+        for chosen in () if backward_writes else wanted:
+            some = backward.run(chosen, again=True)
+            choices.append(Choice(chosen, {idx: recipe_of(grad) for idx, grad in some.items()}))
+            slots = inputs.row().map(lambda one: one.slot)
+            results += choice_results(recorder, choices[-1], slots, some)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), backward_writes)
     row = inputs.row()
@@ -185,7 +195,7 @@ def trace(
         switched_on=metadata.switched_on,
         functions=tuple(name for name in functions if name != NON_LEAF),
         passages=waypoints.passages(len(node_outs)),
-        choices=choices,
+        choices=tuple(choices),
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written, symbols), facts, recorder.fake_mode, symbols)

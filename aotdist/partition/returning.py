@@ -9,18 +9,12 @@ from aotdist.partition.halves import ancestors
 from aotdist.program import Graph, Slot
 
 
-def returning(graph: Graph, outs: Sequence[Slot], names: Sequence[Slot] | None = None) -> Graph:
-    """`graph` with these of its results, and no more than they need but arguments.
-
-    Args:
-        graph: what computes them.
-        outs: the results; one that the graph does not have is absent.
-        names: what to call them, if otherwise.
-    """
+def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:
+    """`graph` with these of its results, and no more than they need but arguments."""
     builder = GraphBuilder(graph.gm)
     named = graph.named_results()
     order = [node for node in graph.gm.graph.nodes if node.op != "output"]
-    found = [named.get(slot) for slot in outs]
+    found = [named[slot] for slot in outs]
     needed = ancestors(order, [node for node in found if node is not None])
     for node in order:
         if node.op == "placeholder":
@@ -28,4 +22,4 @@ def returning(graph: Graph, outs: Sequence[Slot], names: Sequence[Slot] | None =
         elif node in needed:
             builder.copy(node)
     results = [None if node is None else builder.env[node] for node in found]
-    return builder.finish(results, graph.ins, tuple(outs if names is None else names))
+    return builder.finish(results, graph.ins, tuple(outs))

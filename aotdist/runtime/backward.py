@@ -5,7 +5,7 @@ The printed node runs the whole itself, and leaves the rest to `Backward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,10 +76,14 @@ class Backward:
         if all(arrived is None for _, arrived in pairs):
             return (None,) * len(self.plan.grads)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
+        recipes = plan.grads
         if is_watched(ctx):
             given = dict(zip(self.plan.differentiable(), tangents, strict=True))
             call, args = self._part(ctx, self.results, given)
         else:
+            indices = zip(self.plan.differentiable(), tangents, strict=True)
+            some = tuple(idx for idx, arrived in indices if arrived is not None)
+            recipes = plan.choices.get(some, recipes)
             call, args = self.reduced(missing) if missing else self.whole, list(ctx.saved_tensors)
             args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
             args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
@@ -89,7 +93,7 @@ class Backward:
             ctx.maybe_clear_saved_tensors()
             ctx.again = None
         results = list(call(args))
-        grads, written = _split_grads(plan, results)
+        grads, written = _split_grads(recipes, results)
         self._write(ctx, written)
         self.after()
         return tuple(grads)
@@ -184,10 +188,10 @@ def _sizes(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any]:
     return {Slot("size", size): evaluate(size, ctx.symbols) for size in expressions}
 
 
-def _split_grads(plan: NodePlan, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _split_grads(recipes: Iterable[Recipe | None], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     remaining = iter(results)
     grads: list[Any] = []
-    for recipe in plan.grads:
+    for recipe in recipes:
         if recipe is None:
             grads.append(None)
             continue

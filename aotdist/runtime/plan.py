@@ -50,6 +50,7 @@ class NodePlan:
         backward_sizes: those that the backward graph takes between saved values and tangents.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
+        choices: the same, for when only some outputs are differentiated, where that is another backward.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
         backward_bumps: how many writes to count for each of them.
         bumped: wrappers that the backward writes, and number of writes to count.
@@ -72,6 +73,7 @@ class NodePlan:
     backward_sizes: tuple[Expression, ...]
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
+    choices: Mapping[tuple[NodeOutIdx, ...], Row[PrimalIdx, Recipe | None]]
     backward_writes: tuple[PlainIdx, ...]
     backward_bumps: tuple[int, ...]
     bumped: tuple[tuple[PrimalIdx, int], ...]
@@ -150,6 +152,7 @@ def node_plan(
         split.backward.sizes(),
         tangents,
         facts.grads,
+        {choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
         backward_writes,
         tuple(
             0 if isinstance(facts.recipes[write.input], Wrapper) else write.bumps

@@ -492,6 +492,24 @@ def test_custom_functions_with_several_results(function, chosen):
     assert_equal_grads(program, use)
 
 
+def test_gradients_are_of_the_kind_of_what_they_are_gradients_of():
+    """A wrapper within a wrapper gets a gradient of one level from the one result, of two from the other."""
+
+    def program(x, y):
+        y.mul_(x)
+        return x * x
+
+    def use(call):
+        inner = TwoTensor(torch.ones(2), torch.ones(2))
+        x = TwoTensor(inner, torch.ones(2)).requires_grad_()
+        y = TwoTensor(torch.full((2,), 3.0), torch.full((2,), 4.0))
+        call(x, y)
+        y.backward(torch.ones_like(y))
+        return plain_tensors(x.grad)
+
+    assert_equal_grads(program, use)
+
+
 @pytest.mark.parametrize("where", ["input", "middle"])
 def test_reentrant_checkpoints(where):
     def build():

@@ -195,6 +195,9 @@ def test_as_in_eager(name: str, way: str, kind: str) -> None:
     compare(lambda leaf, x, w: fn(x, w), leaf_and_not(KINDS[kind]), WAYS[way])
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="placements of a sum depend on which of its summands are there"
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["chain", "uses_several_times", "two_branches", "an_old_value"])
 def test_dtensors(name: str, way: str, mesh: DeviceMesh) -> None:
