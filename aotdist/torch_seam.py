@@ -98,6 +98,12 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+@functools.cache
+def out_names(op: OpOverload) -> tuple[str, ...]:
+    """Names of the tensors that an operator writes its results to (`out=`), and may give another size."""
+    return tuple(a.name for a in op._schema.arguments if a.is_out and a.kwarg_only)
+
+
 def argument_names(op: OpOverload) -> list[str]:
     """The names that the operator's schema gives its arguments, in order."""
     return [argument.name for argument in op._schema.arguments]
@@ -221,6 +227,13 @@ def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
     assert mode is not None, "functional tensors are made under their mode"
     with mode:
         return FunctionalTensor(tensor.elem, mode)
+
+
+def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
+    """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay."""
+    tensor.elem = other.elem
+    with torch._C.DisableTorchFunction():
+        tensor.data = other
 
 
 def part_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aotdist.convention.epilogue import EPILOGUE, EpiloguePlan
-from aotdist.convention.metadata import METADATA, MetadataPlan
+from aotdist.convention.metadata import METADATA, SwitchedOn
 from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN, DifferentiableWrites, PlainWrites
 from aotdist.convention.subclass import UNWRAP, UnwrapPlan
 from aotdist.facts import Facts
@@ -17,7 +17,7 @@ class Plans:
     """What undoes the layers at run time. The first three act outside of the autograd node."""
 
     epilogue: EpiloguePlan
-    metadata: MetadataPlan
+    switched_on: SwitchedOn
     writes: DifferentiableWrites
     unwrap: UnwrapPlan
     plain_writes: PlainWrites
@@ -26,8 +26,8 @@ class Plans:
 def lower_all(program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PlainIdx], Plans]:
     """The program that the graph implements, and the plans of every layer above it."""
     inner, epilogue = EPILOGUE.lower(program, facts)
-    inner, metadata = METADATA.lower(inner, facts)
+    inner, switched_on = METADATA.lower(inner, facts)
     inner, writes = DIFFERENTIABLE.lower(inner, facts)
     plain, unwrap = UNWRAP.lower(inner, facts)
     functional, plain_writes = PLAIN.lower(plain, facts)
-    return functional, Plans(epilogue, metadata, writes, unwrap, plain_writes)
+    return functional, Plans(epilogue, switched_on, writes, unwrap, plain_writes)

@@ -6,13 +6,15 @@ nor the order in which random numbers are drawn. Both show: sums run in another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from aotdist.capture.origins import Origins
+from aotdist.convention.memory import by_stride
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.rebinding import Rebinding
 from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -21,6 +23,7 @@ from aotdist.torch_seam import (
     functional_value,
     is_functional_base,
     is_operator,
+    out_names,
     pytree,
     replace_functional_value,
     written_arguments,
@@ -37,6 +40,7 @@ class Functionalisation(FunctionalTensorMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._rebinding = Rebinding()
         self._laid_out: dict[int, FunctionalTensor] = {}
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
@@ -60,6 +64,14 @@ class Functionalisation(FunctionalTensorMode):
                 stage="joint",
                 fix="make it outside of the compiled function, or work on its indices and values",
             )
+        moves = self._rebinding.does.get(func)
+        if moves is not None and isinstance(args[0], FunctionalTensor):
+            with self, torch.no_grad():
+                moves(*args, **kwargs)
+            return args[0]
+        if is_operator(func) and out_names(func):
+            with self, torch.no_grad():
+                self._rebinding.resize_outs(func, args, kwargs)
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             result = self._draw_in_memory_order(func, *args, **kwargs)
@@ -131,10 +143,5 @@ def _memory_order(tensor: torch.Tensor) -> list[int] | None:
     """The dimensions as they lie in memory, slowest first; None if that is their own order."""
     if tensor.is_contiguous():
         return None
-    order = _by_stride(tensor.size(), tensor.stride())
+    order = by_stride(tensor.size(), tensor.stride())
     return None if order == list(range(tensor.dim())) else order
-
-
-def _by_stride(size: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The dimensions from the largest stride to the smallest, after those of size 1, which lie anywhere."""
-    return sorted(range(len(size)), key=lambda dim: (size[dim] > 1, -stride[dim] if size[dim] > 1 else 0))

@@ -19,7 +19,8 @@ from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut, Untouched
 from aotdist.joint.classify import NodeOutputs, classify
-from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
+from aotdist.joint.inputs import NON_LEAF, Inputs, StandIn
+from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
@@ -105,12 +106,13 @@ def trace(
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(log)
-        with Lifting(inputs, stand_in), _refusing_what_needs_data():
+        lifting = Lifting(inputs, stand_in, log)
+        with lifting, _refusing_what_needs_data():
             outs = program.fn(*tensors)
         recorder.draws.check()
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and is_real(out) else out for out in outs]
-        outputs = classify(outs, inputs, log)
         metadata = Metadata.of(inputs, log)
+        outputs = classify(outs, inputs, log, metadata.written)
         for idx, stand_in_ in inputs.row().enumerate():
             _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
         writes = _forward_writes(inputs.row(), outputs, metadata)
@@ -127,7 +129,6 @@ def trace(
         )
         results = _value_results(recorder, node_outs, node_tensors)
         counters = [stand_in.writes() for stand_in in inputs.row()]
-        lifting = Lifting(inputs, stand_in)
         takes_grad = metadata.taking_grad(inputs.row())
         wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
         found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
@@ -143,7 +144,6 @@ def trace(
         recipes=row.map(lambda stand_in: stand_in.recipe),
         grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
         backward_writes=backward_writes,
-        metadata=metadata.writes,
         switched_on=metadata.switched_on,
         functions=tuple(name for name in functions if name != NON_LEAF),
     )
@@ -192,18 +192,20 @@ def _forward_writes(
     row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata
 ) -> Row[PrimalIdx, InputFact]:
     """What the forward did to each input; the new values become node outputs, those with history first."""
+    repeated = outputs.bumps
     facts: list[InputFact] = [
-        Untouched(metadata.other_bumps(idx, stand_in, written=False)) for idx, stand_in in row.enumerate()
+        Untouched(metadata.other_bumps(idx, stand_in, repeated, written=False))
+        for idx, stand_in in row.enumerate()
     ]
     written = _written_by_name(row)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
-            if _has_new_history(stand_in) is differentiable:
+            if metadata.has_new_history(idx, stand_in) is differentiable:
                 slot = Slot("write", stand_in.slot.path)
                 tensor = metadata.as_before(idx, stand_in, history=differentiable)
                 value = outputs.add(slot, tensor, history=differentiable)
-                bumps = metadata.other_bumps(idx, stand_in, written=True)
+                bumps = metadata.other_bumps(idx, stand_in, repeated, written=True)
                 facts[idx] = DataWritten(value, differentiable, bumps)
     return Row(facts)
 
@@ -217,14 +219,6 @@ def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, Stan
     written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and not s.derived]
     seen = {span for _, stand_in in written if stand_in.bumps() for span in stand_in.spans}
     return [(idx, s) for idx, s in written if s.bumps() or s.spans.isdisjoint(seen)]
-
-
-def _has_new_history(stand_in: StandIn) -> bool:
-    """Whether autograd saw a write to the input."""
-    tensor = stand_in.tensor
-    untouched = None if tensor is stand_in.leaf else NON_LEAF
-    name = None if tensor.grad_fn is None else tensor.grad_fn.name()
-    return tensor.requires_grad and name != untouched
 
 
 def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:

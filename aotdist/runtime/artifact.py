@@ -162,7 +162,7 @@ def reference(artifact: Artifact) -> Call:
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
-    call = plans.metadata.lift(plans.writes.lift(call))
+    call = plans.switched_on.lift(plans.writes.lift(call))
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
     return artifact.fit.dedupe.lift(compilation.bases.lift(plans.epilogue.lift(call)))
 

@@ -27,8 +27,11 @@ from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of,
 from aotdist.facts import (
     Fresh,
     IsInput,
+    Keep,
+    Kept,
+    MetadataWrite,
     NotATensor,
-    OutputFact,
+    Place,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -138,7 +141,7 @@ def print_call(
             _miss_unless(printer, _conditions(printer, fit))
         primals = fit.primal_variables()
         printer.comment("run")
-        for idx in plans.metadata.switched_on:
+        for idx in plans.switched_on.inputs:
             printer.line(f"{primals[idx]}.requires_grad_()")
         with _grad_enabled(printer) if enables_grad else nullcontext():
             given = list(primals)
@@ -150,9 +153,6 @@ def print_call(
             for primal, value, bumps in plans.writes.writes:
                 written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
                 printer.line(f"{printer.bind('put', put)}({written})")
-        for write in plans.metadata.writes:
-            change = printer.bind(f"{getattr(write.op, '__name__', 'change')}", write)
-            printer.line(f"{printer.bind('rewrite', rewrite)}({primals[write.input]}, {change})")
         _print_outputs(printer, plans.epilogue, primals, fit.ambient)
         _print_return(printer, returned)
 
@@ -338,21 +338,36 @@ def _print_outputs(printer: Printer, epilogue: EpiloguePlan, primals: Sequence[s
         if idx in printed or (isinstance(fact, NotATensor) and isinstance(fact.value, Returned)):
             return
         printed.add(idx)
-        if isinstance(fact, ViewOfOutput):
-            print_one(fact.base)
-        printer.line(f"o{idx} = {_output(printer, fact, primals, modes, made)}")
+        shown = _literal(printer, fact.value) if isinstance(fact, NotATensor) else place(fact)
+        printer.line(f"o{idx} = {shown}")
 
-    for idx in epilogue.order:
-        print_one(idx)
+    def place(at: Place) -> str:
+        if isinstance(at, ViewOfOutput):
+            print_one(at.base)
+        return _place(printer, at, primals, modes, made)
+
+    def print_write(write: MetadataWrite) -> None:
+        args = [place(arg) if isinstance(arg, Place) else _literal(printer, arg) for arg in write.args]
+        data = [] if write.data is None else [f"values[{write.data}]"]
+        change = printer.bind(str(getattr(write.op, "__name__", write.op)), write)
+        given = ", ".join([place(write.target), change, sequence(args), *data])
+        printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
+
+    for item in epilogue.order:
+        match item:
+            case MetadataWrite():
+                print_write(item)
+            case Keep(number=number, place=kept):
+                printer.line(f"kept_{number} = {place(kept)}")
+            case _:
+                print_one(item)
 
 
-def _output(
-    printer: Printer, fact: OutputFact, primals: Sequence[str], modes: Ambient, made: dict[int, str]
+def _place(
+    printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]
 ) -> str:
-    """An expression for one output; bases that several may share are printed before, once."""
-    match fact:
-        case NotATensor(value=value):
-            return _literal(printer, value)
+    """An expression for one tensor; bases that several may share are printed before, once."""
+    match place:
         case Fresh(value=value):
             return f"values[{value}]"
         case IsInput(input=source):
@@ -363,8 +378,10 @@ def _output(
             return _view(printer, f"values[{base}]", steps, modes, made)
         case ViewOfOutput(base=base, steps=steps):
             return _view(printer, f"o{base}", steps, modes, made)
+        case Kept(number=number):
+            return f"kept_{number}"
         case _:
-            assert_never(fact)
+            assert_never(place)
 
 
 def _view(
