@@ -207,6 +207,8 @@ class Facts:
         grads: for each input, the recipe of its gradient, or None when it gets none.
         backward_writes: inputs that the backward wrote.
         switched_on: inputs that the program lets require grad.
+        storages: plain tensors beneath inputs, by position, for which it matters what storage they lie in.
+        backward_storages: those whose storage has another size after the backward, and its bytes.
         functions: names of the user's autograd functions that gradients pass.
     """
 
@@ -218,6 +220,8 @@ class Facts:
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[BackwardWrite, ...]
     switched_on: tuple[PrimalIdx, ...] = ()
+    storages: tuple[tuple[PrimalIdx, int], ...] = ()
+    backward_storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
     functions: tuple[str, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:

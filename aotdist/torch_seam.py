@@ -104,6 +104,18 @@ def out_names(op: OpOverload) -> tuple[str, ...]:
     return tuple(a.name for a in op._schema.arguments if a.is_out and a.kwarg_only)
 
 
+@functools.cache
+def without_outs(op: OpOverload) -> OpOverload | None:
+    """The operator that makes what this one writes to `out=`; None if there is none."""
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    wanted = [a.name for a in op._schema.arguments if not a.is_out]
+    for overload in map(packet.__getattr__, packet.overloads()):
+        if argument_names(overload) == wanted and not writes_arguments(overload):
+            return overload
+    return None
+
+
 def argument_names(op: OpOverload) -> list[str]:
     """The names that the operator's schema gives its arguments, in order."""
     return [argument.name for argument in op._schema.arguments]
@@ -184,6 +196,11 @@ def generator_id(generator: torch.Generator) -> int:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors share exactly when they share their storage."""
     return tensor.untyped_storage()._cdata
+
+
+def torch_functions_off() -> AbstractContextManager[Any]:
+    """No torch-function mode, and no subclass, hears of what is called."""
+    return torch._C.DisableTorchFunction()
 
 
 # --- capture: modules whose call is compiled ------------------------------------------------------

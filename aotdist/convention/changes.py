@@ -80,12 +80,18 @@ def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int
     """What an operator does to its `out=` of another size."""
     tensor.resize_(size)
     if tensor.stride() != stride:
-        tensor.as_strided_(size, stride)
+        # `as_strided_` would count as another write.
+        tensor.data = tensor.detach().as_strided(size, stride)
 
 
 def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """`tensor.data = source`."""
     tensor.data = source
+
+
+def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Let `tensor` lie where `source` does, without its history."""
+    tensor.set_(source.detach())
 
 
 def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
 from aotdist.capture.origins import Origins
-from aotdist.convention.changes import INVERSES, Change, resize_as_out
+from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of
@@ -29,10 +29,16 @@ from aotdist.torch_seam import (
     made_by_custom_function,
     out_names,
     out_of_place,
+    storage_id,
+    torch_functions_off,
     writes_arguments,
 )
 
 _DETACH = torch.ops.aten.detach.default
+_SET = torch.ops.aten.set_.source_Tensor
+_FROM_STORAGES = frozenset(
+    {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+)
 _RESIZE = torch.ops.aten.resize_.default
 _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _GROWING = frozenset[Any]({_RESIZE, resize_as_out})
@@ -48,6 +54,14 @@ class _Entry:
     made: int
 
 
+class Storages(Protocol):
+    """What is known of the storages of traced tensors."""
+
+    def part(self, storage: Any, dtype: torch.dtype, *where: Any, **more: Any) -> torch.Tensor:
+        """A tensor that lies in a storage as `set_` says."""
+        ...
+
+
 class ViewLog(TorchDispatchMode):
     """Logs views; ask it with `root`."""
 
@@ -59,6 +73,7 @@ class ViewLog(TorchDispatchMode):
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._serials = itertools.count()
+        self.storages: Storages | None = None
         self._as_made: dict[int, torch.Tensor] = {}
         self.changes: list[Change] = []
 
@@ -105,15 +120,19 @@ class ViewLog(TorchDispatchMode):
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`view.t_()`: the view is one more step away from its base, and views of it are not."""
+        op, do = func, func
+        if func in _FROM_STORAGES:
+            args = (args[0], self._in_storage(args[1], args[0].dtype, *args[2:], **kwargs))
+            op, do, kwargs = set_memory, _SET, {}
         changed, *rest = args
         size, stride = changed.size(), changed.stride()
         former = None if func in INVERSES else another_name_from_below(changed)
-        result = func(*args, **kwargs)
+        result = do(*args, **kwargs)
         if func in _RESIZES:
             if changed.size() == size and changed.stride() == stride:
                 return result
-            func, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
-        change = self._change(changed, size, func, rest, kwargs, bumps=1, former=former)
+            op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
+        change = self._change(changed, size, op, rest, kwargs, bumps=1, former=former)
         twin = out_of_place(func)
         entry = self._entries.get(id(changed))
         for other in [other for other in self._entries.values() if other.base is changed and entry]:
@@ -126,6 +145,11 @@ class ViewLog(TorchDispatchMode):
                 steps = (*steps, ViewStep(_DETACH, (), (), None, change.grad, next(self._serials)))
             self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))
         return result
+
+    def _in_storage(self, *where: Any, **more: Any) -> torch.Tensor:
+        assert self.storages is not None, "a trace has them"
+        with self, torch.no_grad(), torch_functions_off():
+            return self.storages.part(*where, **more)
 
     def _log_outs(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
@@ -152,6 +176,32 @@ class ViewLog(TorchDispatchMode):
         name = another_name(tensor)
         self._entries.pop(id(name), None)
         return name
+
+    def resize_storage(
+        self, tensor: torch.Tensor, op: Callable[..., Any], num_bytes: int, refill: torch.Tensor | None
+    ) -> None:
+        """Note that the storage of a tensor has another size; `refill` names what it holds from now on."""
+        if refill is not None:
+            self._entries.pop(id(refill), None)
+        former = self._name(tensor)
+        self._note(
+            Change(
+                tensor=tensor,
+                serial=next(self._serials),
+                size=tensor.size(),
+                op=op,
+                args=(num_bytes,),
+                former=former,
+                grown=refill,
+            )
+        )
+
+    def base_on(self, storage: int) -> torch.Tensor | None:
+        """A tensor, itself no view, that lies in a storage, if views were made of any."""
+        for entry in self._entries.values():
+            if id(entry.base) not in self._entries and storage_id(entry.base) == storage:
+                return entry.base
+        return None
 
     def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
         """Call `op(tensor, *args)`, which changes its history, and note it."""
@@ -185,13 +235,16 @@ class ViewLog(TorchDispatchMode):
             former=former,
             grown=grown,
         )
-        self.changes.append(change)
+        self._note(change)
         if grown is not None:
             views = (entry.view for entry in self._entries.values())
             self._outgrown |= {id(view): view for view in views if self._is_view_of(view, tensor)}
-        if change.moves() and id(tensor) in self._entries:
-            self._moved[id(tensor)] = tensor
         return change
+
+    def _note(self, change: Change) -> None:
+        self.changes.append(change)
+        if change.moves() and id(change.tensor) in self._entries:
+            self._moved[id(change.tensor)] = change.tensor
 
     def _is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
         entry = self._entries.get(id(view))

@@ -71,7 +71,9 @@ class Functionalisation(FunctionalTensorMode):
             return args[0]
         if is_operator(func) and out_names(func):
             with self, torch.no_grad():
-                self._rebinding.resize_outs(func, args, kwargs)
+                outs = self._rebinding.call_with_outs(func, args, kwargs)
+            if outs is not None:
+                return outs[0] if len(outs) == 1 else tuple(outs)
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             result = self._draw_in_memory_order(func, *args, **kwargs)

@@ -13,6 +13,7 @@ from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs
+from aotdist.joint.storages import Storages, TracedStorage
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import FunctionalTensor, pytree, rebind
 
@@ -33,21 +34,29 @@ class Lifting(TorchFunctionMode):
         inputs: the stand-ins.
         stand_in: the stand-in of a real tensor; it makes one when the tensor is met for the first time.
         log: notes writes of storage and history.
+        storages: what the program is shown for the storages of its tensors.
     """
 
     def __init__(
-        self, inputs: Inputs, stand_in: Callable[[torch.Tensor], torch.Tensor], log: ViewLog
+        self,
+        inputs: Inputs,
+        stand_in: Callable[[torch.Tensor], torch.Tensor],
+        log: ViewLog,
+        storages: Storages,
     ) -> None:
         super().__init__()
         self._inputs = inputs
         self._stand_in = stand_in
         self._log = log
+        self._storages = storages
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
             torch.Tensor.requires_grad_: self._require_grad,
             _REQUIRES_GRAD.__set__: self._require_grad,
             _DATA.__set__: self._assign_data,
+            torch.Tensor.untyped_storage: self._storage,
+            torch.Tensor.storage: self._typed_storage,
         }
 
     def __torch_function__(
@@ -76,6 +85,14 @@ class Lifting(TorchFunctionMode):
     def _require_grad(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
         self._log.changes_history(tensor, torch.Tensor.requires_grad_, requires_grad)
         return tensor
+
+    def _storage(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, FunctionalTensor):
+            return TracedStorage(self._storages, tensor)
+        return tensor.untyped_storage()
+
+    def _typed_storage(self, tensor: torch.Tensor) -> Any:
+        return torch.TypedStorage(wrap_storage=self._storage(tensor), dtype=tensor.dtype)
 
     def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         def assign() -> None:

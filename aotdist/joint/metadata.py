@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,8 @@ class Metadata:
     switched_on: tuple[PrimalIdx, ...]
 
     @classmethod
-    def of(cls, inputs: Inputs, log: ViewLog) -> Metadata:
-        """What was done to `inputs`.
+    def of(cls, inputs: Inputs, log: ViewLog, passing: Container[int]) -> Metadata:
+        """What was done to `inputs`, but for changes that leave nothing behind.
 
         Raises:
             UnsupportedProgram: an input that shares memory with others was given other memory.
@@ -47,13 +47,23 @@ class Metadata:
                 continue
             if change.moves() and (row[idx].derived or row[idx].spans):
                 raise refuse(row[idx], "and shares memory with another")
+            resized = change.tensor.size() != row[idx].example.size()
+            if change.moves() and resized and row[idx].example.requires_grad:
+                raise refuse(row[idx], "in another size than its gradient is to have")
             changes[idx].append(change)
-            written.append(number)
+            if number not in passing:
+                written.append(number)
         return cls(changes, frozenset(written), switched_on)
 
     def is_reshaped(self, idx: PrimalIdx) -> bool:
         """Whether an input shows its elements in another way now."""
         return any(change.reshapes() for change in self.changes.get(idx, ()))
+
+    def moved(self, row: Row[PrimalIdx, StandIn]) -> Iterator[tuple[PrimalIdx, int]]:
+        """The plain tensors, by position, of inputs that lie in another storage now."""
+        for idx, changes in self.changes.items():
+            if any(change.moves() or change.args for change in changes if change.reshapes()):
+                yield from ((idx, leaf) for leaf in range(len(row[idx].plains)))
 
     def as_before(self, idx: PrimalIdx, stand_in: StandIn, *, history: bool) -> torch.Tensor:
         """An input in its sizes and strides of before, with what it holds now."""

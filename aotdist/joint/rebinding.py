@@ -7,7 +7,7 @@ stays; what is in it is exchanged for what is in another shell, made by a view o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from aotdist.torch_seam import (
     pytree,
     rebind,
     second_shell,
+    without_outs,
 )
 
 _ATEN = torch.ops.aten
@@ -99,22 +100,52 @@ class Rebinding:
         start = value.storage_offset() * value.element_size()
         return value.untyped_storage().nbytes() == start + whole.numel() * whole.element_size()
 
-    def resize_outs(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Give the `out=` of an operator the size that its result will have."""
+    def call_with_outs(
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[Any] | None:
+        """Call an operator whose results have other sizes than its `out=`; None if they have the same."""
         names = [name for name in out_names(func) if isinstance(kwargs.get(name), FunctionalTensor)]
         if not names:
-            return
-        with no_modes():
-            given = pytree.tree_map_only(
-                FunctionalTensor,
-                lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"),
-                (args, kwargs),
+            return None
+        shapes = _results(func, args, kwargs, names)
+        if all(shapes[name].size() == kwargs[name].size() for name in names):
+            return None
+        made = {
+            name: torch.empty_strided(
+                shape.size(), shape.stride(), dtype=shape.dtype, device=kwargs[name].device
             )
-            results = {name: given[1][name].new_empty(0) for name in names}
-            func(*given[0], **{**given[1], **results})
-        for name, result in results.items():
-            if result.size() != kwargs[name].size():
+            for name, shape in shapes.items()
+        }
+        func(*args, **{**kwargs, **made})
+        for name, result in made.items():
+            if kwargs[name].size() != result.size():
                 self.resize_to(kwargs[name], result.size(), result.stride())
+            kwargs[name].copy_(result)
+        return [kwargs[name] for name in names]
+
+
+def _results(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """What an operator's results are like, without data."""
+    maker = without_outs(func)
+    with no_modes():
+        given_args, given_kwargs = pytree.tree_map_only(
+            FunctionalTensor,
+            lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"),
+            (args, kwargs),
+        )
+        outs = {name: given_kwargs.pop(name) for name in names}
+        if maker is None:
+            results = {name: out.new_empty(0) for name, out in outs.items()}
+            func(*given_args, **given_kwargs, **results)
+            return results
+        made = maker(*given_args, **given_kwargs)
+        made = [made] if isinstance(made, torch.Tensor) else made
+        return {
+            name: torch.empty_strided(result.size(), result.stride(), dtype=outs[name].dtype, device="meta")
+            for name, result in zip(names, made, strict=True)
+        }
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,11 @@ def tensor_check(examples: Sequence[torch.Tensor]) -> TensorGuards:
     return TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
+def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its storage, in elements, and the bytes of that."""
+    return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+
+
 def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether no tensor of `written` shares memory with another of `written` or one of `others`.
 

@@ -38,7 +38,7 @@ from aotdist.facts import (
     ViewStep,
 )
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
-from aotdist.runtime.guard import no_overlap, tensor_check
+from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.print_node import print_plains
 from aotdist.runtime.printer import Printer, sequence
 from aotdist.subclasses.protocol import Recipe, Wrapper, plain_tensors, wrapper_rule
@@ -65,6 +65,7 @@ class Fit:
         examples: what it took at capture.
         recipes: how each is put together.
         written: inputs that the program writes.
+        storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
         ambient: the modes.
         holds: further conditions: each a name, a function, and its arguments.
         constants: closed-over constants, with their values.
@@ -82,6 +83,7 @@ class Fit:
     examples: Row[PrimalIdx, torch.Tensor]
     recipes: Row[PrimalIdx, Recipe]
     written: tuple[PrimalIdx, ...]
+    storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     ambient: Ambient
     holds: tuple[tuple[str, Callable[[], bool]], ...]
     constants: tuple[tuple[Source, Any], ...]
@@ -280,9 +282,17 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
         if fit.dedupe.kept[primal] != idx:
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")
     conditions += _tensor_conditions(printer, fit)
+    conditions += _storage_conditions(printer, fit)
     if fit.written:
         conditions.append(_overlap_condition(printer, fit))
     return conditions
+
+
+def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:
+    names = fit.primal_variables()
+    for idx, leaf, place in fit.storages:
+        plain = print_plains(fit.recipes[idx], names[idx])[leaf]
+        yield f"{printer.bind('place_in_storage', place_in_storage)}({plain}) == {place}"
 
 
 def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
