@@ -103,6 +103,12 @@ def functional_twin(op: OpOverload) -> OpOverload | None:
     return next(fitting, None)
 
 
+def with_defaults(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """`args`, and what the operator's schema gives for those that are not there."""
+    missing = (a for a in op._schema.arguments[len(args) :] if not a.kwarg_only and a.name not in kwargs)
+    return [*args, *(argument.default_value for argument in missing)]
+
+
 @functools.cache
 def out_of_place(op: OpOverload) -> OpOverload | None:
     """The view that an in-place one makes (`t` for `t_`); None for what makes none (`resize_`, `set_`)."""
@@ -117,6 +123,24 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that the operator's schema says it writes."""
     arguments = enumerate(op._schema.arguments)
     return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def out_names(op: OpOverload) -> tuple[str, ...]:
+    """Names of the tensors that an operator writes its results to (`out=`), and may give another size."""
+    return tuple(a.name for a in op._schema.arguments if a.is_out and a.kwarg_only)
+
+
+@functools.cache
+def without_outs(op: OpOverload) -> OpOverload | None:
+    """The operator that makes what this one writes to `out=`; None if there is none."""
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    wanted = [a.name for a in op._schema.arguments if not a.is_out]
+    for overload in map(packet.__getattr__, packet.overloads()):
+        if argument_names(overload) == wanted and not writes_arguments(overload):
+            return overload
+    return None
 
 
 def argument_names(op: OpOverload) -> list[str]:
@@ -298,6 +322,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def torch_functions_off() -> AbstractContextManager[Any]:
+    """No torch-function mode, and no subclass, hears of what is called."""
+    return torch._C.DisableTorchFunction()
+
+
 # --- capture: modules whose call is compiled ------------------------------------------------------
 
 
@@ -464,6 +493,13 @@ def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
     assert mode is not None, "functional tensors are made under their mode"
     with mode:
         return FunctionalTensor(tensor.elem, mode)
+
+
+def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
+    """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay."""
+    tensor.elem = other.elem
+    with torch._C.DisableTorchFunction():
+        tensor.data = other
 
 
 def part_of(

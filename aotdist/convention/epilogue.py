@@ -1,13 +1,14 @@
 """Outputs that are inputs, or views of something, are rebuilt outside of the compiled region.
 
 The region returns bases; views are replayed on them by the operations that made them, so that
-`_base`, shared storage, `grad_fn` and writes through the alias are what eager gives. Source: "Add an
-opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
+`_base`, shared storage, `grad_fn` and writes through the alias are what eager gives. What the program did in
+place to sizes, strides, storages and history is done in between: a view shows what its base was at the time.
+Source: "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, assert_never
 
@@ -15,14 +16,20 @@ import torch
 
 from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
+from aotdist.convention.metadata import rewrite
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
+    Action,
     Facts,
     Fresh,
     FunctionView,
     IsInput,
+    Keep,
+    Kept,
+    MetadataWrite,
     NotATensor,
     OutputFact,
+    Place,
     Step,
     ViewOfInput,
     ViewOfIntermediate,
@@ -68,52 +75,72 @@ class EpiloguePlan:
 
     Args:
         outputs: what each is.
-        order: in which order to make them.
+        order: in which order to make them, and to write metadata.
     """
 
     outputs: Row[OutIdx, OutputFact]
-    order: tuple[OutIdx, ...]
+    order: tuple[Action, ...]
 
     def lift(self, call: Call) -> Call:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            values = call(primals)
-            built: dict[OutIdx, Any] = {}
-            made: dict[int, torch.Tensor] = {}
-            for idx in self.order:
-                self._build(idx, primals, values, built, made)
-            return [built[idx] for idx in self.outputs.indices()]
+            building = _Building(self.outputs, primals, call(primals))
+            for item in self.order:
+                match item:
+                    case MetadataWrite():
+                        building.rewrite(item)
+                    case Keep(number=number, place=place):
+                        building.keep(number, place)
+                    case _:
+                        building.output(item)
+            return [building.output(idx) for idx in self.outputs.indices()]
 
         return lifted
 
-    def _build(
-        self,
-        idx: OutIdx,
-        primals: Sequence[Any],
-        values: Sequence[Any],
-        built: dict[OutIdx, Any],
-        made: dict[int, torch.Tensor],
-    ) -> Any:
-        if idx in built:
-            return built[idx]
-        match fact := self.outputs[idx]:
-            case NotATensor(value=value):
-                out = value
+
+class _Building:
+    """The outputs of one call, while they are made."""
+
+    def __init__(self, facts: Row[OutIdx, OutputFact], primals: Sequence[Any], values: Sequence[Any]) -> None:
+        self._facts, self._primals, self._values = facts, primals, values
+        self._built: dict[OutIdx, Any] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def output(self, idx: OutIdx) -> Any:
+        """An output; it is made once."""
+        if idx not in self._built:
+            fact = self._facts[idx]
+            self._built[idx] = fact.value if isinstance(fact, NotATensor) else self._at(fact)
+        return self._built[idx]
+
+    def keep(self, number: int, place: Place) -> None:
+        """Make a tensor for later."""
+        self._kept[number] = self._at(place)
+
+    def rewrite(self, write: MetadataWrite) -> None:
+        """Do one write of metadata."""
+        args = [self._at(arg) if isinstance(arg, Place) else arg for arg in write.args]
+        data = None if write.data is None else self._values[write.data]
+        rewrite(self._at(write.target), write, args, data)
+
+    def _at(self, place: Place) -> torch.Tensor:
+        match place:
             case Fresh(value=value):
-                out = values[value]
+                return self._values[value]
             case IsInput(input=source):
-                out = primals[source]
+                return self._primals[source]
             case ViewOfInput(base=base, steps=steps):
-                out = replay(primals[base], steps, values, made)
+                return replay(self._primals[base], steps, self._values, self._made)
             case ViewOfIntermediate(base=base, steps=steps):
-                out = replay(values[base], steps, values, made)
+                return replay(self._values[base], steps, self._values, self._made)
             case ViewOfOutput(base=base, steps=steps):
-                out = replay(self._build(base, primals, values, built, made), steps, values, made)
+                return replay(self.output(base), steps, self._values, self._made)
+            case Kept(number=number):
+                return self._kept[number]
             case _:
-                assert_never(fact)
-        built[idx] = out
-        return out
+                assert_never(place)
 
 
 class Epilogue:
@@ -127,39 +154,57 @@ class Epilogue:
             with ViewLog() as log:
                 outs = program.fn(*primals)
             returned = {id(out) for out in outs}
-            return [hold(outs[idx], returned, log) for idx, hold in holders]
+            return [held(log, outs, returned) for held in holders]
 
         return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
 
 
-_Hold: TypeAlias = Callable[[torch.Tensor, Container[int], ViewLog], Any]
+_Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Container[int]], torch.Tensor | None]
+"""Finds the tensor that the region returns as one of its values."""
 
 
-def _holders(facts: Facts) -> list[tuple[OutIdx, _Hold]]:
-    """For each value, an output that tells it, and how."""
-    found: dict[NodeOutIdx, tuple[OutIdx, _Hold]] = {}
+def _holders(facts: Facts) -> list[_Held]:
+    """How to find each value: as an output, as the base of one, or as what a write of metadata speaks of."""
+    found: dict[NodeOutIdx, _Held] = {}
     for idx, fact in facts.outputs.enumerate():
         if isinstance(fact, Fresh):
-            found[fact.value] = (idx, _itself)
+            found[fact.value] = lambda log, outs, _, idx=idx: log.as_made(outs[idx])
         if isinstance(fact, ViewOfIntermediate):
-            found.setdefault(fact.base, (idx, _base))
+            found.setdefault(
+                fact.base, lambda log, outs, known, idx=idx: log.as_made(log.root(outs[idx], known).base)
+            )
         if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
             for step in fact.steps:
                 if isinstance(step, FunctionView):
-                    found.setdefault(step.value, (idx, _from_function))
+                    found.setdefault(
+                        step.value, lambda log, outs, known, idx=idx: log.root(outs[idx], known).function
+                    )
+    kept = {item.number: item.place for item in facts.order if isinstance(item, Keep)}
+    for write in facts.metadata_writes():
+        _add_holders(write, kept, found)
     return [found[NodeOutIdx(position)] for position in range(len(found))]
 
 
-def _itself(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
-    return out
+def _add_holders(write: MetadataWrite, kept: Mapping[int, Place], found: dict[NodeOutIdx, _Held]) -> None:
+    number = write.number
+    for position, given in enumerate(write.args):
+        arg = kept[given.number] if isinstance(given, Kept) else given
+        if isinstance(arg, (Fresh, ViewOfIntermediate)):
+            value = arg.value if isinstance(arg, Fresh) else arg.base
+            found.setdefault(
+                value,
+                lambda log, _, __, at=position: log.as_made(log.root(log.changes[number].args[at], ()).base),
+            )
+    if isinstance(write.target, Fresh):
+        found.setdefault(write.target.value, lambda log, _, __: log.as_made(log.changes[number].tensor))
+    if write.data is not None:
+        found.setdefault(write.data, lambda log, _, __: _grown(log, number))
 
 
-def _base(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
-    return log.root(out, returned).base
-
-
-def _from_function(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
-    return log.root(out, returned).function
+def _grown(log: ViewLog, number: int) -> torch.Tensor:
+    grown = log.changes[number].grown
+    assert grown is not None, "it grew in the trace"
+    return grown
 
 
 EPILOGUE = Epilogue()

@@ -261,7 +261,7 @@ def _refuse(name: str, body: Body) -> None:
     for idx, fact in facts.inputs.enumerate():
         if isinstance(fact, DataWritten) or idx in facts.written():
             raise refusal(f"`{name}` writes `{program.ins[idx]}`", "write a clone inside, and return it")
-    if facts.metadata or facts.switched_on:
+    if facts.metadata_writes() or facts.switched_on:
         raise refusal(f"`{name}` writes the metadata of a tensor that it is given", "return a view instead")
     assert all(isinstance(fact, Fresh) for fact in facts.outputs), "results are cloned where they alias"
     for node in body.joint.gm.graph.nodes:

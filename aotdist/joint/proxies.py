@@ -207,9 +207,7 @@ class Recorder:
         if number.node.expr.is_number:
             return hint(number)
         if self._within is not None:
-            raise NotImplementedError(
-                "a function handed to an operator (a branch of `cond`) has some"
-            )
+            raise NotImplementedError("a function handed to an operator (a branch of `cond`) has some")
         slot = Slot("size", spelled)
         return self._arguments.get(slot) or self._placeholder(slot, number)
 

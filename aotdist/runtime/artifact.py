@@ -18,7 +18,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.program import ArgIdx, DistinctIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
-from aotdist.runtime.guard import no_overlap
+from aotdist.runtime.guard import no_overlap, place_in_storage
 from aotdist.runtime.node import Backward, detached_views, make_node, result_views, without_autocast
 from aotdist.runtime.print_call import MISS, Fit, print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
@@ -179,7 +179,7 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
-    call = plans.metadata.lift(plans.writes.lift(call))
+    call = plans.switched_on.lift(plans.writes.lift(call))
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
     return plans.epilogue.lift(call)
 
@@ -211,6 +211,10 @@ def fit_of(compilation: Compilation) -> Fit:
         recipes=facts.recipes,
         sizes=sizes,
         written=tuple(sorted(written)),
+        storages=tuple(
+            (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
+            for idx, leaf in facts.storages
+        ),
         ambient=captured.ambient,
         holds=tuple(holds),
         # As they are after the trace: Python side effects happen at capture only.

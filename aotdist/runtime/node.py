@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from aotdist.codegen.contract import BoxedCall, Strides
+from aotdist.convention.changes import resize_storage
 from aotdist.convention.layer import Call
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.rng import RngPlan
@@ -59,6 +60,7 @@ class NodePlan:
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
+        backward_storages: plain inputs whose storage the backward gives another size, and its bytes.
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
         again: the inputs to keep for differentiating twice.
@@ -74,6 +76,7 @@ class NodePlan:
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[PlainIdx, ...]
+    backward_storages: tuple[tuple[PlainIdx, int], ...]
     views: frozenset[int]
     rng: RngPlan
     again: tuple[PrimalIdx, ...]
@@ -119,6 +122,7 @@ def node_plan(
         tangents,
         facts.grads,
         backward_writes,
+        tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
         result_views(split.forward),
         plans.rng,
         *_kept_for_again(traced, again),
@@ -182,6 +186,7 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
             ctx.again = tuple(primals[idx] for idx in plan.again)
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in plan.backward_writes]
+            ctx.resized = [plains[idx] for idx, _ in plan.backward_storages]
             values = detached_views(results[: plan.writes.num_values], plan.views)
             outs = rebuild_all(plan.unwrap.outs, values)
             ctx.mark_non_differentiable(
@@ -232,6 +237,9 @@ class Backward:
             ctx.again = None
         results = list((self.reduced(missing) if missing else self.whole)(args))
         grads, written = _split_grads(plan, results)
+        resizes = plan.backward_storages
+        for plain, (_, num_bytes) in zip(ctx.resized if resizes else (), resizes, strict=True):
+            resize_storage(plain, num_bytes)
         for plain, value in zip(ctx.written if self.plan.backward_writes else (), written, strict=True):
             if value is not None:
                 plain.copy_(value)

@@ -30,15 +30,18 @@ from aotdist.facts import (
     Fresh,
     FunctionView,
     IsInput,
+    Keep,
+    Kept,
+    MetadataWrite,
     NotATensor,
-    OutputFact,
+    Place,
     Step,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
 )
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
-from aotdist.runtime.guard import no_overlap, tensor_check
+from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.print_node import print_plains
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.sizes import Sizes, concrete, is_symbolic
@@ -67,6 +70,7 @@ class Fit:
         recipes: how each is put together.
         sizes: the symbols in them.
         written: inputs that the program writes.
+        storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
         ambient: the modes.
         holds: further conditions: each a name, a function, and its arguments.
         constants: closed-over constants, with their values.
@@ -85,6 +89,7 @@ class Fit:
     recipes: Row[PrimalIdx, Recipe]
     sizes: Sizes
     written: tuple[PrimalIdx, ...]
+    storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     ambient: Ambient
     holds: tuple[tuple[str, Callable[[], bool]], ...]
     constants: tuple[tuple[Source, Any], ...]
@@ -145,7 +150,7 @@ def print_call(
         primals = fit.primal_variables()
         _print_sizes(printer, fit.sizes, primals)
         printer.comment("run")
-        for idx in plans.metadata.switched_on:
+        for idx in plans.switched_on.inputs:
             printer.line(f"{primals[idx]}.requires_grad_()")
         with _grad_enabled(printer) if enables_grad else nullcontext():
             given = list(primals)
@@ -157,12 +162,6 @@ def print_call(
             for primal, value, bumps in plans.writes.writes:
                 written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
                 printer.line(f"{printer.bind('put', put)}({written})")
-        for write in plans.metadata.writes:
-            change = printer.bind(f"{getattr(write.op, '__name__', 'change')}", write)
-            change = (
-                f"{printer.bind('concrete', concrete)}({change}, symbols)" if is_symbolic(write) else change
-            )
-            printer.line(f"{printer.bind('rewrite', rewrite)}({primals[write.input]}, {change})")
         _print_outputs(printer, plans.epilogue, primals, fit.ambient)
         _print_return(printer, returned)
 
@@ -305,9 +304,17 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
         if fit.dedupe.kept[primal] != idx:
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")
     conditions += _tensor_conditions(printer, fit)
+    conditions += _storage_conditions(printer, fit)
     if fit.written:
         conditions.append(_overlap_condition(printer, fit))
     return conditions
+
+
+def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:
+    names = fit.primal_variables()
+    for idx, leaf, place in fit.storages:
+        plain = print_plains(fit.recipes[idx], names[idx])[leaf]
+        yield f"{printer.bind('place_in_storage', place_in_storage)}({plain}) == {place}"
 
 
 def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
@@ -370,21 +377,38 @@ def _print_outputs(printer: Printer, epilogue: EpiloguePlan, primals: Sequence[s
         if idx in printed or (isinstance(fact, NotATensor) and isinstance(fact.value, Returned)):
             return
         printed.add(idx)
-        if isinstance(fact, ViewOfOutput):
-            print_one(fact.base)
-        printer.line(f"o{idx} = {_output(printer, fact, primals, modes, made)}")
+        shown = _literal(printer, fact.value) if isinstance(fact, NotATensor) else place(fact)
+        printer.line(f"o{idx} = {shown}")
 
-    for idx in epilogue.order:
-        print_one(idx)
+    def place(at: Place) -> str:
+        if isinstance(at, ViewOfOutput):
+            print_one(at.base)
+        return _place(printer, at, primals, modes, made)
+
+    def print_write(write: MetadataWrite) -> None:
+        args = [place(arg) if isinstance(arg, Place) else _literal(printer, arg) for arg in write.args]
+        data = [] if write.data is None else [f"values[{write.data}]"]
+        change = printer.bind(str(getattr(write.op, "__name__", write.op)), write)
+        if is_symbolic(write.kwargs):
+            change = f"{printer.bind('concrete', concrete)}({change}, symbols)"
+        given = ", ".join([place(write.target), change, sequence(args), *data])
+        printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
+
+    for item in epilogue.order:
+        match item:
+            case MetadataWrite():
+                print_write(item)
+            case Keep(number=number, place=kept):
+                printer.line(f"kept_{number} = {place(kept)}")
+            case _:
+                print_one(item)
 
 
-def _output(
-    printer: Printer, fact: OutputFact, primals: Sequence[str], modes: Ambient, made: dict[int, str]
+def _place(
+    printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]
 ) -> str:
-    """An expression for one output; bases that several may share are printed before, once."""
-    match fact:
-        case NotATensor(value=value):
-            return _literal(printer, value)
+    """An expression for one tensor; bases that several may share are printed before, once."""
+    match place:
         case Fresh(value=value):
             return f"values[{value}]"
         case IsInput(input=source):
@@ -395,8 +419,10 @@ def _output(
             return _view(printer, f"values[{base}]", steps, modes, made)
         case ViewOfOutput(base=base, steps=steps):
             return _view(printer, f"o{base}", steps, modes, made)
+        case Kept(number=number):
+            return f"kept_{number}"
         case _:
-            assert_never(fact)
+            assert_never(place)
 
 
 def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, made: dict[int, str]) -> str:
