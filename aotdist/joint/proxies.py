@@ -32,6 +32,7 @@ from aotdist.torch_seam import (
     TracingContext,
     decomposing,
     functional,
+    functional_storage_id,
     functional_value,
     graph_module,
     is_functional_base,
@@ -141,6 +142,10 @@ class Recorder:
         self._last_placeholder = node
         self._slots.append(slot)
         return self._functionalisation.remember(functional(fake))
+
+    def lies_in_more(self, tensor: FunctionalTensor) -> None:
+        """The storage of `tensor` holds more than the tensor does."""
+        self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
     def _stamp(self) -> dict[str, Any]:
         if self.phase == "forward":
