@@ -53,7 +53,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 # Lets writes inside of a context leave a tensor's version counter alone.
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version  # noqa: F401
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # Operations as nodes.
@@ -67,6 +67,7 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils import _pytree as pytree  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
 
@@ -114,8 +115,9 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
     """The view that an in-place one makes (`t` for `t_`); None for what makes none (`resize_`, `set_`)."""
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    twin = None if packet is None else getattr(packet, op._overloadname, None)
-    return twin if twin is not None and twin is not op and twin.is_view else None
+    twins = [] if packet is None else map(packet.__getattr__, packet.overloads())
+    names = argument_names(op)  # the overload may have another name: `transpose.int` for `transpose_`
+    return next((twin for twin in twins if twin.is_view and argument_names(twin) == names), None)
 
 
 @functools.cache
@@ -498,8 +500,16 @@ def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
 def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
     """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay."""
     tensor.elem = other.elem
-    with torch._C.DisableTorchFunction():
-        tensor.data = other
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        if tensor.dtype != other.dtype:
+            tensor.data = other
+            return
+        # `.data =` would make autograd forget the node that takes the gradient of a leaf.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_COUNTS_WRITES):
+            torch.ops.aten.set_.source_Tensor(tensor, other)
+
+
+_COUNTS_WRITES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def part_of(
@@ -611,7 +621,9 @@ def running_sequence_nr() -> int | None:
 
 
 def run_backward(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor | GradientEdge],
+    tangents: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad(outs, wanted, tangents, allow_unused=True)`, without being a torch function.
 
@@ -638,10 +650,15 @@ def saved_tensor_hooks_off() -> Generator[None]:
 
 def made_by_custom_function(tensor: torch.Tensor) -> bool:
     """Whether a user's `autograd.Function` made this tensor: its backward must not be replayed away."""
+    return isinstance(history_of(tensor), torch.autograd.function.BackwardCFunction)
+
+
+def history_of(tensor: torch.Tensor) -> Any | None:
+    """The autograd node that made a tensor, if autograd can tell."""
     try:
-        return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+        return tensor.grad_fn
     except RuntimeError:  # a view made under `no_grad`, of a base that was written since
-        return False
+        return None
 
 
 def creation_meta(tensor: torch.Tensor) -> Any:

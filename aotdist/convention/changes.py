@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from aotdist.torch_seam import OpOverload
 
@@ -43,6 +44,7 @@ class Change:
         former: another name for the memory that the tensor had, in its sizes of then; None where the operator
             has an inverse.
         grown: another name for the memory that it has now, where that is more than it was.
+        edge: where the gradient of a leaf arrived before: `set_` lets it begin another one.
     """
 
     tensor: torch.Tensor
@@ -55,6 +57,7 @@ class Change:
     bumps: int = 0
     former: torch.Tensor | None = None
     grown: torch.Tensor | None = None
+    edge: GradientEdge | None = None
 
     def moves(self) -> bool:
         """Whether the tensor lies in another storage now, or in one of another size."""
@@ -93,7 +96,7 @@ def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Let `tensor` lie where `source` does, without its history."""
-    tensor.set_(source.detach())
+    torch.ops.aten.set_.source_Tensor(tensor, source.detach())
 
 
 def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:

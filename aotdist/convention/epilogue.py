@@ -8,7 +8,8 @@ Source: "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, assert_never
 
@@ -153,13 +154,12 @@ class Epilogue:
         def fn(*primals: Any) -> list[Any]:
             with ViewLog() as log:
                 outs = program.fn(*primals)
-            returned = {id(out) for out in outs}
-            return [held(log, outs, returned) for held in holders]
+            return [held(log, outs) for held in holders]
 
         return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
 
 
-_Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Container[int]], torch.Tensor | None]
+_Held: TypeAlias = Callable[[ViewLog, Sequence[Any]], torch.Tensor]
 """Finds the tensor that the region returns as one of its values."""
 
 
@@ -167,41 +167,60 @@ def _holders(facts: Facts) -> list[_Held]:
     """How to find each value: as an output, as the base of one, or as what a write of metadata speaks of."""
     found: dict[NodeOutIdx, _Held] = {}
     for idx, fact in facts.outputs.enumerate():
-        if isinstance(fact, Fresh):
-            found[fact.value] = lambda log, outs, _, idx=idx: log.as_made(outs[idx])
-        if isinstance(fact, ViewOfIntermediate):
-            found.setdefault(
-                fact.base, lambda log, outs, known, idx=idx: log.as_made(log.root(outs[idx], known).base)
-            )
-        if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
-            for step in fact.steps:
-                if isinstance(step, FunctionView):
-                    found.setdefault(
-                        step.value, lambda log, outs, known, idx=idx: log.root(outs[idx], known).function
-                    )
+        _add_of_output(found, idx, fact)
     kept = {item.number: item.place for item in facts.order if isinstance(item, Keep)}
     for write in facts.metadata_writes():
-        _add_holders(write, kept, found)
+        _add_of_write(found, write, kept)
     return [found[NodeOutIdx(position)] for position in range(len(found))]
 
 
-def _add_holders(write: MetadataWrite, kept: Mapping[int, Place], found: dict[NodeOutIdx, _Held]) -> None:
-    number = write.number
+def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact) -> None:
+    if isinstance(fact, Fresh):
+        found[fact.value] = functools.partial(_output, idx)
+    if isinstance(fact, ViewOfIntermediate):
+        found.setdefault(fact.base, functools.partial(_base_of_output, idx))
+    if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
+        for step in fact.steps:
+            if isinstance(step, FunctionView):
+                found.setdefault(step.value, functools.partial(_from_function, idx))
+
+
+def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
     for position, given in enumerate(write.args):
         arg = kept[given.number] if isinstance(given, Kept) else given
-        if isinstance(arg, (Fresh, ViewOfIntermediate)):
-            value = arg.value if isinstance(arg, Fresh) else arg.base
-            found.setdefault(
-                value,
-                lambda log, _, __, at=position: log.as_made(log.root(log.changes[number].args[at], ()).base),
-            )
+        if isinstance(arg, Fresh):
+            found.setdefault(arg.value, functools.partial(_source, write.number, position))
+        elif isinstance(arg, ViewOfIntermediate):
+            found.setdefault(arg.base, functools.partial(_source, write.number, position))
     if isinstance(write.target, Fresh):
-        found.setdefault(write.target.value, lambda log, _, __: log.as_made(log.changes[number].tensor))
+        found.setdefault(write.target.value, functools.partial(_target, write.number))
     if write.data is not None:
-        found.setdefault(write.data, lambda log, _, __: _grown(log, number))
+        found.setdefault(write.data, functools.partial(_grown, write.number))
 
 
-def _grown(log: ViewLog, number: int) -> torch.Tensor:
+def _output(idx: OutIdx, log: ViewLog, outs: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(outs[idx])
+
+
+def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(log.root(outs[idx], set(map(id, outs))).base)
+
+
+def _from_function(idx: OutIdx, log: ViewLog, outs: Sequence[Any]) -> torch.Tensor:
+    function = log.root(outs[idx], set(map(id, outs))).function
+    assert function is not None, "the trace found one"
+    return function
+
+
+def _source(number: int, position: int, log: ViewLog, _outs: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(log.root(log.changes[number].args[position], ()).base)
+
+
+def _target(number: int, log: ViewLog, _outs: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(log.changes[number].tensor)
+
+
+def _grown(number: int, log: ViewLog, _outs: Sequence[Any]) -> torch.Tensor:
     grown = log.changes[number].grown
     assert grown is not None, "it grew in the trace"
     return grown

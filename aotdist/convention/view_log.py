@@ -14,18 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import enable_reentrant_dispatch
 
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
+from aotdist.convention.naming import another_name
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep, data_of
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors
 from aotdist.torch_seam import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
     broken_up,
+    history_of,
     is_left_whole_in_inference,
     is_operator,
     made_by_custom_function,
@@ -48,6 +51,7 @@ _SET = torch.ops.aten.set_.source_Tensor
 _FROM_STORAGES = frozenset(
     {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
 )
+_SETS = frozenset({_SET, torch.ops.aten.set_.default})
 _RESIZE = torch.ops.aten.resize_.default
 _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _GROWING = frozenset[Any]({_RESIZE, resize_as_out})
@@ -166,12 +170,13 @@ class ViewLog(TorchDispatchMode):
         changed, *rest = args
         size, stride = changed.size(), changed.stride()
         former = None if func in INVERSES else another_name_from_below(changed)
+        edge = _edge_of_leaf(changed) if do in _SETS else None
         result = do(*args, **kwargs)
         if func in _RESIZES:
             if changed.size() == size and changed.stride() == stride:
                 return result
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
-        change = self._change(changed, size, op, rest, kwargs, bumps=1, former=former)
+        change = self._change(changed, size, op, rest, kwargs, bumps=1, former=former, edge=edge)
         twin = out_of_place(func)
         entry = self._entries.get(id(changed))
         for other in [other for other in self._entries.values() if other.base is changed and entry]:
@@ -244,10 +249,10 @@ class ViewLog(TorchDispatchMode):
 
     def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
         """Call `op(tensor, *args)`, which changes its history, and note it."""
-        before = tensor.requires_grad, tensor.grad_fn is None
-        former = self._name(tensor) if tensor.grad_fn is not None else None
+        before = tensor.requires_grad, history_of(tensor) is None
+        former = self._name(tensor) if history_of(tensor) is not None else None
         op(tensor, *args)
-        if before != (tensor.requires_grad, tensor.grad_fn is None):
+        if before != (tensor.requires_grad, history_of(tensor) is None):
             self._change(tensor, tensor.size(), op, args, {}, bumps=0, former=former)
 
     def _change(
@@ -260,6 +265,7 @@ class ViewLog(TorchDispatchMode):
         *,
         bumps: int,
         former: torch.Tensor | None,
+        edge: GradientEdge | None = None,
     ) -> Change:
         grown = another_name(tensor) if op in _GROWING and tensor.numel() > size.numel() else None
         change = Change(
@@ -273,6 +279,7 @@ class ViewLog(TorchDispatchMode):
             bumps=bumps,
             former=former,
             grown=grown,
+            edge=edge,
         )
         self._note(change)
         if grown is not None:
@@ -353,15 +360,11 @@ class ViewLog(TorchDispatchMode):
         return found
 
 
-def another_name(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same memory, with the same history."""
-    if tensor.grad_fn is not None:
-        with torch.enable_grad():
-            return tensor.view_as(tensor)
-    with torch.no_grad():
-        # A wrapper's own `detach` may fail once it is resized.
-        names = [torch.ops.aten.detach.default(plain) for plain in plain_tensors(tensor)]
-        return rebuild(recipe_of(tensor), names)
+def _edge_of_leaf(tensor: torch.Tensor) -> GradientEdge | None:
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return None
+    with enable_reentrant_dispatch(), torch.enable_grad():
+        return get_gradient_edge(tensor)
 
 
 def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:

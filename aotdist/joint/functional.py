@@ -59,7 +59,7 @@ class Functionalisation(FunctionalTensorMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rebinding = Rebinding()
+        self.rebinding = Rebinding()
         self._laid_out: dict[int, FunctionalTensor] = {}
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
@@ -89,14 +89,14 @@ class Functionalisation(FunctionalTensorMode):
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
                 return broken_up(func, *args, **kwargs)
-        moves = self._rebinding.does.get(func)
+        moves = self.rebinding.does.get(func)
         if moves is not None and isinstance(args[0], FunctionalTensor):
             with self, torch.no_grad():
                 moves(*args, **kwargs)
             return args[0]
         if is_operator(func) and out_names(func):
             with self, torch.no_grad():
-                outs = self._rebinding.call_with_outs(func, args, kwargs)
+                outs = self.rebinding.call_with_outs(func, args, kwargs)
             if outs is not None:
                 return outs[0] if len(outs) == 1 else tuple(outs)
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]

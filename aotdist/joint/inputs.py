@@ -8,12 +8,12 @@ decided only among plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
+from aotdist.convention.naming import with_history_of
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
@@ -82,22 +82,6 @@ class StandIn:
         return tuple(data_writes(plain) for plain in self.plains)
 
 
-class _NonLeaf(torch.autograd.Function):
-    """Identity that records nothing: its result is a second wrapper around the same values."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, second: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return second()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-NON_LEAF = f"{_NonLeaf.__name__}Backward"
-"""What autograd calls it."""
-
-
 class Inputs:
     """Makes and remembers stand-ins; a tensor met twice has one."""
 
@@ -134,6 +118,9 @@ class Inputs:
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
             version = 0 if stand_in.tensor.is_inference() else stand_in.tensor._version
             stand_in = replace(stand_in, derived=is_span, spans=spans, version=version)
+        for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
+            if real.untyped_storage().nbytes() > real.nbytes:
+                self._recorder.lies_in_more(plain)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in
         self._stand_ins.append(stand_in)
@@ -161,8 +148,7 @@ class Inputs:
             if not example.is_leaf:
                 plains = tuple(map(self._recorder.second, functionals, fakes))
                 functionals = plains
-                with torch.enable_grad():
-                    tensor = _NonLeaf.apply(leaf, lambda: rebuild(recipe, plains))
+                tensor = with_history_of(leaf, lambda: rebuild(recipe, plains))
         return StandIn(slot, example, recipe, leaf, tensor, tuple(map(second_shell, functionals)))
 
     def _through_spans(

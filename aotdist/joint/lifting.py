@@ -110,7 +110,7 @@ class Lifting(TorchFunctionMode):
     def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         def assign() -> None:
             if isinstance(tensor, FunctionalTensor) and isinstance(source, FunctionalTensor):
-                assign_data(tensor, source)  # its own checks first
+                _refuse_as_eager(tensor, source)
                 with torch.no_grad():
                     rebind(tensor, source.detach())  # type: ignore[arg-type]
             else:
@@ -128,3 +128,10 @@ class Lifting(TorchFunctionMode):
                 stage="joint",
                 fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
             )
+
+
+def _refuse_as_eager(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    if tensor.requires_grad and not (source.is_floating_point() or source.is_complex()):
+        raise RuntimeError(
+            "data set to a tensor that requires gradients must be floating point or complex dtype"
+        )

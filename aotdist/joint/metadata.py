@@ -7,13 +7,16 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from aotdist.convention.changes import Change
+from aotdist.convention.naming import NAMED
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.inputs import NON_LEAF, Inputs, StandIn
+from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import PrimalIdx, Row
 from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam import history_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,12 @@ class Metadata:
 
     def has_new_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
         """Whether autograd saw a write to the input, before it lost its history if it did."""
-        tensor, grad_fn = stand_in.tensor, stand_in.tensor.grad_fn
+        tensor, grad_fn = stand_in.tensor, history_of(stand_in.tensor)
         for change in self.changes.get(idx, ()):
             if not change.reshapes() and change.former is not None and change.former.grad_fn is not None:
                 tensor, grad_fn = change.former, change.former.grad_fn.next_functions[0][0]
                 break
-        untouched = None if stand_in.tensor is stand_in.leaf else NON_LEAF
+        untouched = None if stand_in.tensor is stand_in.leaf else NAMED
         return tensor.requires_grad and (None if grad_fn is None else grad_fn.name()) != untouched
 
     def other_bumps(
@@ -105,6 +108,26 @@ class Metadata:
             return int(written)  # nobody counts for a stand-in then; the real tensor is written once
         own = sum(change.bumps for change in self.changes.get(idx, ()))
         return stand_in.bumps() - own - repeated.get(idx, 0)
+
+    def gradients(
+        self, found: Sequence[torch.Tensor | None], row: Row[PrimalIdx, StandIn]
+    ) -> dict[PrimalIdx, torch.Tensor]:
+        """The gradients that arrived where `gradient_ends` says."""
+        grads: dict[PrimalIdx, torch.Tensor] = {}
+        owners = [idx for idx, ends in self.gradient_ends(row) for _ in ends]
+        for idx, grad in zip(owners, found, strict=True):
+            if grad is not None:
+                grads[idx] = grads[idx] + grad if idx in grads else grad
+        return grads
+
+    def gradient_ends(
+        self, row: Row[PrimalIdx, StandIn]
+    ) -> list[tuple[PrimalIdx, list[torch.Tensor | GradientEdge]]]:
+        """Where gradients arrive: at the leaf of each input, and where that had its end before `set_`."""
+        return [
+            (idx, [stand_in.leaf, *(c.edge for c in self.changes.get(idx, ()) if c.edge is not None)])
+            for idx, stand_in in self.taking_grad(row)
+        ]
 
     def taking_grad(self, row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
         """The inputs that get gradients; leaves that gave that up are leaves once more."""

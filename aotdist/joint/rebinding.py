@@ -18,6 +18,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import (
     FunctionalTensor,
     OpOverload,
+    functional_storage_id,
     functional_value,
     no_modes,
     out_names,
@@ -35,6 +36,8 @@ class Rebinding:
 
     def __init__(self) -> None:
         self._whole: dict[int, tuple[FunctionalTensor, FunctionalTensor]] = {}
+        self.in_more: set[int] = set()
+        """Storages that hold more than the tensors of theirs that the program has."""
         self.does: dict[OpOverload, Callable[..., None]] = {
             _ATEN.set_.default: self.set_to_nothing,
             _ATEN.set_.source_Tensor: self.set_to,
@@ -96,6 +99,8 @@ class Rebinding:
         self._whole[id(tensor)] = tensor, whole
 
     def _is_all_of_its_storage(self, whole: FunctionalTensor) -> bool:
+        if functional_storage_id(whole) in self.in_more:
+            return False
         value = functional_value(whole)
         start = value.storage_offset() * value.element_size()
         return value.untyped_storage().nbytes() == start + whole.numel() * whole.element_size()

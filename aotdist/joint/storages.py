@@ -15,7 +15,8 @@ import torch
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.memory import by_stride, extent
-from aotdist.convention.view_log import ViewLog, another_name
+from aotdist.convention.naming import another_name
+from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs
 from aotdist.program import PrimalIdx
@@ -159,10 +160,11 @@ class Storages:
 class TracedStorage(torch.UntypedStorage):
     """Stands for the storage of a traced tensor."""
 
-    def __new__(cls, *_: Any) -> TracedStorage:
+    def __new__(cls, storages: Storages, tensor: FunctionalTensor) -> TracedStorage:
         """Make it without memory."""
+        make: Any = super().__new__
         with no_modes():
-            return super().__new__(cls, 0)
+            return make(cls, 0)
 
     def __init__(self, storages: Storages, tensor: FunctionalTensor) -> None:
         self.tensor = tensor

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from aotdist.capture.origins import raised_at
 from aotdist.convention.changes import Change, resize_storage
+from aotdist.convention.naming import NAMED
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
@@ -23,7 +25,7 @@ from aotdist.facts import BackwardWrite, DataWritten, Facts, InputFact, NodeOut,
 from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.control_flow import ControlFlow
-from aotdist.joint.inputs import NON_LEAF, Inputs, StandIn
+from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
@@ -148,10 +150,12 @@ def trace(
         results = _value_results(recorder, node_outs, node_tensors)
         sizes, num_changes = storages.sizes(), len(log.changes)
         counters = [stand_in.writes() for stand_in in inputs.row()]
-        takes_grad = metadata.taking_grad(inputs.row())
-        wanted = [stand_in_.leaf for _, stand_in_ in takes_grad]
-        found = _backward(recorder, wanted, node_outs, node_tensors, lifting) if training else []
-        grads = {idx: grad for (idx, _), grad in zip(takes_grad, found, strict=False) if grad is not None}
+        grads: Mapping[PrimalIdx, torch.Tensor] = {}
+        if training:
+            row = inputs.row()
+            wanted = [end for _, ends in metadata.gradient_ends(row) for end in ends]
+            found = _backward(recorder, wanted, node_outs, node_tensors, lifting)
+            grads = metadata.gradients(found, row)
         results += _grad_results(recorder, inputs.row(), grads)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, storages)
         backward_storages = tuple(storages.resized_since(sizes))
@@ -168,7 +172,7 @@ def trace(
         switched_on=metadata.switched_on,
         storages=tuple(sorted({*metadata.moved(inputs.row()), *storages.looked_at()})),
         backward_storages=backward_storages,
-        functions=tuple(name for name in functions if name != NON_LEAF),
+        functions=tuple(name for name in functions if name != NAMED),
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written, symbols), facts, recorder.fake_mode, symbols)
@@ -286,7 +290,7 @@ def _value_results(
 
 def _backward(
     recorder: Recorder,
-    wanted: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor | GradientEdge],
     node_outs: Row[NodeOutIdx, NodeOut],
     tensors: Sequence[torch.Tensor],
     lifting: Lifting,

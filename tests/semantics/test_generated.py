@@ -8,14 +8,15 @@ from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.observation import Around, same_as_eager
-from tests.semantics.programs import RESHAPES, WRITES, Program, programs
+from tests.semantics.programs import MOVES, RESHAPES, WRITES, Program, programs
 
 REFUSALS = (
     "writes through an expanded tensor",
     "reads a tensor's data",
     "is written and shares memory with",
     "size, strides or storage written in place",
-    "its size or strides written in place after the view",
+    "whose size grew in place, or whose storage was replaced, after the view",
+    "a tensor is resized in place, and",
 )
 """What a random program may be refused for."""
 
@@ -72,6 +73,12 @@ def test_in_inference_mode(program):
 @search
 @given(programs(writes=(*WRITES, *RESHAPES)))
 def test_with_writes_of_metadata(program):
+    compare(program)
+
+
+@search
+@given(programs(writes=(*WRITES, *RESHAPES, *MOVES)))
+def test_with_writes_of_storage(program):
     compare(program)
 
 

@@ -214,6 +214,6 @@ def test_a_view_of_what_changes_its_size_afterwards():
         y = x * 2
         row = y[0]
         y.t_()
-        return row, y
+        return row, y, y[0]
 
     same_as_eager(lambda: Scene(program, (leaf(),)))
