@@ -175,7 +175,7 @@ class MetadataWrite:
         args: its other positional arguments; tensors stand there as a `Place`.
         kwargs: its keyword arguments as pairs; they hold no tensors.
         grad: whether grad mode was on.
-        number: which of all such writes of the program it is.
+        number: which of all such writes of the program it is; negative for one that comes after all.
         data: what it holds afterwards, where its storage has more room than before.
     """
 

@@ -614,6 +614,11 @@ def next_sequence_nr() -> int:
     return torch.autograd._get_sequence_nr()
 
 
+def sequence_nr(node: Any) -> int:
+    """The number of an autograd node: no two that one thread makes have the same."""
+    return node._sequence_nr()
+
+
 def running_sequence_nr() -> int | None:
     """The sequence number of the autograd node whose backward is running, or None outside backward."""
     node = torch._C._current_autograd_node()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from aotdist.convention.put import put
 from aotdist.torch_seam import OpOverload
 
 _ATEN = torch.ops.aten
@@ -97,6 +98,11 @@ def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
 def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Let `tensor` lie where `source` does, without its history."""
     torch.ops.aten.set_.source_Tensor(tensor, source.detach())
+
+
+def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let `tensor` have the history of `value`, whose numbers it holds."""
+    put(tensor, None, value, 1)
 
 
 def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:

@@ -154,13 +154,13 @@ class Epilogue:
         def fn(*primals: Any) -> list[Any]:
             with ViewLog() as log:
                 outs = program.fn(*primals)
-            return [held(log, outs) for held in holders]
+            return [held(log, outs, primals) for held in holders]
 
         return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
 
 
-_Held: TypeAlias = Callable[[ViewLog, Sequence[Any]], torch.Tensor]
-"""Finds the tensor that the region returns as one of its values."""
+_Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Sequence[Any]], torch.Tensor]
+"""Finds the tensor that the region returns as one of its values, given the outputs and the inputs."""
 
 
 def _holders(facts: Facts) -> list[_Held]:
@@ -186,6 +186,11 @@ def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact
 
 
 def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
+    if write.number < 0:
+        assert isinstance(write.target, IsInput), "`NodeOutputs.add_history` makes them of inputs"
+        (value,) = write.args
+        found.setdefault(value.value, functools.partial(_moved, write.target.input))
+        return
     for position, given in enumerate(write.args):
         arg = kept[given.number] if isinstance(given, Kept) else given
         if isinstance(arg, Fresh):
@@ -198,29 +203,33 @@ def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Ma
         found.setdefault(write.data, functools.partial(_grown, write.number))
 
 
-def _output(idx: OutIdx, log: ViewLog, outs: Sequence[Any]) -> torch.Tensor:
+def _output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
     return log.as_made(outs[idx])
 
 
-def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any]) -> torch.Tensor:
+def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
     return log.as_made(log.root(outs[idx], set(map(id, outs))).base)
 
 
-def _from_function(idx: OutIdx, log: ViewLog, outs: Sequence[Any]) -> torch.Tensor:
+def _from_function(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
     function = log.root(outs[idx], set(map(id, outs))).function
     assert function is not None, "the trace found one"
     return function
 
 
-def _source(number: int, position: int, log: ViewLog, _outs: Sequence[Any]) -> torch.Tensor:
+def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
     return log.as_made(log.root(log.changes[number].args[position], ()).base)
 
 
-def _target(number: int, log: ViewLog, _outs: Sequence[Any]) -> torch.Tensor:
+def _target(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
     return log.as_made(log.changes[number].tensor)
 
 
-def _grown(number: int, log: ViewLog, _outs: Sequence[Any]) -> torch.Tensor:
+def _moved(idx: PrimalIdx, _log: ViewLog, _outs: Sequence[Any], primals: Sequence[Any]) -> torch.Tensor:
+    return primals[idx]
+
+
+def _grown(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
     grown = log.changes[number].grown
     assert grown is not None, "it grew in the trace"
     return grown

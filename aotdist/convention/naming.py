@@ -33,6 +33,12 @@ def with_history_of(tensor: torch.Tensor, second: Callable[[], torch.Tensor]) ->
         return _Named.apply(tensor, second)
 
 
+def named_history(name: torch.Tensor) -> Any | None:
+    """The history of what `name` is another name for."""
+    node = history_of(name)
+    return None if node is None else node.next_functions[0][0]
+
+
 def another_name(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor of the same memory, with the same history."""
 

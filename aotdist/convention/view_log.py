@@ -282,6 +282,8 @@ class ViewLog(TorchDispatchMode):
             edge=edge,
         )
         self._note(change)
+        if grown is not None and id(tensor) in self._entries:
+            raise _grows_as_a_view()
         if grown is not None:
             views = (entry.view for entry in self._entries.values())
             self._outgrown |= {id(view): view for view in views if self._is_view_of(view, tensor)}
@@ -395,6 +397,15 @@ def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
         ):
             return {"memory_format": memory_format}
     return {}
+
+
+def _grows_as_a_view() -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "a tensor is resized in place, and grows, while another shares its memory",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="clone it first, or make a tensor of the size that you need",
+    )
 
 
 def _outgrown() -> UnsupportedProgram:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aotdist.convention.changes import Change
+from aotdist.convention.changes import Change, give_history
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
     Action,
@@ -30,7 +30,7 @@ from aotdist.facts import (
     ViewOfOutput,
     ViewStep,
 )
-from aotdist.joint.inputs import Inputs
+from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.torch_seam import creation_meta
 
@@ -64,6 +64,13 @@ class NodeOutputs:
         if history:
             self.with_history.add(idx)
         return idx
+
+    def add_history(self, idx: PrimalIdx, stand_in: StandIn) -> None:
+        """Give an input, where it lies in the end, the history that it has there."""
+        slot = Slot("output", f"{stand_in.slot.path}.moved")
+        value = Fresh(self.add(slot, stand_in.tensor, history=True))
+        self.order = (*self.order, MetadataWrite(IsInput(idx), give_history, (value,), (), True, -1))
+        self.bumps[idx] += 1
 
 
 def classify(outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int]) -> NodeOutputs:

@@ -10,13 +10,13 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from aotdist.convention.changes import Change
-from aotdist.convention.naming import NAMED
+from aotdist.convention.naming import NAMED, named_history
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import PrimalIdx, Row
-from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import history_of
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.torch_seam import history_of, sequence_nr
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,29 @@ class Metadata:
         """Whether autograd saw a write to the input, before it lost its history if it did."""
         tensor, grad_fn = stand_in.tensor, history_of(stand_in.tensor)
         for change in self.changes.get(idx, ()):
-            if not change.reshapes() and change.former is not None and change.former.grad_fn is not None:
-                tensor, grad_fn = change.former, change.former.grad_fn.next_functions[0][0]
+            if change.former is not None and (change.moves() or not change.reshapes()):
+                tensor, grad_fn = change.former, named_history(change.former)
                 break
         untouched = None if stand_in.tensor is stand_in.leaf else NAMED
         return tensor.requires_grad and (None if grad_fn is None else grad_fn.name()) != untouched
+
+    def late_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
+        """Whether autograd saw a write to the input where it lies now, rather than where it lay.
+
+        Raises:
+            UnsupportedProgram: it did, and the input is a view, or a wrapper.
+        """
+        moves = [change for change in self.changes.get(idx, ()) if change.moves()]
+        now = history_of(stand_in.tensor)
+        if not moves or now is None or not stand_in.tensor.requires_grad or "NotImplemented" in now.name():
+            return False
+        former = moves[-1].former
+        before = None if former is None else named_history(former)
+        if before is not None and sequence_nr(before) == sequence_nr(now):
+            return False
+        if stand_in.example._base is not None or is_wrapper(stand_in.example):
+            raise refuse(stand_in, "before a write that takes part in the backward")
+        return True
 
     def other_bumps(
         self, idx: PrimalIdx, stand_in: StandIn, repeated: Mapping[PrimalIdx, int], *, written: bool

@@ -231,6 +231,9 @@ def _forward_writes(
     row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata, storages: Storages
 ) -> Row[PrimalIdx, InputFact]:
     """What the forward did to each input; the new values become node outputs, those with history first."""
+    for idx, stand_in in row.enumerate():
+        if metadata.late_history(idx, stand_in):
+            outputs.add_history(idx, stand_in)
     repeated = outputs.bumps
     facts: list[InputFact] = [
         Untouched(metadata.other_bumps(idx, stand_in, repeated, written=False))

@@ -17,6 +17,7 @@ REFUSALS = (
     "size, strides or storage written in place",
     "whose size grew in place, or whose storage was replaced, after the view",
     "a tensor is resized in place, and",
+    "a tensor with history has its sizes written in place under `no_grad`",
 )
 """What a random program may be refused for."""
 

@@ -116,6 +116,7 @@ REFUSALS = (
     "is given as `out=` of an operator",
     "of which the program holds a part only",
     "in another size than its gradient",
+    "before a write that takes part in the backward",
 )
 
 
@@ -171,6 +172,10 @@ TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "data = what is made of both": lambda x, y: (assign(x, x.detach() + y.detach()), x * y)[1],
     "exchanged by data": lambda x, y: (old := x.data, assign(x, y.data), assign(y, old), x * 2, y * 3)[3:],
     "out= resized": lambda x, y: torch.mm(y.detach(), y.detach().t(), out=x),
+    "set_, then written with history": lambda x, y: (x.set_(torch.zeros(2, 3)), x.add_(y), x[0], x * 2)[1:],
+    "data =, then written with history": lambda x, y: (assign(x, x.data * 2), x.mul_(y), x * y)[1:],
+    "resized, then written with history": lambda x, y: (x.resize_(3), x.mul_(y[0]), x * 2)[1:],
+    "larger, then written with history": lambda x, y: (x.resize_(9).fill_(1), x.mul_(y[0, 0]), x * 2)[1:],
     "resize_as_": lambda x, y: x.resize_as_(y[0]) * 2,
     "resized, and one written": lambda x, y: (y.mul_(2), x.resize_(2), x * y[0, 0])[2],
 }  # fmt: skip
