@@ -103,25 +103,6 @@ InputFact: TypeAlias = Untouched | DataWritten
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataWrite:
-    """An input's sizes, strides or history are written in place: `op(input, *args, **kwargs)`.
-
-    Args:
-        input: the input.
-        op: the operator (`aten.t_.default`), `Tensor.detach_` or `Tensor.requires_grad_`.
-        args: its other positional arguments; they hold no tensors.
-        kwargs: its keyword arguments as pairs.
-        grad: whether grad mode was on.
-    """
-
-    input: PrimalIdx
-    op: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    grad: bool
-
-
-@dataclass(frozen=True, slots=True)
 class NotATensor:
     """The output is a Python value, the same at every call."""
 
@@ -170,6 +151,52 @@ OutputFact: TypeAlias = NotATensor | Fresh | IsInput | ViewOfInput | ViewOfInter
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that was made before and kept under this number."""
+
+    number: int
+
+
+Place: TypeAlias = Fresh | IsInput | ViewOfInput | ViewOfIntermediate | ViewOfOutput | Kept
+"""How to get at a tensor outside of the region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A tensor is made, for later: by then its base is something else."""
+
+    number: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataWrite:
+    """Sizes, strides, storage or history are written in place: `op(target, *args, **kwargs)`.
+
+    Args:
+        target: an input, a tensor that the region returns, or (without steps) an output.
+        op: the operator (`aten.t_.default`), or a function that does the same (`Tensor.detach_`).
+        args: its other positional arguments; tensors stand there as a `Place`.
+        kwargs: its keyword arguments as pairs; they hold no tensors.
+        grad: whether grad mode was on.
+        number: which of all such writes of the program it is; negative for one that comes after all.
+        data: what it holds afterwards, where its storage has more room than before.
+    """
+
+    target: Place
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    grad: bool
+    number: int
+    data: NodeOutIdx | None = None
+
+
+Action: TypeAlias = OutIdx | Keep | MetadataWrite
+"""What is done outside of the region, after it."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeOut:
     """One tensor that the autograd node returns.
 
@@ -191,7 +218,7 @@ class OutputView:
     out: OutIdx
 
 
-Place: TypeAlias = Fresh | IsInput | OutputView
+HeldPlace: TypeAlias = Fresh | IsInput | OutputView
 """What a waypoint is to the caller."""
 
 
@@ -210,7 +237,7 @@ class Waypoint:
     """
 
     path: str
-    place: Place
+    place: HeldPlace
     value: NodeOutIdx | None
     total: Recipe | None
     pieces: tuple[Recipe, ...]
@@ -280,14 +307,16 @@ class Facts:
     Args:
         inputs: what happens to each input.
         outputs: what each output is.
-        order: the outputs in the order in which the program made them; views are made again in that order,
-            because autograd adds up the gradients of several views in it.
+        order: outputs, and writes of metadata, in the order in which the program made them. They are made
+            again in that order: a view shows what its base was at the time, and autograd adds up the
+            gradients of several views in it.
         node_outs: what the autograd node returns: fresh outputs, bases of views, new values of inputs.
         recipes: how each input is put together from plain tensors.
         grads: for each input, the recipe of its gradient, or None when it gets none.
         backward_writes: inputs that the backward wrote.
-        metadata: writes to the metadata of inputs, in order.
         switched_on: inputs that the program lets require grad.
+        storages: plain tensors beneath inputs, by position, for which it matters what storage they lie in.
+        backward_storages: those whose storage has another size after the backward, and its bytes.
         functions: names of the user's autograd functions that gradients pass.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which the backward was traced by itself.
@@ -295,13 +324,14 @@ class Facts:
 
     inputs: Row[PrimalIdx, InputFact]
     outputs: Row[OutIdx, OutputFact]
-    order: tuple[OutIdx, ...]
+    order: tuple[Action, ...]
     node_outs: Row[NodeOutIdx, NodeOut]
     recipes: Row[PrimalIdx, Recipe]
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[BackwardWrite, ...]
-    metadata: tuple[MetadataWrite, ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
+    storages: tuple[tuple[PrimalIdx, int], ...] = ()
+    backward_storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
     functions: tuple[str, ...] = ()
     passages: Passages = NO_PASSAGES
     choices: tuple[Choice, ...] = ()
@@ -310,3 +340,7 @@ class Facts:
         """Inputs whose data is written, in forward or backward."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
         return forward | {write.input for write in self.backward_writes}
+
+    def metadata_writes(self) -> list[MetadataWrite]:
+        """Writes of metadata, in order."""
+        return [item for item in self.order if isinstance(item, MetadataWrite)]

@@ -55,7 +55,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 # Lets writes inside of a context leave a tensor's version counter alone.
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version  # noqa: F401
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # Operations as nodes.
@@ -69,6 +69,7 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils import _pytree as pytree  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils.checkpoint import CheckpointFunction as _ReentrantCheckpoint
@@ -108,13 +109,20 @@ def functional_twin(op: OpOverload) -> OpOverload | None:
     return next(fitting, None)
 
 
+def with_defaults(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """`args`, and what the operator's schema gives for those that are not there."""
+    missing = (a for a in op._schema.arguments[len(args) :] if not a.kwarg_only and a.name not in kwargs)
+    return [*args, *(argument.default_value for argument in missing)]
+
+
 @functools.cache
 def out_of_place(op: OpOverload) -> OpOverload | None:
     """The view that an in-place one makes (`t` for `t_`); None for what makes none (`resize_`, `set_`)."""
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    twin = None if packet is None else getattr(packet, op._overloadname, None)
-    return twin if twin is not None and twin is not op and twin.is_view else None
+    twins = [] if packet is None else map(packet.__getattr__, packet.overloads())
+    names = argument_names(op)  # the overload may have another name: `transpose.int` for `transpose_`
+    return next((twin for twin in twins if twin.is_view and argument_names(twin) == names), None)
 
 
 @functools.cache
@@ -122,6 +130,24 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that the operator's schema says it writes."""
     arguments = enumerate(op._schema.arguments)
     return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def out_names(op: OpOverload) -> tuple[str, ...]:
+    """Names of the tensors that an operator writes its results to (`out=`), and may give another size."""
+    return tuple(a.name for a in op._schema.arguments if a.is_out and a.kwarg_only)
+
+
+@functools.cache
+def without_outs(op: OpOverload) -> OpOverload | None:
+    """The operator that makes what this one writes to `out=`; None if there is none."""
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    wanted = [a.name for a in op._schema.arguments if not a.is_out]
+    for overload in map(packet.__getattr__, packet.overloads()):
+        if argument_names(overload) == wanted and not writes_arguments(overload):
+            return overload
+    return None
 
 
 def argument_names(op: OpOverload) -> list[str]:
@@ -332,6 +358,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def torch_functions_off() -> AbstractContextManager[Any]:
+    """No torch-function mode, and no subclass, hears of what is called."""
+    return torch._C.DisableTorchFunction()
+
+
 # --- capture: modules whose call is compiled ------------------------------------------------------
 
 
@@ -500,6 +531,21 @@ def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
         return FunctionalTensor(tensor.elem, mode)
 
 
+def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
+    """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay."""
+    tensor.elem = other.elem
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        if tensor.dtype != other.dtype:
+            tensor.data = other
+            return
+        # `.data =` would make autograd forget the node that takes the gradient of a leaf.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_COUNTS_WRITES):
+            torch.ops.aten.set_.source_Tensor(tensor, other)
+
+
+_COUNTS_WRITES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
 def part_of(
     memory: FunctionalTensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> FunctionalTensor:
@@ -602,6 +648,11 @@ def next_sequence_nr() -> int:
     return torch.autograd._get_sequence_nr()
 
 
+def sequence_nr(node: Any) -> int:
+    """The number of an autograd node: no two that one thread makes have the same."""
+    return node._sequence_nr()
+
+
 def running_node() -> tuple[int | None, str]:
     """Sequence number and name of the autograd node whose backward is running; None outside backward."""
     node = torch._C._current_autograd_node()
@@ -610,7 +661,7 @@ def running_node() -> tuple[int | None, str]:
 
 def run_backward(
     outs: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor | GradientEdge],
     tangents: Sequence[torch.Tensor],
     *,
     retain_graph: bool = False,
@@ -671,10 +722,15 @@ def saved_tensor_hooks_off() -> Generator[None]:
 
 def made_by_custom_function(tensor: torch.Tensor) -> bool:
     """Whether a user's `autograd.Function` made this tensor: its backward must not be replayed away."""
+    return isinstance(history_of(tensor), torch.autograd.function.BackwardCFunction)
+
+
+def history_of(tensor: torch.Tensor) -> Any | None:
+    """The autograd node that made a tensor, if autograd can tell."""
     try:
-        return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+        return tensor.grad_fn
     except RuntimeError:  # a view made under `no_grad`, of a base that was written since
-        return False
+        return None
 
 
 def creation_meta(tensor: torch.Tensor) -> Any:

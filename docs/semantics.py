@@ -50,6 +50,29 @@ def transpose_in_place(x):
     return x * 2
 
 
+def another_storage(x, y):
+    before = x.data
+    row = x[0]
+    x.data = y
+    z = x * 2
+    x.data = before
+    return z, row
+
+
+def freed_after_use(x, shard, w):
+    x.untyped_storage().resize_(4 * shard.numel())
+    x.copy_(shard)
+    y = x * w
+    x.untyped_storage().resize_(0)
+    return y
+
+
+def freed_and_used() -> tuple[torch.Tensor, ...]:
+    x = torch.zeros(4)
+    x.untyped_storage().resize_(0)
+    return x, torch.ones(4), torch.ones(4)
+
+
 def aliased_outputs(x):
     y = x * 2
     row, rest = y.split([1, 2])
@@ -126,6 +149,20 @@ SECTIONS = (
         "afterwards.",
         transpose_in_place,
         lambda: (torch.ones(2, 3),),
+    ),
+    Section(
+        "Other storage",
+        "`set_`, `.data =`, `resize_` and `as_strided_` are repeated, too, among the outputs, in the order "
+        "of the program: a view shows what its base was when it was made.",
+        another_storage,
+        lambda: (torch.ones(2, 2), torch.ones(2, 2)),
+    ),
+    Section(
+        "Storage that is freed and had back",
+        "In the graph there is nothing to free; outside, the storage has the size that it has in eager. What "
+        "was in it in between is no result.",
+        freed_after_use,
+        freed_and_used,
     ),
     Section(
         "Outputs that alias",
@@ -227,7 +264,7 @@ def _facts(facts: Facts, section: Section) -> Iterator[str]:
     for idx, fact in facts.outputs.enumerate():
         if "Returned" not in repr(fact):
             yield f"output {idx}: {_short(fact)}"
-    yield from (_short(write) for write in (*facts.metadata, *facts.backward_writes))
+    yield from (_short(write) for write in (*facts.metadata_writes(), *facts.backward_writes))
 
 
 def _short(fact: Any) -> str:
@@ -240,7 +277,7 @@ def _short(fact: Any) -> str:
 def _steps(value: Any) -> str:
     if isinstance(value, tuple) and value and hasattr(value[0], "pick"):
         return "[" + ", ".join(f"{step.op}{tuple(step.args)}" for step in value) + "]"
-    return str(value)
+    return value.__name__ if inspect.isroutine(value) else str(value)
 
 
 def _code(graph: torch.fx.GraphModule) -> str:

@@ -1,12 +1,14 @@
 """Outputs that are inputs, or views of something, are rebuilt outside of the compiled region.
 
 The region returns bases; views are replayed on them by the operations that made them, so that
-`_base`, shared storage, `grad_fn` and writes through the alias are what eager gives. Source: "Add an
-opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
+`_base`, shared storage, `grad_fn` and writes through the alias are what eager gives. What the program did in
+place to sizes, strides, storages and history is done in between: a view shows what its base was at the time.
+Source: "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, assert_never
@@ -15,14 +17,20 @@ import torch
 
 from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
+from aotdist.convention.metadata import rewrite
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
+    Action,
     Facts,
     Fresh,
     FunctionView,
     IsInput,
+    Keep,
+    Kept,
+    MetadataWrite,
     NotATensor,
     OutputFact,
+    Place,
     Step,
     ViewOfInput,
     ViewOfIntermediate,
@@ -89,19 +97,19 @@ class EpiloguePlan:
 
     Args:
         outputs: what each is.
-        order: in which order to make them.
+        order: in which order to make them, and to write metadata.
     """
 
     outputs: Row[OutIdx, OutputFact]
-    order: tuple[OutIdx, ...]
+    order: tuple[Action, ...]
 
     def lift(self, call: Call) -> Call:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
             outs = Outputs(self, primals, call(primals))
-            for idx in self.order:
-                outs.make(idx)
+            for action in self.order:
+                outs.do(action)
             return outs.in_order()
 
         return lifted
@@ -119,22 +127,34 @@ class Outputs:
     def __init__(self, plan: EpiloguePlan, primals: Sequence[Any], values: Sequence[Any]) -> None:
         self._plan, self._primals, self._values = plan, primals, values
         self._built: dict[OutIdx, Any] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         self._made: dict[int, Any] = {}
 
     def in_order(self) -> list[Any]:
         """All of them, as the program returns them."""
         return [self.make(idx) for idx in self._plan.outputs.indices()]
 
+    def do(self, action: Action) -> None:
+        """Make an output, keep a tensor for later, or write metadata."""
+        match action:
+            case MetadataWrite():
+                args = [self._at(arg) if isinstance(arg, Place) else arg for arg in action.args]
+                data = None if action.data is None else self._values[action.data]
+                rewrite(self._at(action.target), action, args, data)
+            case Keep(number=number, place=place):
+                self._kept[number] = self._at(place)
+            case _:
+                self.make(action)
+
     def make(self, idx: OutIdx) -> Any:
-        """One of them, and first what it is made of."""
+        """One output, and first what it is made of."""
         if idx not in self._built:
-            self._built[idx] = self._new(self._plan.outputs[idx])
+            fact = self._plan.outputs[idx]
+            self._built[idx] = fact.value if isinstance(fact, NotATensor) else self._at(fact)
         return self._built[idx]
 
-    def _new(self, fact: OutputFact) -> Any:
-        match fact:
-            case NotATensor(value=value):
-                return value
+    def _at(self, place: Place) -> torch.Tensor:
+        match place:
             case Fresh(value=value):
                 return self._values[value]
             case IsInput(input=source):
@@ -145,8 +165,10 @@ class Outputs:
                 return replay(self._values[base], steps, self._values, self._made)
             case ViewOfOutput(base=base, steps=steps):
                 return replay(self.make(base), steps, self._values, self._made)
+            case Kept(number=number):
+                return self._kept[number]
             case _:
-                assert_never(fact)
+                assert_never(place)
 
 
 class Epilogue:
@@ -159,40 +181,85 @@ class Epilogue:
         def fn(*primals: Any) -> list[Any]:
             with ViewLog() as log:
                 outs = program.fn(*primals)
-            returned = {id(out) for out in outs}
-            return [hold(outs[idx], returned, log) for idx, hold in holders]
+            return [held(log, outs, primals) for held in holders]
 
         return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
 
 
-_Hold: TypeAlias = Callable[[torch.Tensor, Container[int], ViewLog], Any]
+_Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Sequence[Any]], torch.Tensor]
+"""Finds the tensor that the region returns as one of its values, given the outputs and the inputs."""
 
 
-def _holders(facts: Facts) -> list[tuple[OutIdx, _Hold]]:
-    """For each value, an output that tells it, and how."""
-    found: dict[NodeOutIdx, tuple[OutIdx, _Hold]] = {}
+def _holders(facts: Facts) -> list[_Held]:
+    """How to find each value: as an output, as the base of one, or as what a write of metadata speaks of."""
+    found: dict[NodeOutIdx, _Held] = {}
     for idx, fact in facts.outputs.enumerate():
-        if isinstance(fact, Fresh):
-            found[fact.value] = (idx, _itself)
-        if isinstance(fact, ViewOfIntermediate):
-            found.setdefault(fact.base, (idx, _base))
-        if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
-            for step in fact.steps:
-                if isinstance(step, FunctionView):
-                    found.setdefault(step.value, (idx, _from_function))
+        _add_of_output(found, idx, fact)
+    kept = {item.number: item.place for item in facts.order if isinstance(item, Keep)}
+    for write in facts.metadata_writes():
+        _add_of_write(found, write, kept)
     return [found[NodeOutIdx(position)] for position in range(len(found))]
 
 
-def _itself(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
-    return out
+def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact) -> None:
+    if isinstance(fact, Fresh):
+        found[fact.value] = functools.partial(_output, idx)
+    if isinstance(fact, ViewOfIntermediate):
+        found.setdefault(fact.base, functools.partial(_base_of_output, idx))
+    if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
+        for step in fact.steps:
+            if isinstance(step, FunctionView):
+                found.setdefault(step.value, functools.partial(_from_function, idx))
 
 
-def _base(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
-    return log.root(out, returned).base
+def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
+    if write.number < 0:
+        assert isinstance(write.target, IsInput), "`NodeOutputs.add_history` makes them of inputs"
+        (value,) = write.args
+        found.setdefault(value.value, functools.partial(_moved, write.target.input))
+        return
+    for position, given in enumerate(write.args):
+        arg = kept[given.number] if isinstance(given, Kept) else given
+        if isinstance(arg, Fresh):
+            found.setdefault(arg.value, functools.partial(_source, write.number, position))
+        elif isinstance(arg, ViewOfIntermediate):
+            found.setdefault(arg.base, functools.partial(_source, write.number, position))
+    if isinstance(write.target, Fresh):
+        found.setdefault(write.target.value, functools.partial(_target, write.number))
+    if write.data is not None:
+        found.setdefault(write.data, functools.partial(_grown, write.number))
 
 
-def _from_function(out: torch.Tensor, returned: Container[int], log: ViewLog) -> Any:
-    return log.root(out, returned).function
+def _output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(outs[idx])
+
+
+def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(log.root(outs[idx], set(map(id, outs))).base)
+
+
+def _from_function(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
+    function = log.root(outs[idx], set(map(id, outs))).function
+    assert function is not None, "the trace found one"
+    return function
+
+
+def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(log.root(log.changes[number].args[position], ()).base)
+
+
+def _target(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
+    return log.as_made(log.changes[number].tensor)
+
+
+def _moved(idx: PrimalIdx, _log: ViewLog, _outs: Sequence[Any], primals: Sequence[Any]) -> torch.Tensor:
+    return primals[idx]
+
+
+def _grown(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
+    grown = log.changes[number].grown
+    assert grown is not None, "it grew in the trace"
+    return grown
 
 
 EPILOGUE = Epilogue()

@@ -69,6 +69,13 @@ def extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
+def by_stride(size: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dimensions from the largest stride to the smallest, after those of size 1, which lie anywhere."""
+    return sorted(
+        range(len(size)), key=lambda dim: (bool(size[dim] > 1), -stride[dim] if size[dim] > 1 else 0)
+    )
+
+
 def start_of(tensor: torch.Tensor) -> int:
     """Offset of the first element, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Writes to what an input is, rather than to what it holds: `t_`, `squeeze_`, `detach_`, `requires_grad_`.
+"""Writes to what a tensor is, rather than to what it holds: `t_`, `resize_`, `set_`, `requires_grad_`.
 
 They are done to the user's tensor, outside of the region and in the order of the program, by the very
 operations that the program used. The region sees the tensor as it was: new data comes back, and is written,
@@ -14,54 +14,56 @@ from typing import Any
 import torch
 
 from aotdist.convention.layer import Call
-from aotdist.facts import Facts, MetadataWrite
+from aotdist.facts import Facts, IsInput, MetadataWrite
 from aotdist.program import PrimalIdx, Program
+from aotdist.subclasses.protocol import plain_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataPlan:
-    """What to do to inputs.
+class SwitchedOn:
+    """Inputs that begin to require grad.
 
     Args:
-        switched_on: inputs that begin to require grad: before the call, which is to give them gradients.
-        writes: what to do after it, in order.
+        inputs: which; before the call, which is to give them gradients.
     """
 
-    switched_on: tuple[PrimalIdx, ...]
-    writes: tuple[MetadataWrite, ...]
+    inputs: tuple[PrimalIdx, ...]
 
     def lift(self, call: Call) -> Call:
-        """Do it."""
+        """Switch it on."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            for idx in self.switched_on:
+            for idx in self.inputs:
                 primals[idx].requires_grad_()
-            outs = call(primals)
-            for write in self.writes:
-                rewrite(primals[write.input], write)
-            return outs
+            return call(primals)
 
         return lifted
 
 
-def rewrite(tensor: torch.Tensor, write: MetadataWrite) -> None:
-    """Do one such write to `tensor`."""
+def rewrite(
+    tensor: torch.Tensor, write: MetadataWrite, args: Sequence[Any], data: torch.Tensor | None = None
+) -> None:
+    """Do one write of metadata to `tensor`, with `args` in the place of the write's own."""
     with torch.set_grad_enabled(write.grad):
-        write.op(tensor, *write.args, **dict(write.kwargs))
+        write.op(tensor, *args, **dict(write.kwargs))
+    if data is not None:
+        for plain, value in zip(plain_tensors(tensor), plain_tensors(data), strict=True):
+            plain.data.copy_(value)
 
 
 class Metadata:
     """See `aotdist.convention.layer.Layer`."""
 
-    def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], MetadataPlan]:
-        """The inner program does it to other names for the same tensors."""
-        changed = {write.input for write in facts.metadata}
+    def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], SwitchedOn]:
+        """The inner program writes the metadata of other names for the same tensors."""
+        targets = (write.target for write in facts.metadata_writes())
+        changed = {target.input for target in targets if isinstance(target, IsInput)}
 
         def fn(*primals: Any) -> list[Any]:
             own = [p.view_as(p) if PrimalIdx(k) in changed else p for k, p in enumerate(primals)]
             return program.fn(*own)
 
-        return Program(fn, program.ins, program.examples), MetadataPlan(facts.switched_on, facts.metadata)
+        return Program(fn, program.ins, program.examples), SwitchedOn(facts.switched_on)
 
 
 METADATA = Metadata()

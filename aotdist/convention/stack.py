@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aotdist.convention.epilogue import EPILOGUE, EpiloguePlan
-from aotdist.convention.metadata import METADATA, MetadataPlan
+from aotdist.convention.metadata import METADATA, SwitchedOn
 from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN, DifferentiableWrites, PlainWrites
 from aotdist.convention.rng import FUNCTIONAL_RNG, HIDDEN_STATE, RngPlan
 from aotdist.convention.subclass import UNWRAP, UnwrapPlan
@@ -18,7 +18,7 @@ class Plans:
     """What undoes the layers at run time. The first three act outside of the autograd node."""
 
     epilogue: EpiloguePlan
-    metadata: MetadataPlan
+    switched_on: SwitchedOn
     writes: DifferentiableWrites
     unwrap: UnwrapPlan
     plain_writes: PlainWrites
@@ -36,11 +36,11 @@ def lower_all(
         functional_rng: whether the graph takes a seed and an offset.
     """
     inner, epilogue = EPILOGUE.lower(program, facts)
-    inner, metadata = METADATA.lower(inner, facts)
+    inner, switched_on = METADATA.lower(inner, facts)
     inner, writes = DIFFERENTIABLE.lower(inner, facts)
     plain, unwrap = UNWRAP.lower(inner, facts)
     functional, plain_writes = PLAIN.lower(plain, facts)
     if not functional_rng:
-        return functional, Plans(epilogue, metadata, writes, unwrap, plain_writes)
+        return functional, Plans(epilogue, switched_on, writes, unwrap, plain_writes)
     pure, rng = FUNCTIONAL_RNG.lower(functional, facts)
-    return pure, Plans(epilogue, metadata, writes, unwrap, plain_writes, rng)
+    return pure, Plans(epilogue, switched_on, writes, unwrap, plain_writes, rng)

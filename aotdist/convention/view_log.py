@@ -8,14 +8,18 @@ and `detach` too, where autograd itself forgets what a view was made of.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import enable_reentrant_dispatch
 
 from aotdist.capture.origins import Origins
+from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
+from aotdist.convention.naming import another_name
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
@@ -24,11 +28,15 @@ from aotdist.torch_seam import (
     OpOverload,
     TorchDispatchMode,
     broken_up,
+    history_of,
     is_left_whole_in_inference,
     is_operator,
     made_by_custom_function,
     memory_of,
+    out_names,
     out_of_place,
+    storage_id,
+    torch_functions_off,
     writes_arguments,
 )
 
@@ -39,6 +47,14 @@ _LIKE_ANOTHER = {
     torch.ops.aten.expand_as.default: torch.ops.aten.broadcast_to.default,
 }
 """What does the same without a second tensor; only in inference mode they come here whole."""
+_SET = torch.ops.aten.set_.source_Tensor
+_FROM_STORAGES = frozenset(
+    {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+)
+_SETS = frozenset({_SET, torch.ops.aten.set_.default})
+_RESIZE = torch.ops.aten.resize_.default
+_RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
+_GROWING = frozenset[Any]({_RESIZE, resize_as_out})
 _LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` does with its data; to the program the result is no view of anything."""
 
@@ -48,7 +64,7 @@ class _Entry:
     view: torch.Tensor  # held, so that its id stays its own
     base: torch.Tensor
     steps: tuple[ViewStep, ...]
-    base_changed: bool = False  # the base has had its own size or strides written since
+    made: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +84,17 @@ class Root:
     function: torch.Tensor | None = None
     after: tuple[ViewStep, ...] = ()
 
+    def all_steps(self) -> tuple[ViewStep, ...]:
+        """How, from the base to the view."""
+        return (*self.steps, *self.after)
 
-@dataclass(frozen=True, slots=True)
-class ChangeOfMetadata:
-    """Sizes, strides or history written in place: `op(tensor, *args, **kwargs)`.
 
-    Args:
-        tensor: what was written.
-        size: its sizes before.
-        op: the operator.
-        args: its other positional arguments.
-        kwargs: its keyword arguments as pairs.
-        grad: whether grad mode was on.
-    """
+class Storages(Protocol):
+    """What is known of the storages of traced tensors."""
 
-    tensor: torch.Tensor
-    size: torch.Size
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    grad: bool
+    def part(self, storage: Any, dtype: torch.dtype, *where: Any, **more: Any) -> torch.Tensor:
+        """A tensor that lies in a storage as `set_` says."""
+        ...
 
 
 class ViewLog(TorchDispatchMode):
@@ -98,8 +105,12 @@ class ViewLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._entries: dict[int, _Entry] = {}
+        self._outgrown: dict[int, torch.Tensor] = {}
+        self._moved: dict[int, torch.Tensor] = {}
         self._serials = itertools.count()
-        self.metadata: list[ChangeOfMetadata] = []
+        self.storages: Storages | None = None
+        self._as_made: dict[int, torch.Tensor] = {}
+        self.changes: list[Change] = []
 
     def __torch_dispatch__(
         self,
@@ -119,20 +130,18 @@ class ViewLog(TorchDispatchMode):
                 return broken_up(func, *args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
             self._refuse_overlapping_write(func, args[0])
-        in_place = torch.Tag.inplace_view in getattr(func, "tags", ())
-        size = args[0].size() if in_place else torch.Size()
-        with _as_what_is_viewed(func, args):
-            result = func(*args, **kwargs)
-        if whole:
-            if _share_memory(args[0], result):  # `reshape`, `to` and `dropout` do so where they can
+        if self._outgrown:
+            self._refuse_outgrown((*args, *kwargs.values()))
+        if whole or (getattr(func, "is_view", False) and func is not _LIFT):
+            with _as_what_is_viewed(func, args):
+                result = func(*args, **kwargs)
+            if not whole or _share_memory(args[0], result):  # `reshape`, `to`, `dropout` do where they can
                 self._log(func, args, kwargs, result)
-        elif getattr(func, "is_view", False) and func is not _LIFT:
-            self._log(func, args, kwargs, result)
-        elif in_place:
-            self._log_in_place(func, args, kwargs)
-            grad = torch.is_grad_enabled()
-            self.metadata.append(ChangeOfMetadata(args[0], size, func, args[1:], tuple(kwargs.items()), grad))
-        return result
+            return result
+        if torch.Tag.inplace_view in getattr(func, "tags", ()):
+            return self._log_in_place(func, args, kwargs)
+        results = out_names(func) if is_operator(func) else ()
+        return self._log_outs(func, args, kwargs, results) if results else func(*args, **kwargs)
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         base, *rest = args
@@ -143,7 +152,7 @@ class ViewLog(TorchDispatchMode):
         for pick, view in picks:
             if view is not base:
                 step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
-                self._entries[id(view)] = _Entry(view, base, (step,))
+                self._entries[id(view)] = _Entry(view, base, (step,), next(self._serials))
 
     def made_by_data(self, view: torch.Tensor) -> None:
         """`view` was made by `.data`, which looks like `detach` from here."""
@@ -152,25 +161,150 @@ class ViewLog(TorchDispatchMode):
             steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
             self._entries[id(view)] = replace(entry, steps=steps)
 
-    def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`view.t_()`: the view is one more step away from its base, and views of it are not."""
+        op, do = func, func
+        if func in _FROM_STORAGES:
+            args = (args[0], self._in_storage(args[1], args[0].dtype, *args[2:], **kwargs))
+            op, do, kwargs = set_memory, _SET, {}
         changed, *rest = args
+        size, stride = changed.size(), changed.stride()
+        former = None if func in INVERSES else another_name_from_below(changed)
+        edge = _edge_of_leaf(changed) if do in _SETS else None
+        result = do(*args, **kwargs)
+        if func in _RESIZES:
+            if changed.size() == size and changed.stride() == stride:
+                return result
+            op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
+        change = self._change(changed, size, op, rest, kwargs, bumps=1, former=former, edge=edge)
         twin = out_of_place(func)
         entry = self._entries.get(id(changed))
-        for other in [other for other in self._entries.values() if other.base is changed]:
-            if entry is None or twin is None:
-                rebased = replace(other, base_changed=True)
-            else:
-                rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
+        for other in [other for other in self._entries.values() if other.base is changed and entry]:
+            assert entry is not None
+            rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
             self._entries[id(other.view)] = rebased
         if entry is not None and twin is not None:
-            grad = torch.is_grad_enabled()
-            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad),)
+            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, change.grad, change.serial),)
             if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
-                steps = (*steps, ViewStep(_DETACH, (), (), None, grad, next(self._serials)))
+                steps = (*steps, ViewStep(_DETACH, (), (), None, change.grad, next(self._serials)))
             self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))
-        elif entry is not None:
-            self._entries[id(changed)] = replace(entry, base_changed=True)
+        return result
+
+    def _in_storage(self, *where: Any, **more: Any) -> torch.Tensor:
+        assert self.storages is not None, "a trace has them"
+        with self, torch.no_grad(), torch_functions_off():
+            return self.storages.part(*where, **more)
+
+    def _log_outs(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
+    ) -> Any:
+        """An operator may give its `out=` another size."""
+        outs = [kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)]
+        before = [(out.size(), another_name(out)) for out in outs]
+        result = func(*args, **kwargs)
+        for out, (size, former) in zip(outs, before, strict=True):
+            _refuse_resized_inside(out, former)
+            if out.size() != size:
+                shape = [tuple(out.size()), out.stride()]
+                self._change(out, size, resize_as_out, shape, {}, bumps=1, former=former)
+        return result
+
+    def move(self, tensor: torch.Tensor, op: Callable[..., Any], do: Callable[[], None], *args: Any) -> None:
+        """Call `do()`, which is `op(tensor, *args)`, and note that the tensor has other memory then."""
+        size, former = tensor.size(), self._name(tensor)
+        do()
+        self._change(tensor, size, op, args, {}, bumps=0, former=former)
+
+    def _name(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another name for what the program has, which the log forgets."""
+        name = another_name(tensor)
+        self._entries.pop(id(name), None)
+        return name
+
+    def resize_storage(
+        self, tensor: torch.Tensor, op: Callable[..., Any], num_bytes: int, refill: torch.Tensor | None
+    ) -> None:
+        """Note that the storage of a tensor has another size; `refill` names what it holds from now on."""
+        if refill is not None:
+            self._entries.pop(id(refill), None)
+        former = self._name(tensor)
+        self._note(
+            Change(
+                tensor=tensor,
+                serial=next(self._serials),
+                size=tensor.size(),
+                op=op,
+                args=(num_bytes,),
+                former=former,
+                grown=refill,
+            )
+        )
+
+    def base_on(self, storage: int) -> torch.Tensor | None:
+        """A tensor, itself no view, that lies in a storage, if views were made of any."""
+        for entry in self._entries.values():
+            if id(entry.base) not in self._entries and storage_id(entry.base) == storage:
+                return entry.base
+        return None
+
+    def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
+        """Call `op(tensor, *args)`, which changes its history, and note it."""
+        before = tensor.requires_grad, history_of(tensor) is None
+        former = self._name(tensor) if history_of(tensor) is not None else None
+        op(tensor, *args)
+        if before != (tensor.requires_grad, history_of(tensor) is None):
+            self._change(tensor, tensor.size(), op, args, {}, bumps=0, former=former)
+
+    def _change(
+        self,
+        tensor: torch.Tensor,
+        size: torch.Size,
+        op: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        bumps: int,
+        former: torch.Tensor | None,
+        edge: GradientEdge | None = None,
+    ) -> Change:
+        grown = another_name(tensor) if op in _GROWING and tensor.numel() > size.numel() else None
+        change = Change(
+            tensor=tensor,
+            serial=next(self._serials),
+            size=size,
+            op=op,
+            args=tuple(args),
+            kwargs=tuple(kwargs.items()),
+            grad=torch.is_grad_enabled(),
+            bumps=bumps,
+            former=former,
+            grown=grown,
+            edge=edge,
+        )
+        self._note(change)
+        if grown is not None and id(tensor) in self._entries:
+            raise _grows_as_a_view()
+        if grown is not None:
+            views = (entry.view for entry in self._entries.values())
+            self._outgrown |= {id(view): view for view in views if self._is_view_of(view, tensor)}
+        return change
+
+    def _note(self, change: Change) -> None:
+        self.changes.append(change)
+        if change.moves() and id(change.tensor) in self._entries:
+            self._moved[id(change.tensor)] = change.tensor
+
+    def _is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        entry = self._entries.get(id(view))
+        while entry is not None and entry.base is not base:
+            entry = self._entries.get(id(entry.base))
+        return entry is not None
+
+    def _refuse_outgrown(self, values: Sequence[Any]) -> None:
+        for value in values:
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if id(tensor) in self._outgrown:
+                    raise _outgrown()
 
     def _refuse_overlapping_write(self, func: OpOverload, target: Any) -> None:
         """Raise for a write into memory that one of the tensor's bases shows several times.
@@ -192,7 +326,23 @@ class ViewLog(TorchDispatchMode):
 
     def made(self, tensor: torch.Tensor) -> int:
         """When a view was made, as a number that grows; before all others for what is no view."""
-        return next((k for k, view in enumerate(self._entries) if view == id(tensor)), -1)
+        entry = self._entries.get(id(tensor))
+        return -1 if entry is None else entry.made
+
+    def changes_of(self, tensor: torch.Tensor) -> list[Change]:
+        """What was done in place to a tensor, in order."""
+        return [change for change in self.changes if change.tensor is tensor]
+
+    def as_made(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor as it was before all that was done to it in place; the same object at every call."""
+        known = self._as_made.get(id(tensor))
+        if known is None:
+            known = tensor
+            with torch.enable_grad():
+                for change in reversed(self.changes_of(tensor)):
+                    known = change.before(known)
+            self._as_made[id(tensor)] = known
+        return known
 
     def root(self, tensor: torch.Tensor, known: Container[int]) -> Root:
         """What `tensor` is a view of in the end, and how.
@@ -205,18 +355,65 @@ class ViewLog(TorchDispatchMode):
         while entry is not None:
             if found.function is None and made_by_custom_function(found.base):
                 found = replace(found, function=found.base, steps=(), after=found.steps)
-            if entry.base_changed:
-                raise _changed_under_a_view()
+            if id(found.base) in self._outgrown or id(entry.base) in self._moved:
+                raise _outgrown()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))
             entry = None if id(found.base) in known else self._entries.get(id(found.base))
         return found
 
 
-def _changed_under_a_view() -> UnsupportedProgram:
+def _edge_of_leaf(tensor: torch.Tensor) -> GradientEdge | None:
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return None
+    with enable_reentrant_dispatch(), torch.enable_grad():
+        return get_gradient_edge(tensor)
+
+
+def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, from where autograd has been left behind."""
+    with enable_reentrant_dispatch():
+        return another_name(tensor)
+
+
+def _refuse_resized_inside(out: torch.Tensor, former: torch.Tensor) -> None:
+    """Refuse a wrapper that does not have the sizes of what is in it any more: eager leaves it so."""
+    inside = zip(plain_tensors(out), plain_tensors(former), strict=True)
+    if is_wrapper(out) and any(plain.size() != before.size() for plain, before in inside):
+        raise UnsupportedProgram(
+            f"a {type(out).__name__} is given as `out=` of an operator whose result has another size",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="give it the size of the result before",
+        )
+
+
+def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        dims = 4 if memory_format is torch.channels_last else 5
+        if (
+            tensor.dim() == dims
+            and not tensor.is_contiguous()
+            and tensor.is_contiguous(memory_format=memory_format)
+        ):
+            return {"memory_format": memory_format}
+    return {}
+
+
+def _grows_as_a_view() -> UnsupportedProgram:
     return UnsupportedProgram(
-        "a view is returned of a tensor that has its size or strides written in place after the view",
+        "a tensor is resized in place, and grows, while another shares its memory",
+        where=Origins().current() or None,
         stage="joint",
-        fix="use the function that is not in place (`t` for `t_`), or make the view afterwards",
+        fix="clone it first, or make a tensor of the size that you need",
+    )
+
+
+def _outgrown() -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "a view is used of a tensor whose size grew in place, or whose storage was replaced, after the view",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="make the view afterwards, or resize the tensor before the compiled function",
     )
 
 

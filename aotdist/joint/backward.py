@@ -13,11 +13,12 @@ from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.data import refusing_what_needs_data
-from aotdist.joint.inputs import Lifting, StandIn
+from aotdist.joint.lifting import Lifting
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import (
@@ -70,7 +71,7 @@ class Backward:
         recorder: records.
         node_outs: what the program returns.
         ends: those that are differentiable.
-        takes_grad: the inputs that may get gradients.
+        wanted: for each input that may get gradients, where they arrive: first of all at its leaf.
         lifting: the mode that the program ran in.
     """
 
@@ -79,13 +80,13 @@ class Backward:
         recorder: Recorder,
         node_outs: Row[NodeOutIdx, NodeOut],
         ends: Sequence[End],
-        takes_grad: Sequence[tuple[PrimalIdx, StandIn]],
+        wanted: Sequence[tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]],
         lifting: Lifting,
     ) -> None:
         recorder.phase = "backward"
-        self._ends, self._takes_grad, self._lifting = ends, takes_grad, lifting
+        self._ends, self._wanted, self._lifting = ends, wanted, lifting
         self._autocast = recorder.backward_autocast
-        if ends and not takes_grad:
+        if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
         self._tangents = {idx: _tangent(recorder, node_outs[idx], tensor) for idx, tensor in ends}
         functions = custom_functions([tensor for _, tensor in ends])
@@ -94,7 +95,8 @@ class Backward:
     def choices(self) -> list[tuple[NodeOutIdx, ...]]:
         """The choices of results for which the backward has to be traced by itself."""
         indices = [idx for idx, _ in self._ends]
-        tensors = [*(tensor for _, tensor in self._ends), *(one.leaf for _, one in self._takes_grad)]
+        tensors = [tensor for _, tensor in self._ends]
+        tensors += [end for _, ends in self._wanted for end in ends if isinstance(end, torch.Tensor)]
         if not 1 < len(indices) <= _MOST_CHOICES or (is_linear(self._ends) and not _mixes_kinds(tensors)):
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
@@ -111,13 +113,16 @@ class Backward:
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
         if not ends:
             return {}
-        wanted = [stand_in.leaf for _, stand_in in self._takes_grad]
+        owners, wanted = zip(*((idx, end) for idx, ends in self._wanted for end in ends), strict=True)
         tangents = [self._tangents[idx] for idx, _ in ends]
         run = run_accumulating_backward if self._accumulates else run_backward
         with self._autocast(), self._lifting, refusing_what_needs_data(), _naming_failures():
             found = run([tensor for _, tensor in ends], wanted, tangents, retain_graph=again)
-        pairs = zip(self._takes_grad, found, strict=True)
-        return {idx: grad for (idx, _), grad in pairs if grad is not None}
+        grads: dict[PrimalIdx, torch.Tensor] = {}
+        for idx, grad in zip(owners, found, strict=True):
+            if grad is not None:
+                grads[idx] = grads[idx] + grad if idx in grads else grad
+        return grads
 
 
 @contextmanager

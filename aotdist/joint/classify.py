@@ -1,26 +1,37 @@
-"""Says of each output what it is: fresh, an input, or a view of which tensor by which steps."""
+"""Says of each output what it is: fresh, an input, or a view of which tensor by which steps.
+
+And of each write of metadata that shows outside, what it is done to, and with what.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
+from aotdist.convention.changes import Change, give_history
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
+    Action,
     Fresh,
     FunctionView,
     IsInput,
+    Keep,
+    Kept,
+    MetadataWrite,
     NotATensor,
     OutputFact,
+    Place,
     Step,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
+    ViewStep,
 )
-from aotdist.joint.inputs import Inputs
-from aotdist.program import NodeOutIdx, OutIdx, Slot
+from aotdist.joint.inputs import Inputs, StandIn
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.torch_seam import creation_meta
 
 
@@ -31,8 +42,9 @@ class NodeOutputs:
         self.slots: list[Slot] = []
         self.tensors: list[torch.Tensor] = []
         self.facts: list[OutputFact] = []
-        self.order: tuple[OutIdx, ...] = ()
+        self.order: tuple[Action, ...] = ()
         self.with_history: set[NodeOutIdx] = set()
+        self.bumps: Counter[PrimalIdx] = Counter()
         self._known: dict[int, NodeOutIdx] = {}
 
     def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
@@ -53,52 +65,176 @@ class NodeOutputs:
             self.with_history.add(idx)
         return idx
 
+    def add_history(self, idx: PrimalIdx, stand_in: StandIn) -> None:
+        """Give an input, where it lies in the end, the history that it has there."""
+        slot = Slot("output", f"{stand_in.slot.path}.moved")
+        value = Fresh(self.add(slot, stand_in.tensor, history=True))
+        self.order = (*self.order, MetadataWrite(IsInput(idx), give_history, (value,), (), True, -1))
+        self.bumps[idx] += 1
 
-def classify(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> NodeOutputs:
+
+def classify(outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int]) -> NodeOutputs:
     """The fact of every output, and the tensors that the node must return for them.
 
     Args:
         outs: flat results of the traced function.
         inputs: the stand-ins that it was given.
-        log: the views that were made meanwhile.
+        log: the views that were made meanwhile, and the writes of metadata.
+        written: which of the latter, by number, to do outside to inputs.
     """
-    node = NodeOutputs()
-    first: dict[int, OutIdx] = {}
-    for position, out in enumerate(outs):
-        if isinstance(out, torch.Tensor):
-            first.setdefault(id(out), OutIdx(position))
-    for position, out in enumerate(outs):
-        node.facts.append(_classify_one(OutIdx(position), out, first, inputs, log, node))
-    made = [log.made(out) if isinstance(out, torch.Tensor) else -1 for out in outs]
-    node.order = tuple(sorted(map(OutIdx, range(len(outs))), key=made.__getitem__))
-    return node
+    return _Classifier(outs, inputs, log, written).classified()
 
 
-def _classify_one(
-    position: OutIdx, out: Any, first: dict[int, OutIdx], inputs: Inputs, log: ViewLog, node: NodeOutputs
-) -> OutputFact:
-    if not isinstance(out, torch.Tensor):
-        return NotATensor(out)
-    as_input = inputs.index_of(out)
-    if as_input is not None:
-        return IsInput(as_input)
-    if first[id(out)] != position:
-        return ViewOfOutput(first[id(out)], ())
-    root = log.root(out, first)
-    slot = Slot("output", f"out[{position}]")
-    if root.base is out:
-        return Fresh(node.add(slot, out, history=out.requires_grad))
-    steps: tuple[Step, ...] = root.steps
-    if root.function is not None:
-        value = node.add(slot, root.function, history=True)
+_LATER = 1 << 62
+"""After all views and changes."""
+
+
+class _Classifier:
+    def __init__(self, outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int]) -> None:
+        self._outs, self._inputs, self._log, self._written = outs, inputs, log, written
+        self._node = NodeOutputs()
+        self._first: dict[int, OutIdx] = {}
+        for position, out in enumerate(outs):
+            if isinstance(out, torch.Tensor):
+                self._first.setdefault(id(out), OutIdx(position))
+        self._replayed: set[int] = set()
+        self._kept: list[tuple[int, Keep]] = []
+        while self._finds_more_to_replay():
+            pass
+
+    def classified(self) -> NodeOutputs:
+        node = self._node
+        for position, out in enumerate(self._outs):
+            node.facts.append(self._output(OutIdx(position), out))
+        made: list[tuple[int, Action]] = [
+            (self._time(out), OutIdx(position)) for position, out in enumerate(self._outs)
+        ]
+        for number, change in enumerate(self._log.changes):
+            target = self._target(number, change)
+            if target is not None:
+                if isinstance(target, ViewOfOutput):
+                    self._count_bumps(change)
+                made.append((change.serial, self._write(number, change, target)))
+        node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
+        return node
+
+    def _finds_more_to_replay(self) -> bool:
+        """Look for intermediates to return as they were made, whose changes are repeated outside.
+
+        Those that a view is returned of, made before a change, and those that lie elsewhere now.
+        """
+        before = len(self._replayed)
+        for tensor, time in self._seen_outside():
+            root = self._log.root(tensor, self._first)
+            steps, changes = root.all_steps(), self._log.changes_of(root.base)
+            seen = steps[0].serial if steps else time
+            if any(change.moves() or change.serial > seen for change in changes):
+                self._replayed.add(id(root.base))
+        return len(self._replayed) > before
+
+    def _seen_outside(self) -> list[tuple[torch.Tensor, int]]:
+        """Tensors that are looked at outside, and when."""
+        seen = [(out, _LATER) for out in self._outs if isinstance(out, torch.Tensor)]
+        for number, change in enumerate(self._log.changes):
+            if self._is_done_outside(number, change):
+                seen += [(arg, change.serial) for arg in change.args if isinstance(arg, torch.Tensor)]
+        return seen
+
+    def _is_done_outside(self, number: int, change: Change) -> bool:
+        key = id(change.tensor)
+        if self._inputs.index_of(change.tensor) is not None:
+            return number in self._written
+        return key in self._replayed or (key in self._first and change.moves())
+
+    def _target(self, number: int, change: Change) -> Place | None:
+        if not self._is_done_outside(number, change):
+            return None
+        as_input = self._inputs.index_of(change.tensor)
+        if as_input is not None:
+            return IsInput(as_input)
+        if id(change.tensor) in self._first:
+            return ViewOfOutput(self._first[id(change.tensor)], ())
+        return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
+
+    def _count_bumps(self, change: Change) -> None:
+        """A view has the version counter of its base."""
+        of_input = self._inputs.index_of(self._log.root(change.tensor, ()).base)
+        if of_input is not None:
+            self._node.bumps[of_input] += change.bumps
+
+    def _write(self, number: int, change: Change, target: Place) -> MetadataWrite:
+        args = tuple(
+            self._source(number, change.serial, arg) if isinstance(arg, torch.Tensor) else arg
+            for arg in change.args
+        )
+        data = None
+        if change.grown is not None:
+            data = self._node.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
+        return MetadataWrite(target, change.op, args, change.kwargs, change.grad, number, data)
+
+    def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
+        """Where a tensor is to be found whose storage another takes over."""
+        root = self._log.root(tensor, ())
+        steps, changes = root.all_steps(), self._log.changes_of(root.base)
+        place = self._place(number, root.base, steps)
+        if not steps or all(not steps[0].serial < change.serial < now for change in changes):
+            return place
+        self._kept.append((steps[0].serial, Keep(len(self._kept), place)))
+        return Kept(len(self._kept) - 1)
+
+    def _place(self, number: int, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> Place:
+        as_input = self._inputs.index_of(base)
+        if as_input is not None:
+            return ViewOfInput(as_input, steps) if steps else IsInput(as_input)
+        value = self._value(Slot("output", f"source[{number}]"), base, history=False)
+        return ViewOfIntermediate(value, steps) if steps else Fresh(value)
+
+    def _time(self, out: Any) -> int:
+        """When to make an output: when it was made, or before what has been done since to its base."""
+        if not isinstance(out, torch.Tensor):
+            return -1
+        made = self._log.made(out)
+        root = self._log.root(out, ())
+        steps = root.all_steps()
+        changed = [change.serial for change in self._log.changes_of(root.base)]
+        if steps and any(steps[0].serial < serial < made for serial in changed):
+            return steps[0].serial
+        return made
+
+    def _output(self, position: OutIdx, out: Any) -> OutputFact:
+        if not isinstance(out, torch.Tensor):
+            return NotATensor(out)
+        as_input = self._inputs.index_of(out)
+        if as_input is not None:
+            return IsInput(as_input)
+        if self._first[id(out)] != position:
+            return ViewOfOutput(self._first[id(out)], ())
+        root = self._log.root(out, self._first)
+        slot = Slot("output", f"out[{position}]")
+        if root.base is out:
+            return Fresh(self._value(slot, out, history=out.requires_grad))
+        if root.function is None:
+            return self._view(position, root.base, root.steps, history=out.requires_grad)
+        value = self._node.add(slot, root.function, history=True)
         steps = (FunctionView(root.steps, value, creation_meta(root.function)), *root.after)
-    of_input = inputs.index_of(root.base)
-    if of_input is not None:
-        return ViewOfInput(of_input, steps)
-    if id(root.base) in first:
-        return ViewOfOutput(first[id(root.base)], steps)
-    # The base of what a function returned gets its gradient through the function alone.
-    history = out.requires_grad and root.function is None
-    return ViewOfIntermediate(
-        node.add(Slot("output", f"out[{position}].base"), root.base, history=history), steps
-    )
+        # The base of what a function returned gets its gradient through the function alone.
+        return self._view(position, root.base, steps, history=False)
+
+    def _view(
+        self, position: OutIdx, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool
+    ) -> OutputFact:
+        of_input = self._inputs.index_of(base)
+        if of_input is not None:
+            return ViewOfInput(of_input, steps)
+        if id(base) in self._first:
+            if id(base) in self._replayed:  # it may have lost its history since
+                self._value(Slot("output", f"out[{position}].base"), base, history=history)
+            return ViewOfOutput(self._first[id(base)], steps)
+        return ViewOfIntermediate(
+            self._value(Slot("output", f"out[{position}].base"), base, history=history), steps
+        )
+
+    def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
+        """What the region returns for a tensor."""
+        as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
+        return self._node.add(slot, as_made, history=history)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from aotdist.capture.origins import Origins
+from aotdist.convention.memory import by_stride
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
+from aotdist.joint.rebinding import Rebinding
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam import (
     FunctionalTensor,
@@ -28,8 +30,10 @@ from aotdist.torch_seam import (
     is_functional_base,
     is_left_whole_in_inference,
     is_operator,
+    out_names,
     pytree,
     replace_functional_value,
+    with_defaults,
     writes_arguments,
     written_arguments,
 )
@@ -43,10 +47,8 @@ _MATMULS: Mapping[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], torch
     torch.ops.aten.mm.out: lambda args, kwargs: kwargs["out"],
 }
 """Products that are written, and where."""
-_COUNT_FROM_THE_STORAGE = frozenset(
-    {torch.ops.aten.as_strided.default, torch.ops.aten.fill_diagonal_.default}
-)
-"""Operators whose offsets are those of the storage, not of the tensor."""
+_AS_STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default})
+_FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
 
 
@@ -57,6 +59,7 @@ class Functionalisation(FunctionalTensorMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.rebinding = Rebinding()
         self._laid_out: dict[int, FunctionalTensor] = {}
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
@@ -87,6 +90,16 @@ class Functionalisation(FunctionalTensorMode):
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
                 return broken_up(func, *args, **kwargs)
+        moves = self.rebinding.does.get(func)
+        if moves is not None and isinstance(args[0], FunctionalTensor):
+            with self, torch.no_grad():
+                moves(*args, **kwargs)
+            return args[0]
+        if is_operator(func) and out_names(func):
+            with self, torch.no_grad():
+                outs = self.rebinding.call_with_outs(func, args, kwargs)
+            if outs is not None:
+                return outs[0] if len(outs) == 1 else tuple(outs)
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         special = self._special(func, args, kwargs) if beneath_wrappers else None
         result = super().__torch_dispatch__(func, types, args, kwargs) if special is None else special()
@@ -104,7 +117,7 @@ class Functionalisation(FunctionalTensorMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
         """How an operator is run that PyTorch's mode does not run as eager does; None for all others."""
-        if func in _COUNT_FROM_THE_STORAGE:
+        if func is _FILL_DIAGONAL or (func in _AS_STRIDED and _counts_from_the_storage(args, kwargs)):
             _refuse_lost_offset(func, args[0])
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             return lambda: self._draw_in_memory_order(func, *args, **kwargs)
@@ -121,9 +134,13 @@ class Functionalisation(FunctionalTensorMode):
         if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
             return lambda: self._by_itself(lambda x, n: x.copy_(torch.polygamma(n, x)), *args)
         twin = _twin_of_symbolic_write(func, args)
-        return None if twin is None else lambda: self._write_with(twin, args, kwargs)
+        return (
+            None
+            if twin is None
+            else lambda: self._write_with(twin, with_defaults(func, args, kwargs), kwargs)
+        )
 
-    def _write_with(self, twin: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _write_with(self, twin: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """Let the first argument hold what `twin` computes."""
         target: FunctionalTensor = args[0]
         with self:
@@ -209,6 +226,11 @@ def _one_by_one(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         func(*([arg[position : position + 1] if isinstance(arg, list) else arg for arg in args]), **kwargs)
 
 
+def _counts_from_the_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `as_strided` says where in the storage to begin, rather than in the tensor."""
+    return (args[3] if len(args) > 3 else kwargs.get("storage_offset")) is not None
+
+
 def _refuse_lost_offset(func: OpOverload, tensor: torch.Tensor) -> None:
     """Raise where the value of `tensor`, written since, does not lie as far into its storage as it did."""
     if isinstance(tensor, FunctionalTensor) and (
@@ -252,12 +274,5 @@ def _memory_order(tensor: torch.Tensor) -> list[int] | None:
     """The dimensions as they lie in memory, slowest first; None if that is their own order."""
     if tensor.is_contiguous():
         return None
-    order = _by_stride(tensor.size(), tensor.stride())
+    order = by_stride(tensor.size(), tensor.stride())
     return None if order == list(range(tensor.dim())) else order
-
-
-def _by_stride(size: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The dimensions from the largest stride to the smallest, after those of size 1, which lie anywhere."""
-    return sorted(
-        range(len(size)), key=lambda dim: (bool(size[dim] > 1), -stride[dim] if size[dim] > 1 else 0)
-    )

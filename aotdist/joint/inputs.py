@@ -8,16 +8,13 @@ decided only among plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from aotdist.capture.origins import Origins
+from aotdist.convention.naming import with_history_of
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
-from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.symbols import Symbols
@@ -34,12 +31,11 @@ from aotdist.subclasses.protocol import (
 )
 from aotdist.torch_seam import (
     FunctionalTensor,
-    HigherOrderOperator,
     as_parameter,
     data_writes,
     made_again,
     part_of,
-    pytree,
+    second_shell,
 )
 
 
@@ -54,7 +50,8 @@ class StandIn:
         leaf: what gradients are taken with respect to.
         tensor: what the function is given: `leaf` itself, or a non-leaf copy of it when the example is
             no leaf, since only that may be written while it requires grad.
-        plains: the functional tensors beneath `tensor`.
+        plains: other shells of the functional tensors beneath `tensor`: they keep the memory that it had,
+            should the program give it other memory.
         derived: whether it is a base without history, or a view made of another stand-in: what is written to
             it is written to others, and what gradient it gets they get.
         spans: the spans that parts of it lie in, with others.
@@ -83,22 +80,6 @@ class StandIn:
     def writes(self) -> tuple[int, ...]:
         """How often each plain tensor of the input was written, also through what shares its memory."""
         return tuple(data_writes(plain) for plain in self.plains)
-
-
-class _NonLeaf(torch.autograd.Function):
-    """Identity that records nothing: its result is a second wrapper around the same values."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, second: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return second()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-NON_LEAF = f"{_NonLeaf.__name__}Backward"
-"""What autograd calls it."""
 
 
 class Inputs:
@@ -137,6 +118,9 @@ class Inputs:
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
             version = 0 if stand_in.tensor.is_inference() else stand_in.tensor._version
             stand_in = replace(stand_in, derived=is_span, spans=spans, version=version)
+        for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
+            if real.untyped_storage().nbytes() > real.nbytes:
+                self._recorder.lies_in_more(plain)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in
         self._stand_ins.append(stand_in)
@@ -156,16 +140,16 @@ class Inputs:
         fakes: Sequence[torch.Tensor],
     ) -> StandIn:
         leaf = rebuild(recipe, functionals)
-        plains, tensor = tuple(functionals), leaf
+        tensor = leaf
         if isinstance(example, torch.nn.Parameter):
             leaf = as_parameter(leaf)
         if example.requires_grad:
             leaf.requires_grad_(True)
             if not example.is_leaf:
                 plains = tuple(map(self._recorder.second, functionals, fakes))
-                with torch.enable_grad():
-                    tensor = _NonLeaf.apply(leaf, lambda: rebuild(recipe, plains))
-        return StandIn(slot, example, recipe, leaf, tensor, plains)
+                functionals = plains
+                tensor = with_history_of(leaf, lambda: rebuild(recipe, plains))
+        return StandIn(slot, example, recipe, leaf, tensor, tuple(map(second_shell, functionals)))
 
     def _through_spans(
         self, at: PrimalIdx, functionals: Sequence[FunctionalTensor]
@@ -185,7 +169,7 @@ class Inputs:
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
         with torch.enable_grad():
             view = made_again(example, base.tensor)
-        plains: Any = tuple(plain_tensors(view))
+        plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, view, plains, derived=True)
 
     def row(self) -> Row[PrimalIdx, StandIn]:
@@ -214,75 +198,3 @@ def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
             stage="capture",
             fix="pass a dense tensor, or the sparse tensor's values and indices",
         )
-
-
-_GRAD: Any = torch.Tensor.grad
-_DATA: Any = torch.Tensor.data
-_ATTRIBUTES_OF_THE_REAL_TENSOR = {
-    _GRAD.__get__: (".grad", "read"),
-    _GRAD.__set__: (".grad", "assigned"),
-    _GRAD.__delete__: (".grad", "deleted"),
-    _DATA.__set__: (".data", "assigned"),
-}
-
-
-class Lifting(TorchFunctionMode):
-    """Puts stand-ins in the place of real tensors that the function closes over.
-
-    Args:
-        inputs: the stand-ins.
-        is_foreign: whether a tensor needs one.
-        stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
-        log: to be told of views that only show here.
-        higher_order: what to do where the program hands functions to an operator.
-    """
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        is_foreign: Callable[[torch.Tensor], bool],
-        stand_in: Callable[[torch.Tensor], torch.Tensor],
-        log: ViewLog,
-        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
-    ) -> None:
-        super().__init__()
-        self._log = log
-        self._inputs = inputs
-        self._is_foreign = is_foreign
-        self._stand_in = stand_in
-        self._higher_order = higher_order
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        swapped_args: tuple[Any, ...]
-        swapped_kwargs: dict[str, Any]
-        swapped_args, swapped_kwargs = pytree.tree_map_only(
-            torch.Tensor, self._swap, (args, dict(kwargs or {}))
-        )
-        if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
-            self._refuse_attribute(func, swapped_args[0])
-        if isinstance(func, HigherOrderOperator):
-            return self._higher_order(func, swapped_args, swapped_kwargs, self)
-        result = func(*swapped_args, **swapped_kwargs)
-        if func == _DATA.__get__:
-            self._log.made_by_data(result)
-        return result
-
-    def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._stand_in(tensor) if self._is_foreign(tensor) else tensor
-
-    def _refuse_attribute(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
-        idx = self._inputs.index_of(tensor)
-        attribute, done = _ATTRIBUTES_OF_THE_REAL_TENSOR[func]
-        if idx is not None:
-            raise UnsupportedProgram(
-                f"`{self._inputs.row()[idx].slot}{attribute}` is {done} inside of the compiled function",
-                where=Origins().current(),
-                stage="joint",
-                fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
-            )

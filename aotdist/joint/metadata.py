@@ -1,33 +1,22 @@
-"""What a traced program did to its inputs' sizes, strides and history."""
+"""What a traced program did to its inputs' sizes, strides, storages and history."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import GradientEdge
 
-from aotdist.convention.view_log import ChangeOfMetadata, ViewLog
+from aotdist.convention.changes import Change
+from aotdist.convention.naming import NAMED, named_history
+from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import MetadataWrite
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import PrimalIdx, Row
-from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import OpOverload
-
-_ATEN = torch.ops.aten
-_RESIZES = frozenset({_ATEN.resize_.default, _ATEN.resize_as_.default})
-
-_INVERSES: Mapping[OpOverload, Callable[[torch.Tensor, ChangeOfMetadata], torch.Tensor]] = {
-    _ATEN.t_.default: lambda tensor, _: tensor.t(),
-    _ATEN.transpose_.default: lambda tensor, change: tensor.transpose(*change.args),
-    _ATEN.unsqueeze_.default: lambda tensor, change: tensor.squeeze(*change.args),
-    _ATEN.squeeze_.default: lambda tensor, change: tensor.view(change.size),
-    _ATEN.squeeze_.dim: lambda tensor, change: tensor.view(change.size),
-    _ATEN.squeeze_.dims: lambda tensor, change: tensor.view(change.size),
-}
-"""Operators that show the same elements in another way, and how to see them as before."""
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.torch_seam import history_of, sequence_nr
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,67 +24,117 @@ class Metadata:
     """Writes to the metadata of inputs.
 
     Args:
-        writes: in order.
+        changes: what was done to each input, in order.
+        written: which of all changes, by number, are to be repeated outside.
         switched_on: inputs that begin to require grad.
-        reshapes: what was done to the sizes and strides of each input, in order.
     """
 
-    writes: tuple[MetadataWrite, ...]
+    changes: Mapping[PrimalIdx, list[Change]]
+    written: frozenset[int]
     switched_on: tuple[PrimalIdx, ...]
-    reshapes: Mapping[PrimalIdx, list[ChangeOfMetadata]]
 
     @classmethod
-    def of(cls, inputs: Inputs, log: ViewLog) -> Metadata:
-        """What was done to `inputs`.
+    def of(cls, inputs: Inputs, log: ViewLog, passing: Container[int]) -> Metadata:
+        """What was done to `inputs`, but for changes that leave nothing behind.
 
         Raises:
-            UnsupportedProgram: an input's storage was written, or its size in another way.
+            UnsupportedProgram: an input that shares memory with others was given other memory.
         """
-        writes: list[MetadataWrite] = []
-        reshapes: dict[PrimalIdx, list[ChangeOfMetadata]] = defaultdict(list)
-        for change in log.metadata:
-            idx = inputs.index_of(change.tensor)
-            if idx is None:
-                continue
-            if change.op in _RESIZES and change.tensor.size() == change.size:
-                continue
-            if change.op in _INVERSES:
-                reshapes[idx].append(change)
-            else:
-                raise refuse(inputs.row()[idx], f"by `{change.op}`")
-            writes.append(MetadataWrite(idx, change.op, change.args, change.kwargs, change.grad))
         row = inputs.row()
-        for idx, stand_in in row.enumerate():
-            if stand_in.example.requires_grad and not stand_in.tensor.requires_grad:
-                # Done by autograd itself, which the log does not see.
-                writes.append(_switched_off(idx, stand_in))
         switched_on = tuple(idx for idx, stand_in in row.enumerate() if _is_switched_on(stand_in))
-        return cls(tuple(writes), switched_on, reshapes)
+        changes: dict[PrimalIdx, list[Change]] = defaultdict(list)
+        written: list[int] = []
+        for number, change in enumerate(log.changes):
+            idx = inputs.index_of(change.tensor)
+            if idx is None or (idx in switched_on and not change.reshapes()):
+                continue
+            if change.moves() and (row[idx].derived or row[idx].spans):
+                raise refuse(row[idx], "and shares memory with another")
+            resized = change.tensor.size() != row[idx].example.size()
+            if change.moves() and resized and row[idx].example.requires_grad:
+                raise refuse(row[idx], "in another size than its gradient is to have")
+            changes[idx].append(change)
+            if number not in passing:
+                written.append(number)
+        return cls(changes, frozenset(written), switched_on)
 
     def is_reshaped(self, idx: PrimalIdx) -> bool:
         """Whether an input shows its elements in another way now."""
-        return idx in self.reshapes
+        return any(change.reshapes() for change in self.changes.get(idx, ()))
+
+    def moved(self, row: Row[PrimalIdx, StandIn]) -> Iterator[tuple[PrimalIdx, int]]:
+        """The plain tensors, by position, of inputs that lie in another storage now."""
+        for idx, changes in self.changes.items():
+            if any(change.moves() or change.args for change in changes if change.reshapes()):
+                yield from ((idx, leaf) for leaf in range(len(row[idx].plains)))
 
     def as_before(self, idx: PrimalIdx, stand_in: StandIn, *, history: bool) -> torch.Tensor:
         """An input in its sizes and strides of before, with what it holds now."""
         tensor = stand_in.tensor
         with torch.set_grad_enabled(history):
-            for change in reversed(self.reshapes.get(idx, ())):
-                tensor = _INVERSES[change.op](tensor, change)
+            for change in reversed(self.changes.get(idx, ())):
+                if history or change.reshapes():
+                    tensor = change.before(tensor)
         return tensor
 
     def plains_as_before(self, idx: PrimalIdx, stand_in: StandIn) -> Sequence[torch.Tensor]:
         """The plain tensors beneath it."""
         return plain_tensors(self.as_before(idx, stand_in, history=False))
 
-    def other_bumps(self, idx: PrimalIdx, stand_in: StandIn, *, written: bool) -> int:
-        """By how much an input's version counter went up by anything else than these writes."""
+    def has_new_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
+        """Whether autograd saw a write to the input, before it lost its history if it did."""
+        tensor, grad_fn = stand_in.tensor, history_of(stand_in.tensor)
+        for change in self.changes.get(idx, ()):
+            if change.former is not None and (change.moves() or not change.reshapes()):
+                tensor, grad_fn = change.former, named_history(change.former)
+                break
+        untouched = None if stand_in.tensor is stand_in.leaf else NAMED
+        return tensor.requires_grad and (None if grad_fn is None else grad_fn.name()) != untouched
+
+    def late_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
+        """Whether autograd saw a write to the input where it lies now, rather than where it lay.
+
+        Raises:
+            UnsupportedProgram: it did, and the input is a view, or a wrapper.
+        """
+        moves = [change for change in self.changes.get(idx, ()) if change.moves()]
+        now = history_of(stand_in.tensor)
+        if not moves or now is None or not stand_in.tensor.requires_grad or "NotImplemented" in now.name():
+            return False
+        former = moves[-1].former
+        before = None if former is None else named_history(former)
+        if before is not None and sequence_nr(before) == sequence_nr(now):
+            return False
+        if stand_in.example._base is not None or is_wrapper(stand_in.example):
+            raise refuse(stand_in, "before a write that takes part in the backward")
+        return True
+
+    def other_bumps(
+        self, idx: PrimalIdx, stand_in: StandIn, repeated: Mapping[PrimalIdx, int], *, written: bool
+    ) -> int:
+        """By how much an input's version counter went up by anything else than these writes.
+
+        Args:
+            idx: the input.
+            stand_in: its stand-in.
+            repeated: by how much it goes up for each input because writes to views of it are repeated.
+            written: whether its data is written.
+        """
         if stand_in.derived:
             return 0
         if stand_in.tensor.is_inference():
             return int(written)  # nobody counts for a stand-in then; the real tensor is written once
-        # Each reshape counts as a write; `detach_` does not.
-        return stand_in.bumps() - len(self.reshapes.get(idx, ()))
+        own = sum(change.bumps for change in self.changes.get(idx, ()))
+        return stand_in.bumps() - own - repeated.get(idx, 0)
+
+    def gradient_ends(
+        self, row: Row[PrimalIdx, StandIn]
+    ) -> list[tuple[PrimalIdx, list[torch.Tensor | GradientEdge]]]:
+        """Where gradients arrive: at the leaf of each input, and where that had its end before `set_`."""
+        return [
+            (idx, [stand_in.leaf, *(c.edge for c in self.changes.get(idx, ()) if c.edge is not None)])
+            for idx, stand_in in self.taking_grad(row)
+        ]
 
     def taking_grad(self, row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
         """The inputs that get gradients; leaves that gave that up are leaves once more."""
@@ -112,12 +151,6 @@ def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
         stage="joint",
         fix="return the changed tensor instead of writing the input's metadata",
     )
-
-
-def _switched_off(idx: PrimalIdx, stand_in: StandIn) -> MetadataWrite:
-    if stand_in.example.is_leaf:
-        return MetadataWrite(idx, torch.Tensor.requires_grad_, (False,), (), True)
-    return MetadataWrite(idx, torch.Tensor.detach_, (), (), True)
 
 
 def _is_switched_on(stand_in: StandIn) -> bool:

@@ -41,6 +41,7 @@ from aotdist.torch_seam import (
     decomposing,
     expression,
     functional,
+    functional_storage_id,
     functional_value,
     graph_module,
     hint,
@@ -231,6 +232,10 @@ class Recorder:
         node.meta["val"] = val
         self._arguments[slot] = node
         return node
+
+    def lies_in_more(self, tensor: FunctionalTensor) -> None:
+        """The storage of `tensor` holds more than the tensor does."""
+        self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
     def _stamp(self) -> dict[str, Any]:
         if self.phase == "forward":

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from aotdist.convention.changes import Change, resize_storage
+from aotdist.convention.naming import NAMED
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
@@ -45,10 +47,12 @@ from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.data import refusing_what_needs_data
-from aotdist.joint.inputs import NON_LEAF, Inputs, Lifting, StandIn
+from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
+from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
+from aotdist.joint.storages import Storages
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.waypoints import Held, Waypoints
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Program, Row, Slot
@@ -132,6 +136,7 @@ def trace(
         return inputs.add(name_closed_over(example), example) if known is None else known
 
     log = ViewLog()
+    storages = Storages(inputs, log)
     with ExitStack() as stack:
         stack.enter_context(recorder)
         tensors = [
@@ -139,17 +144,17 @@ def trace(
         ]
         stack.enter_context(log)
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
-        lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, control_flow)
+        lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow)
         with lifting, refusing_what_needs_data():
             outs = program.fn(*tensors)
         recorder.draws.check()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
-        outputs = classify(outs, inputs, log)
-        metadata = Metadata.of(inputs, log)
+        metadata = Metadata.of(inputs, log, storages.passing())
+        outputs = classify(outs, inputs, log, metadata.written)
         for idx, stand_in_ in inputs.row().enumerate():
             _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
-        writes = _forward_writes(inputs.row(), outputs, metadata)
+        writes = _forward_writes(inputs.row(), outputs, metadata, storages)
         node_tensors = outputs.tensors
         node_outs = Row[NodeOutIdx, NodeOut](
             NodeOut(slot, recipe_of(tensor), training and idx in outputs.with_history)
@@ -162,18 +167,18 @@ def trace(
             [t for o, t in zip(node_outs, node_tensors, strict=True) if o.differentiable]
         )
         results = _value_results(recorder, node_outs, node_tensors)
+        sizes, num_changes = storages.sizes(), len(log.changes)
         counters = [(stand_in.writes(), stand_in.bumps()) for stand_in in inputs.row()]
-        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.writes else None
-        takes_grad = metadata.taking_grad(inputs.row())
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.written else None
         ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
         held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and is_linear(ends) else []
         waypoints = Waypoints(held, ends)
-        backward = Backward(recorder, node_outs, ends, takes_grad, lifting)
+        backward = Backward(recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting)
         wanted = backward.choices() if cuts else []
         with waypoints.watched(recorder):
             grads = backward.run(again=bool(wanted))
         results += grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
-        backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata)
+        backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, storages)
         choices: list[Choice] = []
         for chosen in () if backward_writes else wanted:
             some = backward.run(chosen, again=True)
@@ -182,6 +187,8 @@ def trace(
             results += choice_results(recorder, choices[-1], slots, some)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), backward_writes)
+        backward_storages = tuple(storages.resized_since(sizes))
+        _refuse_changes_in_backward(inputs, log.changes[num_changes:])
     row = inputs.row()
     facts = Facts(
         inputs=writes,
@@ -191,9 +198,10 @@ def trace(
         recipes=row.map(lambda stand_in: stand_in.recipe),
         grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
         backward_writes=backward_writes,
-        metadata=metadata.writes,
         switched_on=metadata.switched_on,
-        functions=tuple(name for name in functions if name != NON_LEAF),
+        storages=tuple(sorted({*metadata.moved(inputs.row()), *storages.looked_at()})),
+        backward_storages=backward_storages,
+        functions=tuple(name for name in functions if name != NAMED),
         passages=waypoints.passages(len(node_outs)),
         choices=tuple(choices),
     )
@@ -214,21 +222,27 @@ def _resuming(
 
 
 def _forward_writes(
-    row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata
+    row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata, storages: Storages
 ) -> Row[PrimalIdx, InputFact]:
     """What the forward did to each input; the new values become node outputs, those with history first."""
+    for idx, stand_in in row.enumerate():
+        if metadata.late_history(idx, stand_in):
+            outputs.add_history(idx, stand_in)
+    repeated = outputs.bumps
     facts: list[InputFact] = [
-        Untouched(metadata.other_bumps(idx, stand_in, written=False)) for idx, stand_in in row.enumerate()
+        Untouched(metadata.other_bumps(idx, stand_in, repeated, written=False))
+        for idx, stand_in in row.enumerate()
     ]
-    written = _written_by_name(row)
+    # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
+    written = [(idx, s) for idx, s in _written_by_name(row) if all(map(storages.holds, s.plains))]
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
-            if _has_new_history(stand_in) is differentiable:
+            if metadata.has_new_history(idx, stand_in) is differentiable:
                 slot = Slot("write", stand_in.slot.path)
                 tensor = metadata.as_before(idx, stand_in, history=differentiable)
                 value = outputs.add(slot, tensor, history=differentiable)
-                bumps = metadata.other_bumps(idx, stand_in, written=True)
+                bumps = metadata.other_bumps(idx, stand_in, repeated, written=True)
                 facts[idx] = DataWritten(value, differentiable, bumps)
     return Row(facts)
 
@@ -242,14 +256,6 @@ def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, Stan
     written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and not s.derived]
     seen = {span for _, stand_in in written if stand_in.bumps() for span in stand_in.spans}
     return [(idx, s) for idx, s in written if s.bumps() or s.spans.isdisjoint(seen)]
-
-
-def _has_new_history(stand_in: StandIn) -> bool:
-    """Whether autograd saw a write to the input."""
-    tensor = stand_in.tensor
-    untouched = None if tensor is stand_in.leaf else NON_LEAF
-    name = None if tensor.grad_fn is None else tensor.grad_fn.name()
-    return tensor.requires_grad and name != untouched
 
 
 def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
@@ -276,7 +282,7 @@ def _held(
     metadata: Metadata,
 ) -> list[Held]:
     """What the caller will hold of the differentiable tensors; nothing if inputs change shape or history."""
-    if metadata.writes:
+    if metadata.written:
         return []
     held = [
         Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
@@ -309,6 +315,7 @@ def _backward_writes(
     row: Row[PrimalIdx, StandIn],
     before: Sequence[tuple[tuple[int, ...], int]],
     metadata: Metadata,
+    storages: Storages,
 ) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
     """Inputs that the backward wrote, and their new values."""
     writes: list[BackwardWrite] = []
@@ -319,8 +326,17 @@ def _backward_writes(
         counts, (counted, bumps) = stand_in.writes(), padded[idx]
         if stand_in.derived or counts == (counted or (0,) * len(counts)):
             continue
+        if not all(map(storages.has_room, stand_in.plains)):
+            continue
         writes.append(BackwardWrite(idx, stand_in.bumps() - bumps))
         plains = metadata.plains_as_before(idx, stand_in)
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
     return tuple(writes), results
+
+
+def _refuse_changes_in_backward(inputs: Inputs, changes: Sequence[Change]) -> None:
+    for change in changes:
+        idx = inputs.index_of(change.tensor)
+        if idx is not None and change.reshapes() and change.op is not resize_storage:
+            raise refuse(inputs.row()[idx], "by the backward")

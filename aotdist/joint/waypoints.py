@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.facts import NO_PASSAGES, Passages, Place, Waypoint
+from aotdist.facts import NO_PASSAGES, HeldPlace, Passages, Waypoint
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
@@ -38,7 +38,7 @@ class Held:
     """
 
     path: str
-    place: Place
+    place: HeldPlace
     value: NodeOutIdx | None
     tensor: torch.Tensor
 

@@ -21,7 +21,7 @@ from aotdist.runtime.backward import Backward, Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
-from aotdist.runtime.guard import no_overlap
+from aotdist.runtime.guard import no_overlap, place_in_storage
 from aotdist.runtime.hooks import detaching, shielding
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.print_call import MISS, Fit, print_call
@@ -220,10 +220,10 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
         case _:
             assert_never(compilation.region)
     if gates is not None:
-        return gates.lift(plans, call)
+        return plans.switched_on.lift(gates.lift(plans, call))
     call = shielding(call, _shielded(compilation, gates))
     call = detaching(call, _detached(compilation))
-    call = plans.metadata.lift(plans.writes.lift(call))
+    call = plans.switched_on.lift(plans.writes.lift(call))
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
     return plans.epilogue.lift(call)
 
@@ -255,6 +255,10 @@ def fit_of(compilation: Compilation) -> Fit:
         recipes=facts.recipes,
         sizes=sizes,
         written=tuple(sorted(written)),
+        storages=tuple(
+            (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
+            for idx, leaf in facts.storages
+        ),
         ambient=captured.ambient,
         holds=tuple(holds),
         # As they are after the trace: Python side effects happen at capture only.

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from aotdist.codegen.contract import BoxedCall
+from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.version import bump
@@ -103,7 +104,10 @@ class Backward:
         return concrete(self.plan, ctx.symbols) if self.plan.sizes else self.plan
 
     def _write(self, ctx: Any, values: Sequence[torch.Tensor | None]) -> None:
-        """Write the inputs that the backward writes."""
+        """Write the inputs that the backward writes, in storages of the size that it leaves them."""
+        resizes = self.plan.backward_storages
+        for plain, (_, num_bytes) in zip(ctx.resized if resizes else (), resizes, strict=True):
+            resize_storage(plain, num_bytes)
         for position, (value, bumps) in enumerate(zip(values, self.plan.backward_bumps, strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)

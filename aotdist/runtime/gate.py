@@ -19,10 +19,10 @@ from aotdist.convention.put import put
 from aotdist.convention.stack import Plans
 from aotdist.facts import (
     Fresh,
+    HeldPlace,
     IsInput,
     OutputView,
     Passages,
-    Place,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -38,7 +38,8 @@ Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx"
 
 def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[Step, ...]:
     """What happens outside of the node: a gate comes after the waypoints that it sends pieces to."""
-    order = plans.epilogue.order
+    # A program that writes metadata has no gates: all that is done is to make outputs.
+    order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
     made: list[OutIdx] = []
     steps: list[Step] = []
 
@@ -153,7 +154,7 @@ class Gates:
     pieces: Pieces
     shielded: tuple[NodeOutIdx, ...]
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> HeldPlace:
         """Where the caller has a waypoint."""
         return self.passages.waypoints[position].place
 

@@ -36,6 +36,11 @@ def _known(numbers: Sequence[Any]) -> list[int | None]:
     return [None if isinstance(number, SYMBOLIC) else number for number in numbers]
 
 
+def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its storage, in elements, and the bytes of that."""
+    return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+
+
 def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether no tensor of `written` shares memory with another of `written` or one of `others`.
 

@@ -50,6 +50,7 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in plan.backward_writes]
             ctx.bumped = [primals[idx] for idx, _ in plan.bumped]
+            ctx.resized = [plains[idx] for idx, _ in plan.backward_storages]
             values = detached_views(results[: plan.writes.num_values], plan.views)
             outs = rebuild_all(plan.unwrap.outs, values)
             ctx.mark_non_differentiable(

@@ -54,6 +54,7 @@ class NodePlan:
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
         backward_bumps: how many writes to count for each of them.
         bumped: wrappers that the backward writes, and number of writes to count.
+        backward_storages: plain inputs whose storage the backward gives another size, and its bytes.
         buffers: which of these the backward reads when it runs, after the tangents.
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
@@ -77,6 +78,7 @@ class NodePlan:
     backward_writes: tuple[PlainIdx, ...]
     backward_bumps: tuple[int, ...]
     bumped: tuple[tuple[PrimalIdx, int], ...]
+    backward_storages: tuple[tuple[PlainIdx, int], ...]
     buffers: Mapping[Slot, int]
     views: frozenset[int]
     rng: RngPlan
@@ -162,6 +164,7 @@ def node_plan(
         tuple(
             (w.input, w.bumps) for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)
         ),
+        tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
         _buffers(facts, traced.program.ins, split),
         result_views(split.forward),
         plans.rng,

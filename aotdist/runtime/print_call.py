@@ -18,18 +18,17 @@ from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
-from aotdist.convention.metadata import rewrite
 from aotdist.convention.put import take
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.guard import no_overlap, tensor_check
+from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import shield
 from aotdist.runtime.print_node import print_plains
-from aotdist.runtime.print_outputs import output_printer, print_return, print_steps, print_write
+from aotdist.runtime.print_outputs import action_printer, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
-from aotdist.sizes import Sizes, concrete, is_symbolic
+from aotdist.sizes import Sizes, is_symbolic
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, recipe_of, wrapper_rule
 from aotdist.torch_seam import tree_children
 
@@ -55,6 +54,7 @@ class Fit:
         recipes: how each is put together.
         sizes: the symbols in them.
         written: inputs that the program writes.
+        storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
         ambient: the modes.
         holds: further conditions: each a name, a function, and its arguments.
         constants: closed-over constants, with their values.
@@ -73,6 +73,7 @@ class Fit:
     recipes: Row[PrimalIdx, Recipe]
     sizes: Sizes
     written: tuple[PrimalIdx, ...]
+    storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     ambient: Ambient
     holds: tuple[tuple[str, Callable[[], bool]], ...]
     constants: tuple[tuple[Source, Any], ...]
@@ -139,7 +140,7 @@ def print_call(
         primals = fit.primal_variables()
         _print_sizes(printer, fit.sizes, primals)
         printer.comment("run")
-        for idx in plans.metadata.switched_on:
+        for idx in plans.switched_on.inputs:
             printer.line(f"{primals[idx]}.requires_grad_()")
         with _grad_enabled(printer) if enables_grad else nullcontext():
             given = list(primals)
@@ -155,18 +156,12 @@ def print_call(
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
             for write in plans.writes.writes if gates is None else ():
                 print_write(printer, primals, write)
-        for write in plans.metadata.writes:
-            change = printer.bind(f"{getattr(write.op, '__name__', 'change')}", write)
-            change = (
-                f"{printer.bind('concrete', concrete)}({change}, symbols)" if is_symbolic(write) else change
-            )
-            printer.line(f"{printer.bind('rewrite', rewrite)}({primals[write.input]}, {change})")
-        make = output_printer(printer, plans.epilogue, primals, fit.ambient)
+        do = action_printer(printer, plans.epilogue, primals, fit.ambient)
         if gates is None:
-            for idx in plans.epilogue.order:
-                make(idx)
+            for action in plans.epilogue.order:
+                do(action)
         else:
-            print_steps(printer, gates, primals, make)
+            print_steps(printer, gates, primals, do)
         print_return(printer, returned)
 
 
@@ -308,9 +303,17 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
         if fit.dedupe.kept[primal] != idx:
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")
     conditions += _tensor_conditions(printer, fit)
+    conditions += _storage_conditions(printer, fit)
     if fit.written:
         conditions.append(_overlap_condition(printer, fit))
     return conditions
+
+
+def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:
+    names = fit.primal_variables()
+    for idx, leaf, place in fit.storages:
+        plain = print_plains(fit.recipes[idx], names[idx])[leaf]
+        yield f"{printer.bind('place_in_storage', place_in_storage)}({plain}) == {place}"
 
 
 def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.codegen.contract import BoxedCall
+from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.subclass import UnwrapPlan
@@ -203,6 +204,8 @@ def _print_forward(
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in plan.backward_writes])}")
         if plan.bumped:
             printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in plan.bumped])}")
+        if plan.backward_storages:
+            printer.line(f"ctx.resized = {sequence([plains[idx] for idx, _ in plan.backward_storages])}")
         printer.line("ctx.set_materialize_grads(False)")
         values = _values(plan.writes, plan.views)
         hints = [str(out.slot) for out in plan.outs]
@@ -255,6 +258,9 @@ def _print_backward(
             printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
         grads = [recipe for recipe in plan.grads if recipe is not None]
         count = sum(1 for recipe in grads for _ in leaves(recipe))
+        for offset, (_, num_bytes) in enumerate(plan.backward_storages):
+            resize = printer.bind("resize_storage", resize_storage)
+            printer.line(f"{resize}(ctx.resized[{offset}], {num_bytes})")
         for offset, bumps in enumerate(plan.backward_bumps):
             printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
         for offset, (_, bumps) in enumerate(plan.bumped):

@@ -13,13 +13,18 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.capture import Returned
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
+from aotdist.convention.metadata import rewrite
 from aotdist.convention.put import put
 from aotdist.facts import (
+    Action,
     Fresh,
     FunctionView,
+    HeldPlace,
     IsInput,
+    Keep,
+    Kept,
+    MetadataWrite,
     NotATensor,
-    OutputFact,
     OutputView,
     Place,
     Step,
@@ -32,7 +37,7 @@ from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.printer import Printer, print_size, sequence
-from aotdist.sizes import is_symbolic
+from aotdist.sizes import concrete, is_symbolic
 from aotdist.torch_seam import SYMBOLIC, expression, pytree, tree_children
 
 
@@ -43,9 +48,7 @@ def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx
     printer.line(f"{printer.bind('put', put)}({written})")
 
 
-def print_steps(
-    printer: Printer, gates: Gates, primals: Sequence[str], make: Callable[[OutIdx], None]
-) -> None:
+def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Callable[[Action], None]) -> None:
     """Print what happens outside of a node whose results pass gates."""
     printer.line("values = list(values)")
     before = "None"
@@ -59,10 +62,10 @@ def print_steps(
             case tuple():
                 print_write(printer, primals, step)
             case _:
-                make(step)
+                do(step)
 
 
-def _point(place: Place, primals: Sequence[str]) -> str:
+def _point(place: HeldPlace, primals: Sequence[str]) -> str:
     match place:
         case Fresh(value=value):
             return f"values[{value}]"
@@ -72,32 +75,50 @@ def _point(place: Place, primals: Sequence[str]) -> str:
             return f"o{out}"
 
 
-def output_printer(
+def action_printer(
     printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient
-) -> Callable[[OutIdx], None]:
-    """What prints one output, after those that it is made of; each once."""
+) -> Callable[[Action], None]:
+    """What prints that an output is made, after those that it is made of, or metadata written; each once."""
     printed: set[OutIdx] = set()
     made: dict[int, str] = {}
 
-    def print_one(idx: OutIdx) -> None:
+    def make(idx: OutIdx) -> None:
         fact = epilogue.outputs[idx]
         if idx in printed or (isinstance(fact, NotATensor) and isinstance(fact.value, Returned)):
             return
         printed.add(idx)
-        if isinstance(fact, ViewOfOutput):
-            print_one(fact.base)
-        printer.line(f"o{idx} = {_output(printer, fact, primals, modes, made)}")
+        shown = _literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
+        printer.line(f"o{idx} = {shown}")
 
-    return print_one
+    def at(place: Place) -> str:
+        if isinstance(place, ViewOfOutput):
+            make(place.base)
+        return _at(printer, place, primals, modes, made)
+
+    def write(change: MetadataWrite) -> None:
+        args = [at(arg) if isinstance(arg, Place) else _literal(printer, arg) for arg in change.args]
+        data = [] if change.data is None else [f"values[{change.data}]"]
+        name = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
+        if is_symbolic(change.kwargs):
+            name = f"{printer.bind('concrete', concrete)}({name}, symbols)"
+        given = ", ".join([at(change.target), name, sequence(args), *data])
+        printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
+
+    def do(action: Action) -> None:
+        match action:
+            case MetadataWrite():
+                write(action)
+            case Keep(number=number, place=place):
+                printer.line(f"kept_{number} = {at(place)}")
+            case _:
+                make(action)
+
+    return do
 
 
-def _output(
-    printer: Printer, fact: OutputFact, primals: Sequence[str], modes: Ambient, made: dict[int, str]
-) -> str:
-    """An expression for one output; bases that several may share are printed before, once."""
-    match fact:
-        case NotATensor(value=value):
-            return _literal(printer, value)
+def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]) -> str:
+    """An expression for one tensor; bases that several may share are printed before, once."""
+    match place:
         case Fresh(value=value):
             return f"values[{value}]"
         case IsInput(input=source):
@@ -108,8 +129,10 @@ def _output(
             return _view(printer, f"values[{base}]", steps, modes, made)
         case ViewOfOutput(base=base, steps=steps):
             return _view(printer, f"o{base}", steps, modes, made)
+        case Kept(number=number):
+            return f"kept_{number}"
         case _:
-            assert_never(fact)
+            assert_never(place)
 
 
 def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, made: dict[int, str]) -> str:

@@ -18,6 +18,7 @@ from tests.semantics.vocabulary import (
     COMPLEX_WRITES,
     FUNCTION_CALLS,
     FUNCTION_WRITES,
+    MOVES,
     RESHAPES,
     SEVERAL_VIEWS,
     VIEWS,
@@ -30,7 +31,9 @@ REFUSALS = (
     "reads a tensor's data",
     "is written and shares memory with",
     "size, strides or storage written in place",
-    "its size or strides written in place after the view",
+    "whose size grew in place, or whose storage was replaced, after the view",
+    "a tensor is resized in place, and",
+    "a tensor with history has its sizes written in place under `no_grad`",
 )
 """What a random program may be refused for."""
 
@@ -107,6 +110,12 @@ def test_in_inference_mode(program):
 @search
 @given(programs(words(writes=(*WRITES, *RESHAPES))))
 def test_with_writes_of_metadata(program):
+    compare(program)
+
+
+@search
+@given(programs(words(writes=(*WRITES, *RESHAPES, *MOVES))))
+def test_with_writes_of_storage(program):
     compare(program)
 
 

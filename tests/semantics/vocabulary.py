@@ -181,8 +181,20 @@ COMPLEX_WRITES = (
     "torch.view_as_real({a})[0].zero_()",
 )
 
-RESHAPES = ("{a}.t_()", "{a}.unsqueeze_(0)", "{a}.squeeze_()", "{a}.detach_()")
+RESHAPES = ("{a}.t_()", "{a}.unsqueeze_(0)", "{a}.squeeze_()", "{a}.detach_()", "{a}.swapaxes_(0, -1)")
 """Writes of metadata."""
+
+MOVES = (
+    "{a}.resize_({a}.shape[:-1])",
+    "{a}.resize_(5, 4).fill_(0.5)",
+    "{a}.as_strided_((2, 2), (2, 1))",
+    "{a}.set_({b})",
+    "{a}.set_({b}.detach())",
+    "{a}.data = {b}",
+    "{a}.data = {b}.clone()",
+    "torch.sin({b}.detach(), out={a})",
+)
+"""Writes of metadata after which a tensor lies elsewhere."""
 
 MODES = ("", "", "", "", "with torch.no_grad(): ", "with torch.enable_grad(): ")
 

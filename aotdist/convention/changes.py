@@ -1,0 +1,115 @@
+"""What a traced program does in place to what a tensor is, rather than to what it holds.
+
+Sizes and strides (`t_`, `resize_`), the storage that it lies in (`set_`, `.data =`, `out=` of another size),
+the size of that storage, its history (`detach_`, `requires_grad_`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from aotdist.convention.put import put
+from aotdist.torch_seam import OpOverload
+
+_ATEN = torch.ops.aten
+
+INVERSES: Mapping[OpOverload, Callable[[torch.Tensor, Change], torch.Tensor]] = {
+    _ATEN.t_.default: lambda tensor, _: tensor.t(),
+    _ATEN.transpose_.default: lambda tensor, change: tensor.transpose(*change.args),
+    _ATEN.unsqueeze_.default: lambda tensor, change: tensor.squeeze(*change.args),
+    _ATEN.squeeze_.default: lambda tensor, change: tensor.view(change.size),
+    _ATEN.squeeze_.dim: lambda tensor, change: tensor.view(change.size),
+    _ATEN.squeeze_.dims: lambda tensor, change: tensor.view(change.size),
+}
+"""Operators that show the same elements in another way, and how to see them as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something done in place: `op(tensor, *args, **kwargs)`.
+
+    Args:
+        tensor: what was changed.
+        serial: when, among the views and changes of the program.
+        size: its sizes before.
+        op: the operator, or a function that does the same to a real tensor.
+        args: its other positional arguments; tensors among them are sources of a storage.
+        kwargs: its keyword arguments as pairs.
+        grad: whether grad mode was on.
+        bumps: by how much the version counter goes up.
+        former: another name for the memory that the tensor had, in its sizes of then; None where the operator
+            has an inverse.
+        grown: another name for the memory that it has now, where that is more than it was.
+        edge: where the gradient of a leaf arrived before: `set_` lets it begin another one.
+    """
+
+    tensor: torch.Tensor
+    serial: int
+    size: torch.Size
+    op: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    grad: bool = True
+    bumps: int = 0
+    former: torch.Tensor | None = None
+    grown: torch.Tensor | None = None
+    edge: GradientEdge | None = None
+
+    def moves(self) -> bool:
+        """Whether the tensor lies in another storage now, or in one of another size."""
+        return self.op not in INVERSES and self.op not in _IN_PLACE
+
+    def reshapes(self) -> bool:
+        """Whether it shows other sizes and strides now."""
+        return self.op not in _OF_HISTORY
+
+    def before(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which is as the change left it, as it was before."""
+        inverse = INVERSES.get(self.op)  # pyright: ignore[reportArgumentType]
+        if inverse is not None:
+            return inverse(tensor, self)
+        if self.former is None:
+            return tensor
+        if self.op is _AS_STRIDED_ and tensor.requires_grad:
+            counted = len(self.args) > 2 or "storage_offset" in dict(self.kwargs)
+            offset = self.former.storage_offset() if counted else None
+            return tensor.as_strided(self.size, self.former.stride(), offset)
+        return self.former
+
+
+def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """What an operator does to its `out=` of another size."""
+    tensor.resize_(size)
+    if tensor.stride() != stride:
+        # `as_strided_` would count as another write.
+        tensor.data = tensor.detach().as_strided(size, stride)
+
+
+def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """`tensor.data = source`."""
+    tensor.data = source
+
+
+def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Let `tensor` lie where `source` does, without its history."""
+    torch.ops.aten.set_.source_Tensor(tensor, source.detach())
+
+
+def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let `tensor` have the history of `value`, whose numbers it holds."""
+    put(tensor, None, value, 1)
+
+
+def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Let the storage of `tensor` be `num_bytes` long."""
+    tensor.untyped_storage().resize_(num_bytes)
+
+
+_OF_HISTORY = frozenset[Any]({torch.Tensor.detach_, torch.Tensor.requires_grad_})
+_AS_STRIDED_ = _ATEN.as_strided_.default
+_IN_PLACE = _OF_HISTORY | {_AS_STRIDED_}

@@ -1,0 +1,137 @@
+"""Sees what the dispatcher does not: real tensors that the function closes over, and writes to attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from aotdist.capture.origins import Origins
+from aotdist.convention.changes import assign_data
+from aotdist.convention.view_log import ViewLog
+from aotdist.errors import UnsupportedProgram
+from aotdist.joint.inputs import Inputs
+from aotdist.joint.storages import Storages, TracedStorage
+from aotdist.torch_seam import FunctionalTensor, HigherOrderOperator, pytree, rebind
+
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_ATTRIBUTES_OF_THE_REAL_TENSOR = {
+    _GRAD.__get__: (".grad", "read"),
+    _GRAD.__set__: (".grad", "assigned"),
+    _GRAD.__delete__: (".grad", "deleted"),
+}
+
+
+class Lifting(TorchFunctionMode):
+    """Puts stand-ins in the place of real tensors that the function closes over.
+
+    Args:
+        inputs: the stand-ins.
+        is_foreign: whether a tensor needs one.
+        stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
+        log: notes writes of storage and history, and views that only show here.
+        storages: what the program is shown for the storages of its tensors.
+        higher_order: what to do where the program hands functions to an operator.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        is_foreign: Callable[[torch.Tensor], bool],
+        stand_in: Callable[[torch.Tensor], torch.Tensor],
+        log: ViewLog,
+        storages: Storages,
+        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
+    ) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._is_foreign = is_foreign
+        self._stand_in = stand_in
+        self._higher_order = higher_order
+        self._log = log
+        self._storages = storages
+        self._instead: Mapping[Any, Callable[..., Any]] = {
+            torch.Tensor.detach_: self._detach,
+            torch.detach_: self._detach,
+            torch.Tensor.requires_grad_: self._require_grad,
+            _REQUIRES_GRAD.__set__: self._require_grad,
+            _DATA.__get__: self._data,
+            _DATA.__set__: self._assign_data,
+            torch.Tensor.untyped_storage: self._storage,
+            torch.Tensor.storage: self._typed_storage,
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        swapped_args: tuple[Any, ...]
+        swapped_kwargs: dict[str, Any]
+        swapped_args, swapped_kwargs = pytree.tree_map_only(
+            torch.Tensor, self._swap, (args, dict(kwargs or {}))
+        )
+        if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
+            self._refuse_attribute(func, swapped_args[0])
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, swapped_args, swapped_kwargs, self)
+        return self._instead.get(func, func)(*swapped_args, **swapped_kwargs)
+
+    def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._stand_in(tensor) if self._is_foreign(tensor) else tensor
+
+    def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._log.changes_history(tensor, torch.Tensor.detach_)
+        return tensor
+
+    def _require_grad(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+        self._log.changes_history(tensor, torch.Tensor.requires_grad_, requires_grad)
+        return tensor
+
+    def _storage(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, FunctionalTensor):
+            return TracedStorage(self._storages, tensor)
+        return tensor.untyped_storage()
+
+    def _typed_storage(self, tensor: torch.Tensor) -> Any:
+        return torch.TypedStorage(wrap_storage=self._storage(tensor), dtype=tensor.dtype)
+
+    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
+        data = tensor.data
+        self._log.made_by_data(data)
+        return data
+
+    def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        def assign() -> None:
+            if isinstance(tensor, FunctionalTensor) and isinstance(source, FunctionalTensor):
+                _refuse_as_eager(tensor, source)
+                with torch.no_grad():
+                    rebind(tensor, source.detach())  # type: ignore[arg-type]
+            else:
+                assign_data(tensor, source)
+
+        self._log.move(tensor, assign_data, assign, source)
+
+    def _refuse_attribute(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
+        idx = self._inputs.index_of(tensor)
+        attribute, done = _ATTRIBUTES_OF_THE_REAL_TENSOR[func]
+        if idx is not None:
+            raise UnsupportedProgram(
+                f"`{self._inputs.row()[idx].slot}{attribute}` is {done} inside of the compiled function",
+                where=Origins().current(),
+                stage="joint",
+                fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
+            )
+
+
+def _refuse_as_eager(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    if tensor.requires_grad and not (source.is_floating_point() or source.is_complex()):
+        raise RuntimeError(
+            "data set to a tensor that requires gradients must be floating point or complex dtype"
+        )
