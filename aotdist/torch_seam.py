@@ -49,9 +49,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode as Function
 from torch._subclasses.functional_tensor import _detect_infra_mode
 
 from torch.autograd.function import _SingleLevelFunction
-
-# Lets writes inside of a context leave a tensor's version counter alone.
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version  # noqa: F401
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -91,6 +89,12 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     twin = None if packet is None else getattr(packet, op._overloadname, None)
     return twin if twin is not None and twin is not op and twin.is_view else None
+
+
+def functional_twin(op: OpOverload) -> OpOverload:
+    """The operator of the same name and overload that writes nothing (`_fused_adamw` for `_fused_adamw_`)."""
+    namespace, _, name = op._schema.name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), name.removesuffix("_")), op._overloadname)
 
 
 @functools.cache
@@ -370,6 +374,11 @@ def made_by_custom_function(tensor: torch.Tensor) -> bool:
         return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
     except RuntimeError:  # a view made under `no_grad`, of a base that was written since
         return False
+
+
+def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Lets writes inside of the context leave the version counter of `tensor` alone."""
+    return _unsafe_preserve_version_counter(tensor)
 
 
 def creation_meta(tensor: torch.Tensor) -> Any:
@@ -694,9 +703,11 @@ def dtensor_spec(context: Any, mesh: DeviceMesh | None, size: torch.Size, stride
     placements, tensor_meta, shard_order, _ = context
     metadata = TensorMeta(shape=size, stride=stride, dtype=tensor_meta.dtype)
     # An order beside strided shards (views make such) says that these are no order; the context forgets that.
-    known = "use_strided_shard_as_shard_order" in DTensorSpec.__dataclass_fields__
-    no_order = {"use_strided_shard_as_shard_order": False} if known and shard_order is not None else {}
-    return DTensorSpec(mesh, placements, tensor_meta=metadata, shard_order=shard_order, **no_order)
+    options: dict[str, Any] = {"shard_order": shard_order}
+    flag = "use_strided_shard_as_shard_order"
+    if shard_order is not None and flag in DTensorSpec.__dataclass_fields__:
+        options[flag] = False
+    return DTensorSpec(mesh, placements, tensor_meta=metadata, **options)
 
 
 def with_placements(context: Any, placements: tuple[Any, ...]) -> Any:

@@ -111,7 +111,7 @@ class Functionalisation(FunctionalTensorMode):
             values = pytree.tree_map_only(FunctionalTensor, functional_value, args)
             return lambda: func(*values, **kwargs)
         if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
-            return lambda: self._by_itself(lambda x, n: x.copy_(torch.polygamma(n, x)), *args)
+            return lambda: self._by_itself(_polygamma, *args)
         return None
 
     def _by_itself(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -156,6 +156,10 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
+
+
+def _polygamma(tensor: torch.Tensor, order: int) -> torch.Tensor:
+    return tensor.copy_(torch.polygamma(order, tensor))
 
 
 def _is_foreach_write(func: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload, written_arguments
+from aotdist.torch_seam import OpOverload, functional_twin, written_arguments
 
 _SCALED = ("grad_scale", "found_inf")
 
@@ -28,7 +28,7 @@ def is_functional_step(func: Any) -> bool:
 
 def step_functionally(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Do the step by its functional twin, and write the results."""
-    results = _twin(func)(*args, **kwargs)
+    results = functional_twin(func)(*args, **kwargs)
     for (position, name), new in zip(written_arguments(func), results, strict=True):
         # Gradients are written only where they are unscaled on the way.
         if name != "grads" or any(kwargs.get(scaled) is not None for scaled in _SCALED):
@@ -42,15 +42,10 @@ def results_like(func: OpOverload, args: Sequence[Any]) -> tuple[list[torch.Tens
     return tuple([torch.empty_like(tensor) for tensor in tensors] for tensors in lists)
 
 
-def _twin(func: OpOverload) -> OpOverload:
-    packet = getattr(torch.ops.aten, func.name().partition("::")[2].partition(".")[0].removesuffix("_"))
-    return getattr(packet, func._overloadname)
-
-
 def _steps() -> list[OpOverload]:
     packets = (getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad"))
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-_TWINS = {_twin(step): step for step in _steps()}
+_TWINS = {functional_twin(step): step for step in _steps()}
 _STEPS = frozenset(_TWINS.values())
