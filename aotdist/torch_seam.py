@@ -52,9 +52,7 @@ from torch._subclasses.functional_tensor import _detect_infra_mode
 
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-
-# Lets writes inside of a context leave a tensor's version counter alone.
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version  # noqa: F401
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -733,6 +731,11 @@ def history_of(tensor: torch.Tensor) -> Any | None:
         return None
 
 
+def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Lets writes inside of the context leave the version counter of `tensor` alone."""
+    return _unsafe_preserve_version_counter(tensor)
+
+
 def creation_meta(tensor: torch.Tensor) -> Any:
     """What autograd knows of how a view was made: by which it decides what to say of a write."""
     return torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else None
@@ -1065,9 +1068,11 @@ def dtensor_spec(context: Any, mesh: DeviceMesh | None, size: torch.Size, stride
     placements, tensor_meta, shard_order, _ = context
     metadata = TensorMeta(shape=size, stride=stride, dtype=tensor_meta.dtype)
     # An order beside strided shards (views make such) says that these are no order; the context forgets that.
-    known = "use_strided_shard_as_shard_order" in DTensorSpec.__dataclass_fields__
-    no_order = {"use_strided_shard_as_shard_order": False} if known and shard_order is not None else {}
-    return DTensorSpec(mesh, placements, tensor_meta=metadata, shard_order=shard_order, **no_order)
+    options: dict[str, Any] = {"shard_order": shard_order}
+    flag = "use_strided_shard_as_shard_order"
+    if shard_order is not None and flag in DTensorSpec.__dataclass_fields__:
+        options[flag] = False
+    return DTensorSpec(mesh, placements, tensor_meta=metadata, **options)
 
 
 def with_placements(context: Any, placements: tuple[Any, ...]) -> Any:

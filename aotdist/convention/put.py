@@ -96,15 +96,17 @@ class _Put(torch.autograd.Function):
     ) -> torch.Tensor:
         part = target if view is None else view
         part.data.copy_(value)
+        ctx.set_materialize_grads(False)  # zeros would be plain ones, for a wrapper too
         ctx.place = None if view is None else _Place.of(view, target)
         ctx.mark_dirty(target)  # bumps the version once
-        ctx.set_materialize_grads(False)
         return target
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        if grad is None or ctx.place is None:
+        if grad is None:
+            return None, None, None, None
+        if ctx.place is None:
             return None, grad, None, None
         return None, ctx.place.part_of(ctx.place.laid_out(grad)), grad, None
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.data import refusing_what_needs_data
+from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot

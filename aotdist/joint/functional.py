@@ -132,7 +132,7 @@ class Functionalisation(FunctionalTensorMode):
             values = pytree.tree_map_only(FunctionalTensor, functional_value, args)
             return lambda: func(*values, **kwargs)
         if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
-            return lambda: self._by_itself(lambda x, n: x.copy_(torch.polygamma(n, x)), *args)
+            return lambda: self._by_itself(_polygamma, *args)
         twin = _twin_of_symbolic_write(func, args)
         return (
             None
@@ -207,6 +207,10 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
         return None
     shapes = [value.shape for value in args if isinstance(value, FunctionalTensor)]
     return twin if any(map(is_symbolic, shapes)) else None
+
+
+def _polygamma(tensor: torch.Tensor, order: int) -> torch.Tensor:
+    return tensor.copy_(torch.polygamma(order, tensor))
 
 
 def _is_foreach_write(func: Any) -> bool:

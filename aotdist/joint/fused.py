@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload, written_arguments
+from aotdist.torch_seam import OpOverload, functional_twin, written_arguments
 
 _SCALED = ("grad_scale", "found_inf")
 
 
 def is_fused_optimizer(func: Any) -> bool:
     """Whether a call is of an optimizer's fused step, in place."""
-    return func in _STEPS
+    return func in _TWIN_OF
 
 
 def is_functional_step(func: Any) -> bool:
     """Whether a call is of the functional twin of one."""
-    return func in _TWINS
+    return func in _STEP_OF
 
 
 def step_functionally(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Do the step by its functional twin, and write the results."""
-    results = _twin(func)(*args, **kwargs)
+    results = _TWIN_OF[func](*args, **kwargs)
     for (position, name), new in zip(written_arguments(func), results, strict=True):
         # Gradients are written only where they are unscaled on the way.
         if name != "grads" or any(kwargs.get(scaled) is not None for scaled in _SCALED):
@@ -38,13 +38,8 @@ def step_functionally(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 def results_like(func: OpOverload, args: Sequence[Any]) -> tuple[list[torch.Tensor], ...]:
     """What the functional twin of a step returns, without its numbers."""
-    lists = (args[position] for position, _ in written_arguments(_TWINS[func]))
+    lists = (args[position] for position, _ in written_arguments(_STEP_OF[func]))
     return tuple([torch.empty_like(tensor) for tensor in tensors] for tensors in lists)
-
-
-def _twin(func: OpOverload) -> OpOverload:
-    packet = getattr(torch.ops.aten, func.name().partition("::")[2].partition(".")[0].removesuffix("_"))
-    return getattr(packet, func._overloadname)
 
 
 def _steps() -> list[OpOverload]:
@@ -52,5 +47,5 @@ def _steps() -> list[OpOverload]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-_TWINS = {_twin(step): step for step in _steps()}
-_STEPS = frozenset(_TWINS.values())
+_TWIN_OF = {step: twin for step in _steps() if (twin := functional_twin(step)) is not None}
+_STEP_OF = {twin: step for step, twin in _TWIN_OF.items()}
