@@ -205,6 +205,11 @@ def torch_functions_off() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let autograd believe that `tensor` was written `version` times."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 # --- capture: modules whose call is compiled ------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import torch
 
 from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
+from aotdist.convention.version import rewind
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
     Facts,
@@ -58,16 +59,20 @@ class EpiloguePlan:
     Args:
         outputs: what each is.
         order: in which order to make them, and to write metadata.
+        rewinds: by how much to set back version counters first.
     """
 
     outputs: Row[OutIdx, OutputFact]
     order: tuple[Step, ...]
+    rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
 
     def lift(self, call: Call) -> Call:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
             building = _Building(self.outputs, primals, call(primals))
+            for idx, count in self.rewinds:
+                rewind(primals[idx], count)
             for item in self.order:
                 match item:
                     case MetadataWrite():
@@ -137,7 +142,9 @@ class Epilogue:
                 outs = program.fn(*primals)
             return [held(log, outs) for held in holders]
 
-        return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
+        return Program(fn, program.ins, program.examples), EpiloguePlan(
+            facts.outputs, facts.order, facts.rewinds
+        )
 
 
 _Held: TypeAlias = Callable[[ViewLog, Sequence[Any]], torch.Tensor]

@@ -32,9 +32,15 @@ from aotdist.torch_seam import any_autocast, autocast_off, keeps_graph
 
 @dataclass(frozen=True, slots=True)
 class SavedInput:
-    """A saved value that is a plain input."""
+    """A saved value that is a plain input.
+
+    Args:
+        plain: which.
+        changes: whether it has other sizes, or lies elsewhere, when the backward comes.
+    """
 
     plain: PlainIdx
+    changes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +100,16 @@ def node_plan(
     facts = traced.facts
     position = {slot: idx for idx, slot in enumerate(traced.plain_ins())}
     result = {slot: idx for idx, slot in enumerate(split.forward.outs)}
+    plains = plain_positions(facts.recipes)
+    changing = {plain for idx in facts.reshaped() for plain in plains[idx]}
     saved = tuple(
-        SavedInput(PlainIdx(position[split.saved_primals[slot]]))
+        SavedInput(plain := PlainIdx(position[split.saved_primals[slot]]), plain in changing)
         if slot in split.saved_primals
         else SavedResult(result[slot])
         for slot in split.saved
     )
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
     tangents = tuple(_tangent(out, tangent_strides) for out in outs if out.differentiable)
-    plains = plain_positions(facts.recipes)
     backward_writes = tuple(plain for write in facts.backward_writes for plain in plains[write.input])
     return NodePlan(
         plans.unwrap,
@@ -125,7 +132,10 @@ def _kept_for_again(traced: Traced, again: Again) -> tuple[tuple[PrimalIdx, ...]
     if wrapper is not None:
         return (), f"it works on tensors of type {wrapper.cls.__name__}"
     position = {slot: idx for idx, slot in traced.program.ins.enumerate()}
-    return tuple(position[slot] for slot in again.primals), again.obstacle
+    kept = tuple(position[slot] for slot in again.primals)
+    if not facts.reshaped().isdisjoint(kept):
+        return (), "it writes the sizes, strides or storage of an input in place"
+    return kept, again.obstacle
 
 
 def result_views(graph: Graph) -> frozenset[int]:
@@ -258,7 +268,9 @@ def _zeros(recipe: Recipe, like: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _saved(source: SavedInput | SavedResult, plains: Sequence[Any], results: Sequence[Any]) -> Any:
-    return plains[source.plain] if isinstance(source, SavedInput) else results[source.position]
+    if isinstance(source, SavedResult):
+        return results[source.position]
+    return plains[source.plain].detach() if source.changes else plains[source.plain]
 
 
 def _split_grads(plan: NodePlan, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -24,6 +24,7 @@ from aotdist.convention.metadata import rewrite
 from aotdist.convention.put import put, take
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
+from aotdist.convention.version import rewind
 from aotdist.facts import (
     Fresh,
     IsInput,
@@ -363,6 +364,8 @@ def _print_outputs(printer: Printer, epilogue: EpiloguePlan, primals: Sequence[s
         given = ", ".join([place(write.target), change, sequence(args), *data])
         printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
 
+    for idx, count in epilogue.rewinds:
+        printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
     for item in epilogue.order:
         match item:
             case MetadataWrite():

@@ -162,7 +162,9 @@ def _print_forward(
     with printer.indented():
         plains = _print_run(printer, plan.unwrap, plan.writes, forward, names, watch)
         saved = [
-            plains[source.plain] if isinstance(source, SavedInput) else f"results[{source.position}]"
+            f"{plains[source.plain]}{'.detach()' if source.changes else ''}"
+            if isinstance(source, SavedInput)
+            else f"results[{source.position}]"
             for source in plan.saved
         ]
         printer.spread("ctx.save_for_backward(", saved, ")")
