@@ -314,6 +314,8 @@ class Facts:
         recipes: how each input is put together from plain tensors.
         grads: for each input, the recipe of its gradient, or None when it gets none.
         backward_writes: inputs that the backward wrote.
+        rewinds: inputs, and how many of the writes that their version counters show are writes of metadata:
+            counted by the region, which saves inputs as they are after all writes, and again when repeated.
         switched_on: inputs that the program lets require grad.
         storages: plain tensors beneath inputs, by position, for which it matters what storage they lie in.
         backward_storages: those whose storage has another size after the backward, and its bytes.
@@ -329,6 +331,7 @@ class Facts:
     recipes: Row[PrimalIdx, Recipe]
     grads: Row[PrimalIdx, Recipe | None]
     backward_writes: tuple[BackwardWrite, ...]
+    rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
     storages: tuple[tuple[PrimalIdx, int], ...] = ()
     backward_storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
@@ -340,6 +343,11 @@ class Facts:
         """Inputs whose data is written, in forward or backward."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
         return forward | {write.input for write in self.backward_writes}
+
+    def reshaped(self) -> Set[PrimalIdx]:
+        """Inputs whose metadata is written."""
+        targets = (write.target for write in self.metadata_writes())
+        return {target.input for target in targets if isinstance(target, IsInput)}
 
     def metadata_writes(self) -> list[MetadataWrite]:
         """Writes of metadata, in order."""

@@ -118,7 +118,7 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
     """The view that an in-place one makes (`t` for `t_`); None for what makes none (`resize_`, `set_`)."""
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    twins = [] if packet is None else map(packet.__getattr__, packet.overloads())
+    twins = [] if packet is None else (getattr(packet, overload) for overload in packet.overloads())
     names = argument_names(op)  # the overload may have another name: `transpose.int` for `transpose_`
     return next((twin for twin in twins if twin.is_view and argument_names(twin) == names), None)
 
@@ -142,10 +142,8 @@ def without_outs(op: OpOverload) -> OpOverload | None:
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name)
     wanted = [a.name for a in op._schema.arguments if not a.is_out]
-    for overload in map(packet.__getattr__, packet.overloads()):
-        if argument_names(overload) == wanted and not writes_arguments(overload):
-            return overload
-    return None
+    makers = (getattr(packet, overload) for overload in packet.overloads())
+    return next((m for m in makers if argument_names(m) == wanted and not writes_arguments(m)), None)
 
 
 def argument_names(op: OpOverload) -> list[str]:
@@ -359,6 +357,11 @@ def storage_id(tensor: torch.Tensor) -> int:
 def torch_functions_off() -> AbstractContextManager[Any]:
     """No torch-function mode, and no subclass, hears of what is called."""
     return torch._C.DisableTorchFunction()
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let autograd believe that `tensor` was written `version` times."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 # --- capture: modules whose call is compiled ------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
+from aotdist.convention.version import rewind
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
     Action,
@@ -98,16 +99,21 @@ class EpiloguePlan:
     Args:
         outputs: what each is.
         order: in which order to make them, and to write metadata.
+        rewinds: inputs whose version counters go back first, by as many writes as are repeated.
+        rewinds: by how much to set back version counters first.
     """
 
     outputs: Row[OutIdx, OutputFact]
     order: tuple[Action, ...]
+    rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
 
     def lift(self, call: Call) -> Call:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
             outs = Outputs(self, primals, call(primals))
+            for idx, count in self.rewinds:
+                rewind(primals[idx], count)
             for action in self.order:
                 outs.do(action)
             return outs.in_order()
@@ -183,7 +189,9 @@ class Epilogue:
                 outs = program.fn(*primals)
             return [held(log, outs, primals) for held in holders]
 
-        return Program(fn, program.ins, program.examples), EpiloguePlan(facts.outputs, facts.order)
+        return Program(fn, program.ins, program.examples), EpiloguePlan(
+            facts.outputs, facts.order, facts.rewinds
+        )
 
 
 _Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Sequence[Any]], torch.Tensor]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.layer import Call
-from aotdist.facts import Facts, IsInput, MetadataWrite
+from aotdist.facts import Facts, MetadataWrite
 from aotdist.program import PrimalIdx, Program
 from aotdist.subclasses.protocol import plain_tensors
 
@@ -56,8 +56,7 @@ class Metadata:
 
     def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], SwitchedOn]:
         """The inner program writes the metadata of other names for the same tensors."""
-        targets = (write.target for write in facts.metadata_writes())
-        changed = {target.input for target in targets if isinstance(target, IsInput)}
+        changed = facts.reshaped()
 
         def fn(*primals: Any) -> list[Any]:
             own = [p.view_as(p) if PrimalIdx(k) in changed else p for k, p in enumerate(primals)]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from aotdist.torch_seam import preserved_version
+from aotdist.torch_seam import preserved_version, set_version
 
 
 def uncounted(target: torch.Tensor) -> AbstractContextManager[None]:
@@ -18,3 +18,9 @@ def bump(target: torch.Tensor, count: int) -> None:
     """Let the version counter of `target` be `count` higher."""
     if count and not target.is_inference():
         torch.autograd.graph.increment_version([target] * count)
+
+
+def rewind(target: torch.Tensor, count: int) -> None:
+    """Let the version counter of `target` be `count` lower: that many writes are about to be repeated."""
+    if not target.is_inference():
+        set_version(target, target._version - count)

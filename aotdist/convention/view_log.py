@@ -282,7 +282,7 @@ class ViewLog(TorchDispatchMode):
             edge=edge,
         )
         self._note(change)
-        if grown is not None and id(tensor) in self._entries:
+        if grown is not None and size.numel() and id(tensor) in self._entries:
             raise _grows_as_a_view()
         if grown is not None:
             views = (entry.view for entry in self._entries.values())

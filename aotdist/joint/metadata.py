@@ -109,23 +109,19 @@ class Metadata:
             raise refuse(stand_in, "before a write that takes part in the backward")
         return True
 
-    def other_bumps(
-        self, idx: PrimalIdx, stand_in: StandIn, repeated: Mapping[PrimalIdx, int], *, written: bool
-    ) -> int:
-        """By how much an input's version counter went up by anything else than these writes.
-
-        Args:
-            idx: the input.
-            stand_in: its stand-in.
-            repeated: by how much it goes up for each input because writes to views of it are repeated.
-            written: whether its data is written.
-        """
+    def bumps(self, idx: PrimalIdx, stand_in: StandIn, *, written: bool) -> int:
+        """By how much an input's version counter went up."""
         if stand_in.derived:
             return 0
         if stand_in.tensor.is_inference():
             return int(written)  # nobody counts for a stand-in then; the real tensor is written once
-        own = sum(change.bumps for change in self.changes.get(idx, ()))
-        return stand_in.bumps() - own - repeated.get(idx, 0)
+        return stand_in.bumps()
+
+    def repeated_bumps(self, idx: PrimalIdx, stand_in: StandIn) -> int:
+        """By how much it goes up once more, when these writes are repeated."""
+        if stand_in.derived or stand_in.tensor.is_inference():
+            return 0
+        return sum(change.bumps for change in self.changes.get(idx, ()))
 
     def gradient_ends(
         self, row: Row[PrimalIdx, StandIn]

@@ -315,7 +315,9 @@ class Recorder:
             track(fake, pick, self._tracer)
         return fakes
 
-    def graph(self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any]) -> Graph:
+    def graph(
+        self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any] = ()
+    ) -> Graph:
         """The recorded graph with `results` as its outputs.
 
         It takes every symbol, used or not: a pass may add an operator that needs it.

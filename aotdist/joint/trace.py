@@ -7,6 +7,7 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def trace(
         outputs = classify(outs, inputs, log, metadata.written)
         for idx, stand_in_ in inputs.row().enumerate():
             _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
-        writes = _forward_writes(inputs.row(), outputs, metadata, storages)
+        writes, rewinds = _forward_writes(inputs.row(), outputs, metadata, storages)
         node_tensors = outputs.tensors
         node_outs = Row[NodeOutIdx, NodeOut](
             NodeOut(slot, recipe_of(tensor), training and idx in outputs.with_history)
@@ -198,6 +199,7 @@ def trace(
         recipes=row.map(lambda stand_in: stand_in.recipe),
         grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
         backward_writes=backward_writes,
+        rewinds=rewinds,
         switched_on=metadata.switched_on,
         storages=tuple(sorted({*metadata.moved(inputs.row()), *storages.looked_at()})),
         backward_storages=backward_storages,
@@ -223,16 +225,19 @@ def _resuming(
 
 def _forward_writes(
     row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata, storages: Storages
-) -> Row[PrimalIdx, InputFact]:
-    """What the forward did to each input; the new values become node outputs, those with history first."""
+) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
+    """What the forward did to each input; the new values become node outputs, those with history first.
+
+    Returns:
+        the facts, and how many of the counted writes of each input will be repeated; see `Facts.rewinds`.
+    """
     for idx, stand_in in row.enumerate():
         if metadata.late_history(idx, stand_in):
             outputs.add_history(idx, stand_in)
-    repeated = outputs.bumps
     facts: list[InputFact] = [
-        Untouched(metadata.other_bumps(idx, stand_in, repeated, written=False))
-        for idx, stand_in in row.enumerate()
+        Untouched(metadata.bumps(idx, stand_in, written=False)) for idx, stand_in in row.enumerate()
     ]
+    repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
     # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
     written = [(idx, s) for idx, s in _written_by_name(row) if all(map(storages.holds, s.plains))]
     for differentiable in (True, False):
@@ -242,9 +247,11 @@ def _forward_writes(
                 slot = Slot("write", stand_in.slot.path)
                 tensor = metadata.as_before(idx, stand_in, history=differentiable)
                 value = outputs.add(slot, tensor, history=differentiable)
-                bumps = metadata.other_bumps(idx, stand_in, repeated, written=True)
+                bumps = metadata.bumps(idx, stand_in, written=True)
+                if differentiable:  # it is counted where it is written, after the region
+                    bumps -= repeated.pop(idx, 0)
                 facts[idx] = DataWritten(value, differentiable, bumps)
-    return Row(facts)
+    return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
 
 
 def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:

@@ -68,7 +68,9 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
 
 
 def _saved(source: SavedInput | SavedResult, plains: Sequence[Any], results: Sequence[Any]) -> Any:
-    return plains[source.plain] if isinstance(source, SavedInput) else results[source.position]
+    if isinstance(source, SavedResult):
+        return results[source.position]
+    return plains[source.plain].detach() if source.changes else plains[source.plain]
 
 
 def without_autocast(call: BoxedCall) -> BoxedCall:

@@ -25,9 +25,15 @@ from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, tangent_recipe
 
 @dataclass(frozen=True, slots=True)
 class SavedInput:
-    """A saved value that is a plain input."""
+    """A saved value that is a plain input.
+
+    Args:
+        plain: which.
+        changes: whether it has other sizes, or lies elsewhere, when the backward comes.
+    """
 
     plain: PlainIdx
+    changes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +141,16 @@ def node_plan(
     facts = traced.facts
     position = {slot: idx for idx, slot in enumerate(traced.plain_ins())}
     result = {slot: idx for idx, slot in enumerate(split.forward.outs)}
+    plains = plain_positions(facts.recipes)
+    changing = {plain for idx in facts.reshaped() for plain in plains[idx]}
     saved = tuple(
-        SavedInput(PlainIdx(position[split.saved_primals[slot]]))
+        SavedInput(plain := PlainIdx(position[split.saved_primals[slot]]), plain in changing)
         if slot in split.saved_primals
         else SavedResult(result[slot])
         for slot in split.saved
     )
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
     tangents = tuple(_tangent(out, tangent_strides) for out in outs if out.differentiable)
-    plains = plain_positions(facts.recipes)
     backward_writes = tuple(plain for write in facts.backward_writes for plain in plains[write.input])
     return NodePlan(
         plans.unwrap,
@@ -208,6 +215,8 @@ def _kept_for_again(
         return (), (), again.obstacle
     paths = {slot.path for slot in again.primals}
     kept = tuple(idx for idx, slot in ins.enumerate() if slot.path in paths)
+    if not facts.reshaped().isdisjoint(kept):
+        return (), (), "it writes the sizes, strides or storage of an input in place"
     slots = [Slot("primal", ins[idx].path, inner) for idx in kept for inner, _ in leaves(facts.recipes[idx])]
     return kept, tuple(slots), None
 

@@ -21,6 +21,7 @@ from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.put import take
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
+from aotdist.convention.version import rewind
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
@@ -157,6 +158,8 @@ def print_call(
             for write in plans.writes.writes if gates is None else ():
                 print_write(printer, primals, write)
         do = action_printer(printer, plans.epilogue, primals, fit.ambient)
+        for idx, count in plans.epilogue.rewinds:
+            printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
         if gates is None:
             for action in plans.epilogue.order:
                 do(action)

@@ -192,7 +192,9 @@ def _print_forward(
         if plan.rng.draw is not None:
             printer.line("ctx.rng = rng")
         saved = [
-            plains[source.plain] if isinstance(source, SavedInput) else f"results[{source.position}]"
+            f"{plains[source.plain]}{'.detach()' if source.changes else ''}"
+            if isinstance(source, SavedInput)
+            else f"results[{source.position}]"
             for source in plan.saved
         ]
         printer.spread("ctx.save_for_backward(", saved, ")")

@@ -10,6 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import plain_tensors
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, play, same_as_eager
 
@@ -189,3 +190,53 @@ def test_a_write_brings_history_to_plain_inputs() -> None:
         return Scene(lambda a, b, c: (a.mul_(c), b * 2)[1], (x, x.t(), leaf(3, 4)))
 
     same_as_eager(build)
+
+
+def test_a_parameter_tied_since_the_first_call() -> None:
+    def build() -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        model.register_buffer("seen", torch.zeros(3, 3))
+        return model
+
+    def program(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        return model[1](model[0](x))
+
+    results: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model, x = build(), torch.randn(2, 3)
+        run = lambda x, model=model: program(model, x)  # noqa: E731
+        call = aotdist.compile(run, backend="fx") if compiles else run
+        seen = [call(x)]
+        model[1].weight = model[0].weight
+        seen.append(call(x))
+        model[1].weight = torch.nn.Parameter(torch.ones(3, 3))
+        seen.append(call(x))
+        model[1].weight.data = model[0].weight.data[:]
+        seen.append(call(x))
+        results.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_each_layout_of_the_memory_of_wrappers_is_a_signature_of_its_own() -> None:
+    compiled = aotdist.compile(lambda a, b: (a.add_(1), b * 2)[1], backend="fx")
+
+    def layouts_of_wrappers(x: torch.Tensor, y: torch.Tensor) -> list[Sequence[torch.Tensor]]:
+        return [
+            (TwoTensor(x[0], y[0]), TwoTensor(x[1], y[1])),
+            (TwoTensor(x[0], y[0]), TwoTensor(x[0], torch.ones(4))),
+            (TwoTensor(x[0], y[0]), TwoTensor(y[0], x[0])),
+            (TwoTensor(x[0], y[0]), y[0]),
+        ]
+
+    for _ in range(2):
+        for position in range(4):
+            x, y, u, v = (torch.arange(16.0).view(4, 4) for _ in range(4))
+            a, b = layouts_of_wrappers(x, y)[position]
+            ours = compiled(*layouts_of_wrappers(u, v)[position])
+            a.add_(1)
+            assert torch.equal(plain_tensors(ours)[0], plain_tensors(b * 2)[0])
+            assert torch.equal(x, u) and torch.equal(y, v)
+    assert len(compiled.artifacts) == 4

@@ -113,3 +113,32 @@ def test_what_cannot_be_repeated_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedProgram, match="resized in place, and it grows into memory around it"):
         aotdist.compile(lambda x: x.resize_(9), backend="fx")(x)
     assert x.size() == (6,) and memory.sum() == 12
+
+
+def test_what_the_backward_needs_was_saved_after_the_write() -> None:
+    """The region saves the input, whose sizes are written after it; autograd is not to mind."""
+
+    def build() -> Scene:
+        x = torch.randn(4, 3, requires_grad=True) * 1.5
+        return Scene(lambda x: (x.t_(), x.sin())[1], (x.t(),))
+
+    same_as_eager(build)
+
+
+def test_what_the_backward_needs_has_the_sizes_of_before() -> None:
+    """The region saves a square input as it is; when the backward comes, that lies the other way round."""
+
+    def build() -> Scene:
+        arguments = torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
+        return Scene(lambda x, w: (x.t_(), x * w)[1], arguments)
+
+    same_as_eager(build)
+
+
+def test_detach_comes_in_its_turn() -> None:
+    def program(x):
+        x.detach_()
+        x.transpose_(0, 2)
+        return x * 2
+
+    same_as_eager(lambda: Scene(program, (leaf(),)))
