@@ -158,7 +158,7 @@ def can_decompose(op: OpOverload) -> bool:
 
 def is_left_whole_in_inference(func: Any) -> bool:
     """Whether a call is of an operator that eager breaks up, and that modes see whole in inference mode."""
-    if not torch.is_inference_mode_enabled() or not is_operator(func):
+    if not torch.is_inference_mode_enabled() or not is_operator(func) or func.namespace == "prim":
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 

@@ -77,8 +77,8 @@ def laws_hold(fn: Callable[..., Any], arguments: Arguments, *, training: bool = 
         leaves_arguments_alone(call_of(inside[-1][0]), plains)
         composed, plans = lower_all(program, facts)
         lifted = plans.unwrap.lift(plans.plain_writes.lift(call_of(composed)))
-        lifted = plans.metadata.lift(plans.writes.lift(lifted))
-        if not facts.metadata:  # of a detached tensor, `detach_` is another thing
+        lifted = plans.switched_on.lift(plans.writes.lift(lifted))
+        if not facts.metadata_writes():  # of a detached tensor, `detach_` is another thing
             behaves_as(plans.epilogue.lift(lifted), call_of(program), detached, backward=False)
 
 
