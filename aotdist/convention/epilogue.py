@@ -194,7 +194,7 @@ class Epilogue:
         )
 
 
-_Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Sequence[Any]], torch.Tensor]
+_Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Sequence[Any]], Any]
 """Finds the tensor that the region returns as one of its values, given the outputs and the inputs."""
 
 
@@ -246,10 +246,8 @@ def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[
     return log.as_made(log.root(outs[idx], set(map(id, outs))).base)
 
 
-def _from_function(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
-    function = log.root(outs[idx], set(map(id, outs))).function
-    assert function is not None, "the trace found one"
-    return function
+def _from_function(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> Any:
+    return log.root(outs[idx], set(map(id, outs))).function
 
 
 def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:

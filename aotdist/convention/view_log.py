@@ -129,7 +129,8 @@ class ViewLog(TorchDispatchMode):
             with self:
                 return broken_up(func, *args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
-            self._refuse_overlapping_write(func, args[0])
+            for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                self._refuse_overlapping_write(func, target)
         if self._outgrown:
             self._refuse_outgrown((*args, *kwargs.values()))
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):

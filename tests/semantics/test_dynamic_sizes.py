@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.observation import same_as_eager
-from tests.semantics.programs import INPUTS, Program, programs
+from tests.semantics.programs import Program, Vocabulary, programs
+from tests.semantics.vocabulary import INPUTS
 
 SIZED = [text for text in INPUTS.values() if "arange" not in text]
 search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=100)
