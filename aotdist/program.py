@@ -156,6 +156,12 @@ class Graph:
         """The argument nodes, in the order of `ins`."""
         return self.gm.graph.find_nodes(op="placeholder")
 
+    def is_backward(self) -> bool:
+        """Whether it is a backward that was cut off."""
+        return any(slot.role in ("grad", "backward_write") for slot in self.outs) and not any(
+            slot.role in ("output", "write") for slot in self.outs
+        )
+
     def sizes(self) -> tuple[str, ...]:
         """The expressions of the numbers that it takes, in the order of `ins`."""
         return tuple(slot.path for slot in self.ins if slot.role == "size")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from aotdist.functorch.partitions import PartitionFn
 from aotdist.passes.run import run_passes
 from aotdist.program import Graph, Slot
 from aotdist.settings import Settings
+from aotdist.sizes import concrete
 from aotdist.torch_seam import tracing_context
 
 
@@ -102,7 +103,7 @@ class FunctorchBackend:
         if cut.backward is not None:
             return _with_zeros(*cut.backward, graph)
         position = _positions(graph.ins)
-        ins = [slot for slot in (*cut.saved, *cut.order.tangents) if slot in position]
+        ins = [slot for slot in (*cut.taken, *cut.order.tangents) if slot in position]
         gm = with_arguments(graph, ins, cut.order.grads, "tangents_{}")
         sources = [position[slot] for slot in ins]
         picks = _picks(cut.order.grads, graph.outs)
@@ -153,13 +154,19 @@ def _with_zeros(whole: Graph, call: BoxedCall, reduced: Graph) -> BoxedCall:
     given = frozenset(reduced.ins)
 
     def filled(args: list[Any]) -> list[Any]:
+        symbols = {
+            slot.path: value for slot, value in zip(reduced.ins, args, strict=True) if slot.role == "size"
+        }
         remaining = iter(args)
-        all_of_them = [next(remaining) if slot in given else _zero_like(val) for slot, val in arguments]
+        all_of_them = [
+            next(remaining) if slot in given else _zero_like(val, symbols) for slot, val in arguments
+        ]
         args.clear()
         return [None if at in absent else grad for at, grad in enumerate(call(all_of_them))]
 
     return filled
 
 
-def _zero_like(val: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device=val.device).zero_()
+def _zero_like(val: torch.Tensor, symbols: Mapping[str, int]) -> torch.Tensor:
+    size, stride = concrete((tuple(val.size()), val.stride()), symbols)
+    return torch.empty_strided(size, stride, dtype=val.dtype, device=val.device).zero_()

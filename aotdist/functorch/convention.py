@@ -18,7 +18,7 @@ class Order:
     """The order in which PyTorch's graphs take and return what ours do.
 
     Args:
-        primals: what a forward takes.
+        primals: what a forward takes: plain tensors, then sizes if they are symbolic.
         tangents: what a joint graph takes after that.
         values: what a forward returns: new values of inputs, in their order, then results.
         grads: what a backward returns: a gradient for each primal, if it has one, then what else there is.
@@ -32,7 +32,7 @@ class Order:
     @classmethod
     def of(cls, joint: Graph) -> Order:
         """That of a joint or an inference graph."""
-        primals = tuple(slot for slot in joint.ins if slot.role == "primal")
+        primals = tuple(slot for slot in joint.ins if slot.role in ("primal", "size"))
         outs = set(joint.outs)
         writes = [slot for slot in (Slot("write", p.path, p.inner) for p in primals) if slot in outs]
         grads = dict.fromkeys(Slot("grad", primal.path, primal.inner) for primal in primals)

@@ -21,7 +21,7 @@ from aotdist.partition.storage import storage_root
 from aotdist.partition.traits import is_view
 from aotdist.passes.collectives import collectives
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import graph_module
+from aotdist.torch_seam import SYMBOLIC, graph_module
 
 
 class Cut:
@@ -30,13 +30,17 @@ class Cut:
     Attributes:
         order: what PyTorch's graphs take and return.
         saved: what the forward hands over, in the partition's order.
+        taken: the same in the order in which the backward takes it: PyTorch's partitions move sizes ahead.
         communicates: whether the graph holds collectives.
         backward: the backward for all tangents, once there is one: its graph and its call.
     """
 
-    def __init__(self, order: Order, saved: tuple[Slot, ...], *, communicates: bool) -> None:
+    def __init__(
+        self, order: Order, saved: tuple[Slot, ...], taken: tuple[Slot, ...], *, communicates: bool
+    ) -> None:
         self.order = order
         self.saved = saved
+        self.taken = taken
         self.communicates = communicates
         self.backward: tuple[Graph, BoxedCall] | None = None
 
@@ -71,21 +75,41 @@ def joined(forward: GraphModule, backward: GraphModule, joint: Graph, order: Ord
     written = find_halves(joint).written
     at_risk = {slot for slot, node in joint.named_placeholders().items() if node in written}
     overwritten = {node for node, slot in primal_of.items() if slot in at_risk}
-    slots: list[Slot] = []
-    for old, node in zip(taken, saved, strict=False):
+    slots: dict[Node, Slot] = {}
+    """The name of each argument of the backward that the forward hands over."""
+    handed = _paired(saved, taken)
+    for node, old in handed.items():
         builder.env[old] = _handed_over(builder, node, overwritten)
         primal = None if node in overwritten else primal_of.get(node)
-        name = f"%{builder.env[old].name}"
-        slots.append(Slot("saved", name) if primal is None else Slot("saved", primal.path, primal.inner))
+        if primal is None:
+            slots[old] = Slot("saved", f"%{builder.env[old].name}")
+        else:
+            slots[old] = primal if primal.role == "size" else Slot("saved", primal.path, primal.inner)
     constants |= _copy_half(builder, backward, "backward", constants)
     results = dict(zip(order.values, flat_results(forward), strict=False))  # what is saved comes after these
     results |= zip(order.grads, flat_results(backward), strict=True)
     nodes = [results[slot] for slot in joint.outs]
     builder.graph.output(tuple(None if node is None else builder.env[node] for node in nodes))
-    cut = Cut(order, tuple(dict.fromkeys(slots)), communicates=bool(collectives(joint)))
+    in_turn = [slots[handed[node]] for node in saved], [slots[old] for old in taken if old in slots]
+    cut = Cut(
+        order, *(tuple(dict.fromkeys(names)) for names in in_turn), communicates=bool(collectives(joint))
+    )
     for node in builder.graph.find_nodes(op="placeholder"):
         node.meta[_CUT] = cut
     return Graph(graph_module(constants, builder.graph), (*order.primals, *order.tangents), joint.outs)
+
+
+def _paired(saved: Sequence[Node], taken: Sequence[Node]) -> dict[Node, Node]:
+    """Each value that is handed over, with the backward's argument for it: tensors and sizes each in turn."""
+    taken = taken[: len(saved)]
+    pairs: dict[Node, Node] = {}
+    for symbolic in (False, True):
+        given, wanted = (
+            [node for node in nodes if isinstance(node.meta.get("val"), SYMBOLIC) == symbolic]
+            for nodes in (saved, taken)
+        )
+        pairs.update(zip(given, wanted, strict=True))
+    return pairs
 
 
 def _saved_nodes(forward: GraphModule, backward: GraphModule, order: Order) -> list[Node]:
@@ -170,7 +194,8 @@ def with_arguments(
     for slot in ins:
         node = arguments[slot]
         own = node.meta.get(_NAME, node.name)
-        new = builder.graph.placeholder(own if slot.role == "saved" else name.format(next(numbers)))
+        keeps_name = slot.role == "saved" or (slot.role == "size" and graph.is_backward())
+        new = builder.graph.placeholder(own if keeps_name else name.format(next(numbers)))
         new.meta = dict(node.meta)
         builder.env[node] = new
     for node in graph.gm.graph.nodes:
@@ -179,7 +204,9 @@ def with_arguments(
         elif node.op not in ("placeholder", "output"):
             builder.copy(node)
     results = graph.named_results()
-    saved = {Slot("saved", slot.path, slot.inner): node for slot, node in arguments.items()}
+    saved = {Slot("saved", slot.path, slot.inner): node for slot, node in arguments.items()} | {
+        slot: node for slot, node in arguments.items() if slot.role == "size"
+    }
     for node in builder.graph.nodes:
         node.meta = {key: value for key, value in node.meta.items() if key not in (_CUT, _NAME)}
     found = [results.get(slot, saved.get(slot)) for slot in outs]

@@ -16,6 +16,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
 from aotdist.functorch.partitions import PartitionFn, default_partition
 from aotdist.passes.order import PASS_NAMES
+from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import OpOverload
 
@@ -30,9 +31,10 @@ def _refuse(**options: tuple[bool, str]) -> None:
 class AotFunction(CompiledFunction):
     """A function whose graphs go through compilers, and a partition, that the user brought."""
 
-    def __init__(self, fn: Callable[..., Any], backend: FunctorchBackend) -> None:
+    def __init__(self, fn: Callable[..., Any], backend: FunctorchBackend, *, dynamic: bool) -> None:
         # The user's compilers get what the user's partition returned: nothing changes a graph in between.
-        settings = replace(backend.settings, partition="default", disabled_passes=frozenset(PASS_NAMES))
+        passes = frozenset(PASS_NAMES)
+        settings = replace(backend.settings, partition="default", disabled_passes=passes, dynamic=dynamic)
         super().__init__(fn, backend, settings)
 
     def compile_for(self, *args: Any) -> None:
@@ -41,7 +43,6 @@ class AotFunction(CompiledFunction):
 
 
 _WRITES_STAY = "leave it False: new values are results of the graph, and are copied to the inputs after it"
-_STATIC = "leave it False: sizes are static, and another size is compiled anew"
 _FUNCTIONAL = "leave it False: every graph is functional"
 
 
@@ -71,7 +72,7 @@ def aot_function(
         num_params_buffers: how many of the first tensors are parameters and buffers; partitions are told.
         keep_inference_input_mutations: not available.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
-        dynamic: not available.
+        dynamic: give sizes of the arguments symbols; the graphs take these after all tensors.
         enable_log: nothing is logged either way.
         disable_functionalization: not available.
 
@@ -79,12 +80,11 @@ def aot_function(
         BadSettings: one of the options that are not available is set.
     """
     _refuse(
-        dynamic=(dynamic, _STATIC),
         keep_inference_input_mutations=(keep_inference_input_mutations, _WRITES_STAY),
         disable_functionalization=(disable_functionalization, _FUNCTIONAL),
     )
     compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
-    return AotFunction(fn, FunctorchBackend(compilers, partition_fn, num_params_buffers))
+    return AotFunction(fn, FunctorchBackend(compilers, partition_fn, num_params_buffers), dynamic=dynamic)
 
 
 class AotModule(nn.Module):
@@ -165,7 +165,7 @@ def aot_module_simplified(
         keep_inference_input_mutations: not available.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
         compiler_config_extra: not available; it belongs to a cache of PyTorch's.
-        ignore_shape_env: makes no difference: sizes are static.
+        ignore_shape_env: sizes are static, though those of `args` are symbolic.
         disable_functionalization: not available.
         pre_grad_passes: applied to `mod`, if that is a graph module, before anything else.
         compile_region_name: names the compiled function.
@@ -201,7 +201,9 @@ def aot_module_simplified(
 
     flat_call.__name__ = compile_region_name or type(mod).__name__
     compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
-    compiled = AotFunction(flat_call, FunctorchBackend(compilers, partition_fn, _num_distinct(named)))
+    symbolic = any(is_symbolic(tuple(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
+    backend = FunctorchBackend(compilers, partition_fn, _num_distinct(named))
+    compiled = AotFunction(flat_call, backend, dynamic=symbolic and not ignore_shape_env)
     if all(is_real(arg) for arg in args if isinstance(arg, torch.Tensor)):
         compiled.compile_for(*state, *args)
 

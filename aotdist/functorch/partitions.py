@@ -74,8 +74,13 @@ def _partition_module(gm: GraphModule, num_values: int, policy: Policy) -> tuple
     arguments, results = split.forward.named_placeholders(), split.forward.named_results()
     primals = split.saved_primals
     saved = [arguments[primals[slot]] if slot in primals else results[slot] for slot in split.saved]
+    sizes = [slot for slot in split.backward.ins if slot.role == "size"]
+    saved += [arguments[slot] for slot in sizes]
     nodes = [*list(split.forward.results())[:num_values], *saved]
     new = [constants.get(k) if node is None else builder.env[node] for k, node in enumerate(nodes)]
+    taken = split.backward.named_placeholders()
+    for slot in reversed(sizes):  # PyTorch's backwards take sizes first
+        next(iter(split.backward.gm.graph.nodes)).prepend(taken[slot])
     return builder.finish(new, (), ()).gm, split.backward.gm
 
 
@@ -99,13 +104,15 @@ def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
     return builder.finish(results, ins, outs), constants
 
 
-def _argument_role(node: Node) -> Literal["primal", "tangent"]:
+def _argument_role(node: Node) -> Literal["primal", "size", "tangent"]:
     if "tangents" in str(node.target):
         return "tangent"
-    if isinstance(node.meta.get("val"), torch.SymInt) or "seed" in str(node.target):
+    if isinstance(node.meta.get("val"), torch.SymInt):
+        return "size"
+    if "seed" in str(node.target):
         raise UnsupportedProgram(
-            f"the joint graph takes `{node.name}`, a size or the state of a random generator",
+            f"the joint graph takes `{node.name}`, the state of a random generator",
             stage="partition",
-            fix="trace it with static shapes and without functionalized random operators",
+            fix="trace it without functionalized random operators",
         )
     return "primal"

@@ -95,7 +95,7 @@ class Functionalisation(FunctionalTensorMode):
             with self, torch.no_grad():
                 moves(*args, **kwargs)
             return args[0]
-        if is_operator(func) and out_names(func):
+        if beneath_wrappers and is_operator(func) and out_names(func):
             with self, torch.no_grad():
                 outs = self.rebinding.call_with_outs(func, args, kwargs)
             if outs is not None:

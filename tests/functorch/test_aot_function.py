@@ -205,7 +205,7 @@ def test_an_error_of_a_compiler_is_the_callers():
         ours.aot_function(lambda x: x.sin(), broken)(leaf(3))
 
 
-@pytest.mark.parametrize("option", ["dynamic", "keep_inference_input_mutations", "disable_functionalization"])
+@pytest.mark.parametrize("option", ["keep_inference_input_mutations", "disable_functionalization"])
 def test_what_cannot_be_honoured_is_refused_by_name(option: str):
     with pytest.raises(BadSettings, match=f"`{option}` cannot be honoured"):
         ours.aot_function(lambda x: x, ours.nop, **{option: True})

@@ -118,8 +118,8 @@ def test_arguments_of_aot_function_go_through():
     compiled = ours.aot_module(nn.Linear(3, 3), compilers.named("forward"), compilers.named("backward"))
     compiled(data(2, 3)).sum().backward()
     assert compilers.counts() == {"forward": 1, "backward": 1}
-    with pytest.raises(BadSettings, match="`dynamic`"):
-        ours.aot_module(nn.Linear(3, 3), ours.nop, dynamic=True)
+    with pytest.raises(BadSettings, match="`disable_functionalization`"):
+        ours.aot_module(nn.Linear(3, 3), ours.nop, disable_functionalization=True)
 
 
 def test_keyword_arguments_of_a_module():

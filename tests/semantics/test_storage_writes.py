@@ -205,3 +205,10 @@ def test_of_two_inputs(make: str, program: str) -> None:
         return Scene(TWO[program], (x, y))
 
     compare(build, *REFUSALS)
+
+
+def test_of_what_a_wrapper_computes() -> None:
+    def build() -> Scene:
+        return Scene(lambda x, y: (torch.sin(x, out=y), y)[1], (two(), torch.randn(2, 3)))
+
+    same_as_eager(build)
