@@ -27,7 +27,8 @@ from aotdist.facts import (
 )
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
-from aotdist.torch_seam import no_modes, operator_name
+from aotdist.sizes import is_symbolic
+from aotdist.torch_seam import SYMBOLIC, no_modes, operator_name, spell_number
 
 
 class Assembly:
@@ -46,6 +47,7 @@ class Assembly:
         self._arguments = traced.trace.graph.named_placeholders()
         self._builder = GraphBuilder(traced.trace.graph.gm)
         self._add_inputs(prefix)
+        self._symbols = self._add_symbols()
         if loss is None:
             self._add_tangents()
         for node in traced.trace.graph.gm.graph.nodes:
@@ -99,6 +101,30 @@ class Assembly:
                 self._builder.placeholder(self._arguments[slots[leaf]], name)
             else:
                 self._builder.graph.placeholder(name).meta["val"] = leaf.value
+
+    def _add_symbols(self) -> dict[str, Node]:
+        """Read sizes off the inputs, and let what the graph takes as numbers be computed of them."""
+        symbols = self._traced.trace.symbols
+        slots = self._traced.trace.program.ins
+        found: dict[str, Node] = {}
+        for value, (name, measure) in zip(symbols, symbols.sizes().symbols, strict=True):
+            argument = self._builder.env[self._arguments[slots[measure.input]]]
+            read = self._builder.graph.call_function(torch.ops.aten.sym_size.int, (argument, measure.dim))
+            read.meta["val"] = value
+            found[name] = read
+        for slot, node in self._arguments.items():
+            if slot.role == "size":
+                number = spell_number(node.meta["val"], found, self._builder.graph)
+                self._builder.env[node] = number
+        return found
+
+    def _number(self, value: Any) -> Any:
+        """An argument of a view, with nodes in the place of symbolic numbers."""
+        if isinstance(value, (list, tuple)):
+            return [self._number(item) for item in value]
+        if not isinstance(value, SYMBOLIC):
+            return value
+        return spell_number(value, self._symbols, self._builder.graph)
 
     def _tangents(self) -> list[Node]:
         """The tangents of the trace, in the order of the results."""
@@ -171,7 +197,8 @@ class Assembly:
             with no_modes(), self._traced.trace.fake_mode:
                 val = op(base.meta["val"], *step.args, **dict(step.kwargs))
             name = operator_name(op) or "view"
-            made = self._builder.call(op, (base, *step.args), like=base, name=name, val=val)
+            args = (base, *map(self._number, step.args)) if is_symbolic(step.args) else (base, *step.args)
+            made = self._builder.call(op, args, like=base, name=name, val=val)
             made.kwargs = dict(step.kwargs)
             if step.pick is not None:
                 item, picked = operator.getitem, val[step.pick]

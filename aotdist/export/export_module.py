@@ -42,20 +42,25 @@ def aot_export_module(
             the program runs under `no_grad`.
         output_loss_index: which result is the loss: one number; no other result may require grad.
         pre_dispatch: not available.
-        dynamic_shapes: not available; sizes are static.
+        dynamic_shapes: give sizes of the arguments symbols: the graph reads them off its inputs. What the
+            trace found out about them (that two are equal, that one is more than four) is not tested there.
         kwargs: keyword arguments of the call.
 
     Raises:
         BadSettings: an option that is not available is set.
         UnsupportedProgram: the program cannot be expressed that way; the error says what is in the way.
     """
-    _refuse_options(pre_dispatch=pre_dispatch, dynamic_shapes=bool(dynamic_shapes))
+    if pre_dispatch:
+        raise BadSettings(
+            "`pre_dispatch` cannot be honoured", fix="leave it out: graphs are recorded below autograd"
+        )
     if trace_joint and output_loss_index is None:
         raise BadSettings("`trace_joint` needs to know the loss", fix="set `output_loss_index`")
     loss = output_loss_index if trace_joint else None
     call = Call(mod, tuple(args), dict(kwargs or {}), state_of(mod))
     with torch.set_grad_enabled(trace_joint and torch.is_grad_enabled()):
-        traced = trace_call(call, decompositions or {}, loss=loss, fresh=() if loss is None else (loss,))
+        fresh = () if loss is None else (loss,)
+        traced = trace_call(call, decompositions or {}, loss=loss, fresh=fresh, dynamic=bool(dynamic_shapes))
     _refuse_writes(traced, joint=trace_joint)
     assembly = Assembly(traced, prefix="arg{}_1", loss=loss)
     mutated = assembly.new_values()
@@ -68,15 +73,6 @@ def aot_export_module(
     state = (leaf.value for leaf, _ in call.state)
     in_spec = pytree.tree_structure(((*state, *call.args), dict(call.kwargs)))
     return gm, signature_of(gm, traced, in_spec, list(mutated), list(grads), loss)
-
-
-def _refuse_options(**options: bool) -> None:
-    for name, is_set in options.items():
-        if is_set:
-            raise BadSettings(
-                f"`{name}` cannot be honoured",
-                fix="leave it out: sizes are static, and graphs are recorded below autograd",
-            )
 
 
 def _refuse_writes(traced: TracedCall, *, joint: bool) -> None:

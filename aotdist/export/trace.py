@@ -59,6 +59,7 @@ def trace_call(
     *,
     loss: int | None = None,
     fresh: Collection[int] = (),
+    dynamic: bool = False,
 ) -> TracedCall:
     """Trace the call, with an input of its own for every name of a parameter.
 
@@ -67,6 +68,7 @@ def trace_call(
         decompositions: operators to break up.
         loss: which result is the loss, if any.
         fresh: results to clone, so that they are nothing but results.
+        dynamic: give sizes of the arguments symbols.
     """
     given: list[torch.Tensor] = []
     requires_grad: list[bool] = []
@@ -77,7 +79,7 @@ def trace_call(
             return call.target(*args, **kwargs)
 
     with ExitStack() as scope, disable(), collector_paused():
-        captured = capture(call.target, run, call.args, call.kwargs, Settings(), scope)
+        captured = capture(call.target, run, call.args, call.kwargs, Settings(dynamic=dynamic), scope)
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
         tensors = [leaf for leaf in inputs if isinstance(leaf.value, torch.Tensor)]
         own = {id(leaf.value): position for position, (leaf, _) in reversed(list(enumerate(call.state)))}
@@ -98,13 +100,14 @@ def trace_call(
         for slot, example in zip(slots, examples, strict=True):
             refuse_example(slot.path, example)
         program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
-        recorder = Recorder(decompositions)
+        recorder = Recorder(decompositions, symbolic=bool(captured.dims))
         recorder.draws.allow(captured.environment.reached.generators)
         traced = trace(
             program,
             recorder,
             training=torch.is_grad_enabled(),
             name_closed_over=captured.name_closed_over,
+            dims=captured.dims,
         )
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)

@@ -371,10 +371,39 @@ def test_the_loss_has_to_be_named():
         aot_export_module(Linear(), (torch.ones(2, 3),), trace_joint=True)
 
 
-@pytest.mark.parametrize("option", ["pre_dispatch", "dynamic_shapes"])
-def test_what_cannot_be_honoured_is_refused_by_name(option: str):
-    with pytest.raises(BadSettings, match=f"`{option}` cannot be honoured"):
-        aot_export_module(Normed(), (torch.ones(2, 3),), trace_joint=False, **{option: True})
+def test_what_cannot_be_honoured_is_refused_by_name():
+    with pytest.raises(BadSettings, match="`pre_dispatch` cannot be honoured"):
+        aot_export_module(Normed(), (torch.ones(2, 3),), trace_joint=False, pre_dispatch=True)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_sizes_are_read_off_the_inputs(joint: bool):
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x):
+            y = self.linear(x).reshape(-1)
+            return (y.sum() / x.shape[0], y.detach()[1:])
+
+    module = Loss()
+    gm, signature = aot_export_module(
+        module,
+        (torch.ones(4, 3),),
+        trace_joint=joint,
+        output_loss_index=0 if joint else None,
+        dynamic_shapes=True,
+    )
+    assert len(gm.graph.find_nodes(op="placeholder")) == len(signature.parameters) + 1
+    for rows in (4, 7):
+        x = torch.randn(rows, 3)
+        state = [module.linear.weight, module.linear.bias]
+        loss, rest, *grads = gm(*state, x)
+        expected = module(x)
+        assert torch.equal(loss, expected[0]) and torch.equal(rest, expected[1])
+        for found, grad in zip(grads, torch.autograd.grad(expected[0], state) if joint else (), strict=False):
+            assert torch.equal(found, grad)
 
 
 def test_wrappers_are_refused_by_name():
