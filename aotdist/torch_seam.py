@@ -153,7 +153,7 @@ def argument_names(op: OpOverload) -> list[str]:
 
 def can_decompose(op: OpOverload) -> bool:
     """Whether PyTorch itself breaks an operator up (CompositeImplicitAutograd)."""
-    return op._can_decompose()
+    return torch._C._dispatch_has_kernel(op.name()) and op._can_decompose()
 
 
 def is_left_whole_in_inference(func: Any) -> bool:
