@@ -50,7 +50,7 @@ def compare(case: Case) -> Verdict:
         except Exception as error:
             return Verdict("eager raised", (_message(error),))
         scene = case.build()
-        target = aotdist.compile(scene.target, backend="fx")
+        target = aotdist.compile(scene.target, backend="fx", settings={"dynamic": case.walk.dynamic})
         try:
             compiled = play(scene, target)
         except aotdist.UnsupportedProgram as error:

@@ -20,6 +20,7 @@ FLOAT = Walk(torch.float32)
 WITHOUT_GRAD = Walk(torch.float32, grad=False)
 COMPLEX = Walk(torch.complex64)
 BFLOAT = Walk(torch.bfloat16)
+DYNAMIC = Walk(torch.float32, dynamic=True)
 WALKS = (FLOAT, WITHOUT_GRAD, COMPLEX, BFLOAT)
 WITH_GRAD = (FLOAT, COMPLEX, BFLOAT)
 
@@ -28,7 +29,6 @@ class Kind(enum.Enum):
     """Why a program is not the same compiled."""
 
     DATA = "its shape, or a branch, depends on data: refused by name"
-    METADATA = "it writes the size or strides of an argument: refused by name"
     LAYOUT = "its tensors are sparse, or have no shape yet: refused by name"
     UNDEFINED = "eager returns what was in memory: compared with new memory filled"
     EAGER = "eager raises"
@@ -38,7 +38,6 @@ class Kind(enum.Enum):
 
 OUTCOMES: Mapping[Kind, tuple[Outcome, ...]] = {
     Kind.DATA: ("refused",),
-    Kind.METADATA: ("refused",),
     Kind.LAYOUT: ("refused",),
     Kind.UNDEFINED: (),
     Kind.EAGER: ("eager raised",),
@@ -147,15 +146,6 @@ EXCEPTIONS: list[Known] = [
         "`aten.(allclose|_local_scalar_dense|equal).default` reads a tensor's data",
         {"istft": 0, "linalg.svd": 0, "pca_lowrank": 0, "svd": 0, "svd_lowrank": 0},
         walks=(COMPLEX,),
-    ),
-    *_known(
-        Kind.METADATA,
-        "`args.0.` has its size, strides or storage written in place",
-        {
-            "as_strided.partial_views_": 0,
-            "as_strided_": 0,
-            "resize__": 0,
-        },
     ),
     *_known(
         Kind.LAYOUT,

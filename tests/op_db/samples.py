@@ -28,13 +28,17 @@ class Walk:
     Args:
         dtype: of the samples.
         grad: whether their tensors require grad, where that is supported.
+        dynamic: whether they are compiled with symbolic sizes.
     """
 
     dtype: torch.dtype
     grad: bool = True
+    dynamic: bool = False
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") + ("" if self.grad else " without grad")
+        words = [str(self.dtype).removeprefix("torch.")]
+        words += ["without grad"] * (not self.grad) + ["with symbolic sizes"] * self.dynamic
+        return " ".join(words)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.op_db.exceptions import (
+    DYNAMIC,
     EXCEPTIONS,
     FLOAT,
     KNOWN,
@@ -63,6 +64,25 @@ def test_several_samples_of_other_kinds(chunk: int, walk: Walk) -> None:
     assert_same_as_eager(
         case for name in of_chunk(chunk) for case in operator_cases(name, walk) if case.number < SUBSET
     )
+
+
+def dynamic_cases(name: str, samples: int) -> Iterator[Case]:
+    """Those without an exception: one that is refused is so with sizes of every kind."""
+    cases = takewhile(lambda case: case.number < samples, operator_cases(name, DYNAMIC))
+    return (case for case in cases if case.program not in KNOWN)
+
+
+@chunks
+def test_first_sample_with_symbolic_sizes(chunk: int) -> None:
+    a_third = of_chunk(chunk)[chunk % 3 :: 3]
+    assert_same_as_eager(case for name in a_third for case in dynamic_cases(name, 1))
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+@chunks
+def test_several_samples_with_symbolic_sizes(chunk: int) -> None:
+    assert_same_as_eager(case for name in of_chunk(chunk) for case in dynamic_cases(name, SUBSET))
 
 
 def test_exceptions_name_programs_of_the_databases() -> None:

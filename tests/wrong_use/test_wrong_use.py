@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -81,9 +81,17 @@ def test_a_leaf_that_cannot_be_lifted() -> None:
         compiled(lambda x, options: x)(torch.ones(1), options={"mode": Opaque()})
 
 
-def test_metadata_writes_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` has its size, strides or storage"):
-        compiled(lambda x: x.resize_(2).sum())(torch.ones(2, 3))
+def test_growing_under_a_view_is_refused_by_name() -> None:
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        view = x.view(3, 2)
+        x.resize_(10)
+        return view.add_(1)
+
+    x = torch.ones(2, 3)
+    with pytest.raises(UnsupportedProgram, match="a view is used of a tensor whose size grew in place"):
+        compiled(grow)(x)
+    assert x.shape == (2, 3)
+    assert torch.equal(x, torch.ones(2, 3))
 
 
 def test_overlapping_written_inputs_are_refused_by_name() -> None:
@@ -108,10 +116,24 @@ def test_sparse_inputs_are_refused() -> None:
         compiled(lambda x: x)(torch.eye(2).to_sparse())
 
 
-def test_double_backward_through_dropout_is_refused() -> None:
+class Cube(torch.autograd.Function):
+    """A backward of the user's own: it is recorded once, not with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * 3 * x * x
+
+
+def test_double_backward_through_a_custom_function_is_refused() -> None:
     x = torch.ones(2, requires_grad=True)
-    out = compiled(lambda x: (torch.dropout(x, 0.5, True) ** 3).sum())(x)
-    with pytest.raises(UnsupportedProgram, match="create_graph"):
+    out = compiled(lambda x: cast(torch.Tensor, Cube.apply(x)).sum())(x)
+    with pytest.raises(UnsupportedProgram, match=r"create_graph=True.*`CubeBackward`"):
         torch.autograd.grad(out, x, create_graph=True)
 
 
