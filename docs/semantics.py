@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ class Section:
         words: what is to be seen.
         program: what is compiled.
         arguments: what it is called with.
+        settings: what it is compiled with.
     """
 
     title: str
     words: str
     program: Callable[..., Any]
     arguments: Callable[[], tuple[torch.Tensor, ...]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_to_an_input(x, running_mean):
@@ -119,8 +121,18 @@ def autocast_inside(x, w):
         return x @ w
 
 
-def any_size(x):
-    return x * 2
+def any_size(x, w):
+    y = x.view(-1) * 2
+    return y.view(x.shape) @ w, y[1:]
+
+
+def one_of_two(x, w):
+    return torch.cond(x.sum() > 0, lambda x: (x * w).sin(), lambda x: x + w, (x,))
+
+
+def made_of_a_result(x):
+    y = x.sin()
+    return y, (y * y).sum()
 
 
 def depends_on_data(x):
@@ -198,6 +210,13 @@ SECTIONS = (
         lambda: (leaf(2), leaf(2)),
     ),
     Section(
+        "Gradients of one result with respect to another",
+        "`y` is a waypoint of the other result's gradient: it passes a gate on its way, so that hooks of `y`, "
+        "and gradients with respect to it, see it. As long as nobody watches, the backward runs whole.",
+        made_of_a_result,
+        lambda: (leaf(2),),
+    ),
+    Section(
         "Random numbers",
         "The checkpoint runs the dropout again in the backward; there it is the forward's draw, not a new "
         "one.",
@@ -211,10 +230,19 @@ SECTIONS = (
         lambda: (leaf(2, 2), leaf(2, 2)),
     ),
     Section(
-        "Sizes",
-        "Sizes are part of the signature: another size is compiled anew. Symbolic sizes are not there yet.",
+        "Symbolic sizes",
+        "With `dynamic=True` a size is a symbol, read off a tensor at every call. What the trace found out "
+        "about symbols is tested where the artifact is tried. Every expression that a graph computes with "
+        "is an argument of it.",
         any_size,
-        lambda: (torch.ones(3),),
+        lambda: (leaf(3, 2), torch.ones(2, 4)),
+        {"dynamic": True},
+    ),
+    Section(
+        "Branches on data",
+        "Both branches are graphs, and so are both of the gradient; what they close over is an operand.",
+        one_of_two,
+        lambda: (leaf(2), leaf(2)),
     ),
     Section(
         "Failure",
@@ -241,7 +269,7 @@ def page() -> str:
 def _example(section: Section) -> Iterator[str]:
     owners = [CountBothWays] if section.program is written_in_both_halves else []
     yield from _block("python", "\n\n".join(inspect.getsource(thing) for thing in (*owners, section.program)))
-    compiled = aotdist.compile(section.program, backend="fx")
+    compiled = aotdist.compile(section.program, backend="fx", settings=section.settings)
     try:
         compiled(*section.arguments())
     except AotdistError as error:
@@ -269,7 +297,7 @@ def _facts(facts: Facts, section: Section) -> Iterator[str]:
 
 def _short(fact: Any) -> str:
     """A fact without what is long and tells little."""
-    shown = [(field.name, getattr(fact, field.name)) for field in fields(fact)]
+    shown = [(each.name, getattr(fact, each.name)) for each in fields(fact)]
     text = ", ".join(f"{name}={_steps(value)}" for name, value in shown if value not in ((), None))
     return f"{type(fact).__name__}({text})"
 
