@@ -46,13 +46,15 @@ def printed(artifact: Artifact) -> Callable[..., Any]:
     return lambda *args, **kwargs: artifact.call(args, kwargs)
 
 
-def compare(build: Callable[[], Sequence[Scene]], around: Around = nullcontext) -> None:
+def compare(
+    build: Callable[[], Sequence[Scene]], around: Around = nullcontext, *, dynamic: bool = False
+) -> None:
     """Play the second scene on the artifact of the first, printed and referred."""
     sights = []
     for view in (printed, referred):
         torch.manual_seed(0)
         first, second = build()
-        compiled = aotdist.compile(first.fn, backend="fx")
+        compiled = aotdist.compile(first.fn, backend="fx", settings={"dynamic": dynamic})
         with around():
             compiled(*first.args, **first.kwargs)
         (artifact,) = compiled_call(compiled).artifacts
@@ -61,10 +63,10 @@ def compare(build: Callable[[], Sequence[Scene]], around: Around = nullcontext) 
     assert_same(*sights)
 
 
-def compare_generated(program: Any, around: Around = nullcontext) -> None:
+def compare_generated(program: Any, around: Around = nullcontext, *, dynamic: bool = False) -> None:
     assume(program.runs_in_eager(around))
     try:
-        compare(program.scenes, around)
+        compare(program.scenes, around, dynamic=dynamic)
     except UnsupportedProgram as refusal:
         event(f"refused: {refusal.what}")
 
@@ -73,6 +75,12 @@ def compare_generated(program: Any, around: Around = nullcontext) -> None:
 @given(programs(inputs=(*INPUTS.values(), *WRAPPERS)))
 def test_generated_programs(program):
     compare_generated(program)
+
+
+@search
+@given(programs(inputs=(*INPUTS.values(), *WRAPPERS)))
+def test_generated_programs_with_symbolic_sizes(program):
+    compare_generated(program, dynamic=True)
 
 
 @search
