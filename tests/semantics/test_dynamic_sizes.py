@@ -24,7 +24,7 @@ from tests.semantics.meshes import mesh as mesh
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, same_as_eager
 from tests.semantics.programs import Program, programs
-from tests.semantics.vocabulary import INPUTS
+from tests.semantics.vocabulary import INPUTS, WRAPPERS
 
 ROWS = (3, 5, 9, 4)
 
@@ -220,7 +220,7 @@ def test_names_of_the_users_may_look_like_symbols() -> None:
     assert len(compiled_call(compiled).artifacts) == 1
 
 
-SIZED = tuple(text for text in INPUTS.values() if "arange" not in text)
+SIZED = (*(text for text in INPUTS.values() if "arange" not in text), *WRAPPERS)
 
 
 def resized(program: Program) -> Program:
