@@ -354,6 +354,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def body_id(tensor: torch.Tensor) -> int:
+    """A number that a Python object keeps until it is given the body of another by `swap_tensors`."""
+    return tensor._cdata
+
+
 def torch_functions_off() -> AbstractContextManager[Any]:
     """No torch-function mode, and no subclass, hears of what is called."""
     return torch._C.DisableTorchFunction()

@@ -32,6 +32,7 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam import (
     FunctionalTensor,
     as_parameter,
+    body_id,
     data_writes,
     made_again,
     part_of,
@@ -92,6 +93,7 @@ class Inputs:
         self._aliases = bases.aliases()
         self._views = bases.views()
         self._stand_ins: list[StandIn] = []
+        self._bodies: list[int] = []
         self._by_example: dict[int, StandIn] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
 
@@ -124,6 +126,7 @@ class Inputs:
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in
         self._stand_ins.append(stand_in)
+        self._bodies.append(body_id(stand_in.tensor))
         return stand_in.tensor
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
@@ -171,6 +174,20 @@ class Inputs:
             view = made_again(example, base.tensor)
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, view, plains, derived=True)
+
+    def refuse_swapped(self) -> None:
+        """See that each stand-in is the tensor that it was.
+
+        Raises:
+            UnsupportedProgram: the program swapped an input with another tensor.
+        """
+        for stand_in, body in zip(self._stand_ins, self._bodies, strict=True):
+            if body_id(stand_in.tensor) != body:
+                raise UnsupportedProgram(
+                    f"`{stand_in.slot}` is swapped with another tensor by `torch.utils.swap_tensors`",
+                    stage="joint",
+                    fix="swap them outside of the compiled function, or assign `.data`",
+                )
 
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""

@@ -149,6 +149,7 @@ def trace(
         with lifting, refusing_what_needs_data():
             outs = program.fn(*tensors)
         recorder.draws.check()
+        inputs.refuse_swapped()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
         metadata = Metadata.of(inputs, log, storages.passing())
