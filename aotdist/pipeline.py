@@ -17,8 +17,9 @@ from aotdist.capture.reassign import Reassignments
 from aotdist.codegen.contract import Backend, BoxedCall
 from aotdist.codegen.emit import Emitter
 from aotdist.convention import dedupe, synthetic_base
+from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.stack import Plans, lower_all
-from aotdist.convention.synthetic_base import NO_BASES, BasePlan, plan_bases
+from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import AotdistError
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
@@ -123,12 +124,17 @@ def _compile(call: _Call) -> Compilation:
     times = StageTimes()
     backend.check()
     captured, deduped, traced, before = _trace_with_any_sizes(call, times)
-    bases = plan_bases(Program(traced.program.fn, *_distinct(traced)), traced.facts)
-    if len(bases.bases):
-        # Only a trace tells which inputs are written; where those share memory, the program runs once more.
+    inputs, bases = _distinct(traced), NO_BASES
+    program = Program(traced.program.fn, *inputs)
+    writes = Writes().and_of(program, traced.facts, bases)
+    call = replace(call, symbolic=bool(tuple(traced.symbols)))
+    while (needed := plan_bases(program, writes)) != bases:
+        # Only a trace tells which inputs are written; where those share memory, the program runs once more,
+        # and again if what was written then brings history to others.
+        bases = needed
         before.roll_back()
-        call = replace(call, symbolic=bool(tuple(traced.symbols)))
-        captured, deduped, traced, _ = _trace(call, times, bases, _distinct(traced))
+        captured, deduped, traced, before = _trace(call, times, bases, inputs)
+        writes = writes.and_of(program, traced.facts, bases)
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, functional_rng=_takes_seed(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)

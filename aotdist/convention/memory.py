@@ -28,6 +28,30 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return _meet(start_of(b) - start_of(a), _steps(a), _steps(b))
 
 
+def covers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether every byte of `b` is known to be one of `a`: `a` has no gaps, or they lie alike."""
+    if storage_id(a) != storage_id(b):
+        return False
+    if (
+        a.size() == b.size()
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and start_of(a) == start_of(b)
+    ):
+        return True
+    ends = [start_of(tensor) + extent(tensor) * tensor.element_size() for tensor in (a, b)]
+    return not _has_gaps(a) and start_of(a) <= start_of(b) and ends[1] <= ends[0]
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for dim in reversed(by_stride(tensor.size(), tensor.stride())):
+        if tensor.size(dim) > 1 and tensor.stride(dim) != expected:
+            return True
+        expected *= tensor.size(dim)
+    return False
+
+
 def overlapping_groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Positions of the tensors that share memory, directly or through others; those alone are left out."""
     by_storage: dict[int, list[int]] = {}

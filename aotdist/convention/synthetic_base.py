@@ -7,9 +7,12 @@ program is traced a second time over *bases*, of which there are two kinds:
 - a **span**, the stretch of storage that a group of inputs lies in, as a flat tensor without history. Each
   plain tensor of the group, also one inside a wrapper, is traced as a view of the span *beneath* autograd:
   what autograd knows of the inputs, and the gradients that they get, stay as they are.
-- a **view base**, where the write takes part in the backward. Then autograd itself must see that one input
-  is a view of another: `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are views of
-  (an input, or their common `_base`) is traced first, and the views are made of it again, under autograd.
+- a **view base**, where a write takes part in the backward of inputs that autograd connects: it must see
+  that one is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are
+  views of (an input, or their common `_base`) is traced first, and the views are made of it again.
+
+What memory shares and what autograd sees are two questions: `f(x, x[0], x.detach())` takes a span of `x` and
+`x.detach()`, in which the view base of `x[0]` lies. `sharing` says which bases inputs need.
 
 The inputs stay inputs, for gradients, identity and views of them; bases are put in front of them. Source:
 "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036), where one layer does both.
@@ -17,16 +20,14 @@ The inputs stay inputs, for gradients, identity and views of them; bases are put
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from aotdist.convention.layer import Call
-from aotdist.convention.memory import overlapping_groups, span, start_of
-from aotdist.errors import UnsupportedProgram
-from aotdist.facts import DataWritten, Facts
+from aotdist.convention.memory import start_of
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, recipe_of
 from aotdist.torch_seam import storage_id
@@ -39,6 +40,7 @@ class Member:
     Args:
         input: the input.
         leaf: which of the plain tensors beneath it.
+        of_base: whether it is a part not of the input, but of what that is a view of, which is no input.
         size: its sizes; `stride`: its strides.
         dtype: of its elements.
         offset: of its first element, from the beginning of the span, in elements of the span.
@@ -50,6 +52,12 @@ class Member:
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    of_base: bool = False
+
+    def plain(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The plain tensor; None if the input is a view of nothing."""
+        whole = distinct[self.input]._base if self.of_base else distinct[self.input]
+        return None if whole is None else plain_tensors(whole)[self.leaf]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,11 @@ class Span:
 
     def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The span of these inputs; None if they lie otherwise."""
-        plains = [plain_tensors(distinct[member.input])[member.leaf] for member in self.members]
-        return span_over(plains, self.offsets(), self.numel, self.dtype)
+        plains = [member.plain(distinct) for member in self.members]
+        found = [plain for plain in plains if plain is not None]
+        if len(found) < len(plains):
+            return None
+        return span_over(found, self.offsets(), self.numel, self.dtype)
 
     def offsets(self) -> tuple[int, ...]:
         """Where each member starts."""
@@ -112,7 +123,7 @@ class BasePlan:
     """What the traced program takes: bases, then the distinct inputs that are no bases themselves.
 
     Args:
-        bases: how to make each.
+        bases: how to make each; spans are before the view bases that lie in them.
         kept: the inputs that follow them.
         num_inputs: how many inputs there were when it was made; more, which only the trace meets, follow.
     """
@@ -142,6 +153,10 @@ class BasePlan:
         later = idx - self.num_inputs
         return PrimalIdx(len(self.bases) + (self.kept.index(idx) if later < 0 else len(self.kept) + later))
 
+    def place(self, member: Member) -> PrimalIdx:
+        """Where the tensor that a member of a span is a part of stands among the primals."""
+        return self.views()[self.position(member.input)] if member.of_base else self.position(member.input)
+
     def is_new(self, at: PrimalIdx) -> bool:
         """Whether a primal is none of the inputs."""
         if at >= len(self.bases):
@@ -156,7 +171,7 @@ class BasePlan:
     def aliases(self) -> Mapping[tuple[PrimalIdx, int], Alias]:
         """For each plain tensor that lies in a span, by primal and leaf: where."""
         return {
-            (self.position(member.input), member.leaf): Alias(at, member)
+            (self.place(member), member.leaf): Alias(at, member)
             for at, base in self.bases.enumerate()
             if isinstance(base, Span)
             for member in base.members
@@ -203,24 +218,6 @@ def base_of(
     return base
 
 
-def plan_bases(program: Program[DistinctIdx], facts: Facts) -> BasePlan:
-    """The bases that `program` needs, given what a trace of it without any showed; `NO_BASES` if none.
-
-    Raises:
-        UnsupportedProgram: inputs share memory in a way that has no base.
-    """
-    if not facts.written():
-        return NO_BASES
-    groups = [_Group(program, facts, members) for members in _groups(program)]
-    needed = [group for group in groups if group.is_written()]
-    bases = Row[PrimalIdx, Base](group.base() for group in _joined(needed))
-    if not len(bases):
-        return NO_BASES
-    themselves = {base.itself for base in bases if isinstance(base, ViewBase)}
-    kept = tuple(idx for idx in program.ins.indices() if idx not in themselves)
-    return BasePlan(bases, kept, len(program.ins))
-
-
 def lower(program: Program[DistinctIdx], plan: BasePlan) -> Program[PrimalIdx]:
     """The same function, given the bases too. It still reads the inputs: the trace lets them share memory."""
     order = [plan.position(idx) for idx in program.ins.indices()]
@@ -246,123 +243,7 @@ def _slot(base: Base, program: Program[DistinctIdx]) -> Slot:
 
 
 def _name(program: Program[DistinctIdx], member: Member) -> str:
-    inner = [path for path, _ in leaves(recipe_of(program.examples[member.input]))]
-    return f"{program.ins[member.input].path}{inner[member.leaf]}"
-
-
-_Plain: TypeAlias = tuple[DistinctIdx, int]
-
-
-def _groups(program: Program[DistinctIdx]) -> Iterator[list[_Plain]]:
-    places: list[_Plain] = []
-    plains: list[torch.Tensor] = []
-    for idx, example in program.examples.enumerate():
-        for leaf, plain in enumerate(plain_tensors(example)):
-            places.append((idx, leaf))
-            plains.append(plain)
-    for positions in overlapping_groups(plains):
-        yield [places[position] for position in positions]
-
-
-class _Group:
-    """Plain tensors that share memory."""
-
-    def __init__(self, program: Program[DistinctIdx], facts: Facts, members: list[_Plain]) -> None:
-        self.members = members
-        self._program = program
-        self._facts = facts
-
-    def inputs(self) -> list[DistinctIdx]:
-        """The inputs that they belong to."""
-        return list(dict.fromkeys(idx for idx, _ in self.members))
-
-    def is_written(self) -> bool:
-        """Whether any is written, in forward or backward."""
-        written = self._facts.written()
-        return any(PrimalIdx(idx) in written for idx in self.inputs())
-
-    def base(self) -> Base:
-        """What to trace the group through.
-
-        Raises:
-            UnsupportedProgram: nothing fits.
-        """
-        if not self.has_history():
-            return self._span()
-        root, views = self._root()
-        offsets = tuple(int(self._example(idx).storage_offset()) for idx in views)
-        return ViewBase(views, offsets, root)
-
-    def with_members_of(self, other: _Group) -> _Group:
-        """Both groups as one."""
-        return _Group(self._program, self._facts, [*other.members, *self.members])
-
-    def _fact(self, idx: DistinctIdx) -> Any:
-        return self._facts.inputs[PrimalIdx(idx)]
-
-    def has_history(self) -> bool:
-        """Whether a write takes part in the backward."""
-        facts = map(self._fact, self.inputs())
-        return any(isinstance(fact, DataWritten) and fact.differentiable for fact in facts)
-
-    def _span(self) -> Span:
-        plains = [plain_tensors(self._example(idx))[leaf] for idx, leaf in self.members]
-        start, num_bytes = span(plains)
-        (dtype, *others) = {plain.dtype for plain in plains}
-        if others:
-            dtype = torch.uint8
-            if not all(plain.is_contiguous() for plain in plains):
-                raise self._refuse("as another dtype and with gaps")
-        members = (
-            Member(
-                idx,
-                leaf,
-                plain.size(),
-                plain.stride(),
-                plain.dtype,
-                (start_of(plain) - start) // dtype.itemsize,
-            )
-            for (idx, leaf), plain in zip(self.members, plains, strict=True)
-        )
-        return Span(tuple(members), num_bytes // dtype.itemsize, dtype)
-
-    def _root(self) -> tuple[DistinctIdx | None, tuple[DistinctIdx, ...]]:
-        examples = {idx: self._example(idx) for idx in self.inputs()}
-        (root, *others) = {id(_root_of(example)): _root_of(example) for example in examples.values()}.values()
-        if others:
-            raise self._refuse("without autograd knowing of it, and the write takes part in the backward")
-        itself = next((idx for idx, example in examples.items() if example is root), None)
-        if any(example.requires_grad != root.requires_grad for example in examples.values()):
-            raise self._refuse("but not its `requires_grad`, and the write takes part in the backward")
-        return itself, tuple(idx for idx in examples if idx != itself)
-
-    def _example(self, idx: DistinctIdx) -> torch.Tensor:
-        return self._program.examples[idx]
-
-    def _refuse(self, how: str) -> UnsupportedProgram:
-        written = next((idx for idx in self.inputs() if isinstance(self._fact(idx), DataWritten)), None)
-        first = self.inputs()[0] if written is None else written
-        other = next((idx for idx in self.inputs() if idx != first), first)
-        names = self._program.ins
-        return UnsupportedProgram(
-            f"`{names[first]}` is written and shares memory with `{names[other]}`, {how}",
-            stage="convention",
-            fix=f"pass `{names[other]}` as a view made inside the function, or clone one of them",
-        )
-
-
-def _joined(groups: Collection[_Group]) -> list[_Group]:
-    """The groups; as one where they share inputs and some write has history: autograd sees whole wrappers."""
-    joined: list[_Group] = []
-    for group in groups:
-        met = [other for other in joined if not set(other.inputs()).isdisjoint(group.inputs())]
-        if any(part.has_history() for part in (group, *met)):
-            joined = [other for other in joined if other not in met]
-            for other in met:
-                group = group.with_members_of(other)
-        joined.append(group)
-    return joined
-
-
-def _root_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor._base
+    example = program.examples[member.input]
+    whole = example if example._base is None or not member.of_base else example._base
+    inner = [path for path, _ in leaves(recipe_of(whole))]
+    return f"{program.ins[member.input].path}{'._base' * member.of_base}{inner[member.leaf]}"

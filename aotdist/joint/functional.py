@@ -6,7 +6,7 @@ nor the order in which random numbers are drawn. Both show: sums run in another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,12 @@ class Functionalisation(FunctionalTensorMode):
         super().__init__()
         self.rebinding = Rebinding()
         self._laid_out: dict[int, FunctionalTensor] = {}
+        self._spans: dict[int, tuple[FunctionalTensor, int]] = {}
+
+    def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
+        """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`."""
+        if part.dtype == span.dtype:
+            self._spans[functional_storage_id(span)] = span, offset - int(part.storage_offset())
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
         """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes."""
@@ -117,6 +123,8 @@ class Functionalisation(FunctionalTensorMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
         """How an operator is run that PyTorch's mode does not run as eager does; None for all others."""
+        if func is torch.ops.aten.as_strided.default and _is_view_in(self._spans, args[0]):
+            return lambda: self._part_of_span(*args, **kwargs)
         if func is _FILL_DIAGONAL or (func in _AS_STRIDED and _counts_from_the_storage(args, kwargs)):
             _refuse_lost_offset(func, args[0])
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
@@ -170,6 +178,26 @@ class Functionalisation(FunctionalTensorMode):
                     owner = self._laid_out.get(storage, tensor)
                     if is_functional_base(owner):
                         yield owner
+
+    def _part_of_span(
+        self, tensor: FunctionalTensor, size: Any, stride: Any, storage_offset: int | None = None
+    ) -> torch.Tensor:
+        """`as_strided` of what lies in a span, which is a view of the span already.
+
+        Functionalisation writes through `as_strided` only where no other view comes before.
+        """
+        span, shift = self._spans[functional_storage_id(tensor)]
+        start = int(tensor.storage_offset()) if storage_offset is None else storage_offset - shift
+        last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if start < 0 or last >= span.numel():
+            raise UnsupportedProgram(
+                "`as_strided` reaches beyond the memory that inputs share",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="pass what it reaches as an input too, or a clone",
+            )
+        with self:
+            return span.as_strided(size, stride, start)
 
     def _multiply_transposed(
         self, func: Callable[..., Any], *tensors: torch.Tensor, **kwargs: Any
@@ -228,6 +256,11 @@ def _one_by_one(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Write one tensor of a list after the other, as eager does: each may show what was written before."""
     for position in range(len(args[0])):
         func(*([arg[position : position + 1] if isinstance(arg, list) else arg for arg in args]), **kwargs)
+
+
+def _is_view_in(spans: Container[int], tensor: FunctionalTensor) -> bool:
+    """Whether a tensor is a view of one of the spans."""
+    return functional_storage_id(tensor) in spans and not is_functional_base(tensor)
 
 
 def _counts_from_the_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

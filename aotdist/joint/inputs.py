@@ -116,7 +116,9 @@ class Inputs:
         if base is not None:
             stand_in = self._view_again(slot, example, recipe, self._stand_ins[base])
         else:
-            stand_in = self._of_its_own(slot, example, recipe, self._through_spans(at, functionals), fakes)
+            stand_in = self._of_its_own(
+                slot, example, recipe, self._through_spans(at, functionals, example), fakes
+            )
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
             version = 0 if stand_in.tensor.is_inference() else stand_in.tensor._version
             stand_in = replace(stand_in, derived=is_span, spans=spans, version=version)
@@ -155,18 +157,20 @@ class Inputs:
         return StandIn(slot, example, recipe, leaf, tensor, tuple(map(second_shell, functionals)))
 
     def _through_spans(
-        self, at: PrimalIdx, functionals: Sequence[FunctionalTensor]
+        self, at: PrimalIdx, functionals: Sequence[FunctionalTensor], example: torch.Tensor
     ) -> list[FunctionalTensor]:
         """Views of spans in the place of the plain tensors that lie in one."""
         found: list[FunctionalTensor] = []
-        for leaf, own in enumerate(functionals):
+        for leaf, (own, real) in enumerate(zip(functionals, plain_tensors(example), strict=True)):
             place = self._aliases.get((at, leaf))
             if place is None:
                 found.append(own)
             else:
                 (memory,) = self._stand_ins[place.span].plains
                 member = place.member
-                found.append(part_of(memory, member.dtype, member.size, member.stride, member.offset))
+                part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
+                self._recorder.lies_in(memory, part, int(real.storage_offset()))
+                found.append(part)
         return found
 
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:

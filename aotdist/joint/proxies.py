@@ -181,6 +181,10 @@ class Recorder:
         """Another tensor of the value that `tensor` has: of the memory too, if it is a part of some."""
         return functional(fake) if is_functional_base(tensor) else second_shell(tensor)
 
+    def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
+        """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`."""
+        self._functionalisation.lies_in(span, part, offset)
+
     def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
         """A new argument of the graph that stands for `fake`.
 

@@ -7,8 +7,8 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.changes import Change, resize_storage
+from aotdist.convention.memory import covers
 from aotdist.convention.naming import NAMED
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
@@ -71,6 +72,7 @@ from aotdist.torch_seam import (
     functional_value,
     metadata_written,
     storage_changes,
+    storage_id,
 )
 
 
@@ -258,12 +260,23 @@ def _forward_writes(
 def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
     """The inputs to copy new values into.
 
-    Of several that lie in a span, those that were written themselves: the others see it. If none was (all was
-    done behind autograd's back, by `.data`), then all of them.
+    Of several that share memory, those that were written themselves: the others see it. And those that show
+    more than these, since what was done behind autograd's back, by `.data`, has no name.
     """
     written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and not s.derived]
-    seen = {span for _, stand_in in written if stand_in.bumps() for span in stand_in.spans}
-    return [(idx, s) for idx, s in written if s.bumps() or s.spans.isdisjoint(seen)]
+    named: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
+        named[storage_id(plain)].append(plain)
+    return [(idx, s) for idx, s in written if s.bumps() or not _is_seen_through(s, named)]
+
+
+def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:
+    """Whether all that was written of an input is memory of tensors, here by storage, written by name."""
+    pairs = zip(stand_in.writes(), plain_tensors(stand_in.example), strict=True)
+    return all(
+        not count or any(covers(other, plain) for other in named.get(storage_id(plain), ()))
+        for count, plain in pairs
+    )
 
 
 def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:

@@ -273,19 +273,24 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
     ]
     if len(fit.bases.bases):
         printer.comment("memory that inputs share")
-    for base in fit.bases.bases:
+    names = [next(new) if fit.bases.is_new(at) else "" for at in fit.bases.bases.indices()]
+    # The bases of views first: spans of them may be asked for.
+    for name, base in sorted(
+        zip(names, fit.bases.bases, strict=True), key=lambda pair: isinstance(pair[1], Span)
+    ):
         match base:
             case Span(members=members, numel=numel, dtype=dtype):
-                lies = [plains[fit.bases.position(member.input)][member.leaf] for member in members]
+                lies = [plains[fit.bases.place(member)][member.leaf] for member in members]
                 span = printer.bind("span_over", span_over)
                 kind = printer.bind(str(dtype).removeprefix("torch."), dtype)
-                printer.line(f"{next(new)} = {span}({sequence(lies)}, {base.offsets()}, {numel}, {kind})")
+                printer.line(f"{name} = {span}({sequence(lies)}, {base.offsets()}, {numel}, {kind})")
             case ViewBase(views=views, offsets=offsets, itself=itself):
                 known = "None" if itself is None else distinct[itself]
                 shown = sequence([distinct[view] for view in views])
                 made = f"{printer.bind('base_of', base_of)}({shown}, {offsets}, {known})"
                 if itself is None:
-                    printer.line(f"{next(new)} = {made}")
+                    printer.line(f"{name} = {made}")
+                    _miss_unless(printer, [f"{name} is not None"])
                 else:
                     _miss_unless(printer, [f"{made} is not None"])
             case _:

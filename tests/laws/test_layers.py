@@ -17,9 +17,10 @@ from aotdist.convention.epilogue import EPILOGUE
 from aotdist.convention.layer import Call, Layer, Plan
 from aotdist.convention.metadata import METADATA
 from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN
+from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.stack import lower_all
 from aotdist.convention.subclass import UNWRAP
-from aotdist.convention.synthetic_base import BasePlan, plan_bases
+from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.program import Program
@@ -177,7 +178,7 @@ def test_inputs_that_share_memory(program):
 
 def bases_or_none(distinct: Program[Any]) -> BasePlan | None:
     try:
-        return plan_bases(distinct, facts_of(distinct))
+        return plan_bases(distinct, Writes().and_of(distinct, facts_of(distinct), NO_BASES))
     except UnsupportedProgram as refusal:
         event(f"refused: {refusal.what}")
         return None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import linecache
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,8 +93,9 @@ class Program:
         torch.manual_seed(1)
         try:
             for scene in self.scenes():
-                play(scene, scene.fn, around=around, backward=backward)
-        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
+                with _warnings_are_errors():  # what the first layout is not warned of, another may be
+                    play(scene, scene.fn, around=around, backward=backward)
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning) as error:
             event(f"eager: {str(error)[:60]}")
             return False
         return True
@@ -112,6 +113,17 @@ def _leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
             found += [node.variable] if hasattr(node, "variable") else []
             stack += [following for following, _ in node.next_functions]
     return found
+
+
+@contextmanager
+def _warnings_are_errors() -> Generator[None]:
+    """Every warning raises, and is given every time, or a search would not repeat."""
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(action="error"):
+            yield
+    finally:
+        torch.set_warn_always(False)
 
 
 def load(source: str, name: str) -> Callable[..., Any]:
@@ -138,14 +150,11 @@ class _Rehearsal:
         return a != b and not owners[0].isdisjoint(owners[1])
 
     def try_statement(self, statement: str, names: Sequence[str]) -> None:
-        torch.set_warn_always(True)  # a warning is given every time, or the search would not repeat
         try:
-            with warnings.catch_warnings(action="error"):
+            with _warnings_are_errors():
                 exec(statement, self.scope)
         except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning):
             return
-        finally:
-            torch.set_warn_always(False)
         self.statements.append(statement)
         self.names += names
 

@@ -29,7 +29,6 @@ from tests.semantics.vocabulary import (
 REFUSALS = (
     "writes through an expanded tensor",
     "reads a tensor's data",
-    "is written and shares memory with",
     "size, strides or storage written in place",
     "whose size grew in place, or whose storage was replaced, after the view",
     "a tensor is resized in place, and",

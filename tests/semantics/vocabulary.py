@@ -52,6 +52,8 @@ PARTS = (
     "{a}.reshape(-1)",
     "{a}.detach()",
     "{a}.view(-1)[2:9]",
+    "{a}.data",
+    "{a}.detach()[1:]",
 )
 """Arguments that share memory with another argument."""
 
