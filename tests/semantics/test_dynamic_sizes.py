@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.observation import same_as_eager
-from tests.semantics.programs import Program, Vocabulary, programs
+from tests.semantics.programs import Program, programs
 from tests.semantics.vocabulary import INPUTS
 
 SIZED = [text for text in INPUTS.values() if "arange" not in text]
@@ -22,7 +22,7 @@ def resized(program: Program) -> Program:
 def runs_in_eager(program: Program) -> bool:
     try:
         return program.runs_in_eager()
-    except IndexError:
+    except (IndexError, UserWarning):  # a warning: it resizes what it is given as `out=`
         return False
 
 
