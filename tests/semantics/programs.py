@@ -94,7 +94,8 @@ class Program:
         try:
             for scene in self.scenes():
                 play(scene, scene.fn, around=around, backward=backward)
-        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
+        # A warning says that it is deprecated; some are given once in a process (`.T` of three dimensions).
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning) as error:
             event(f"eager: {str(error)[:60]}")
             return False
         return True
