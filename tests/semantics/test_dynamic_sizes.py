@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.errors import UnsupportedProgram
@@ -26,6 +27,7 @@ def runs_in_eager(program: Program) -> bool:
         return False
 
 
+@pytest.mark.filterwarnings("ignore:aotdist. .* is compiled for the sizes at hand:UserWarning")
 @search
 @given(programs(inputs=SIZED))
 def test_generated_programs(program):
