@@ -630,6 +630,27 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor)
 
 
+def keep_bases_of_views(mode: FunctionalTensorMode, args: Any) -> None:
+    """Let `mode` know the memory that an operator in inference mode may make views of.
+
+    It learns of what was made in inference mode; of anything else, torch 2.11 cannot make a view there.
+    """
+    for arg in pytree.tree_leaves(args):
+        if isinstance(arg, FunctionalTensor):
+            mode._storage_to_base.setdefault(arg.elem.untyped_storage(), arg)
+
+
+def unknown_to_the_innermost_tracer(args: Any) -> FunctionalTensor | None:
+    """A functional tensor among arguments that the proxy mode which is on has not recorded, if any."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None:
+        return None
+    tensors = (arg for arg in pytree.tree_leaves(args) if isinstance(arg, FunctionalTensor))
+    return next(
+        (t for t in tensors if node_of(torch._from_functional_tensor(t.elem), mode.tracer) is None), None
+    )
+
+
 def track(fake: torch.Tensor, node: torch.fx.Node, tracer: PythonKeyTracer) -> None:
     """From now on, `fake` stands for `node` in what `tracer` records."""
     tracer.tensor_tracker[fake] = _ProxyTensor(torch.fx.Proxy(node, tracer), None)

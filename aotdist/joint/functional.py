@@ -30,9 +30,11 @@ from aotdist.torch_seam import (
     is_functional_base,
     is_left_whole_in_inference,
     is_operator,
+    keep_bases_of_views,
     out_names,
     pytree,
     replace_functional_value,
+    unknown_to_the_innermost_tracer,
     with_defaults,
     writes_arguments,
     written_arguments,
@@ -108,7 +110,7 @@ class Functionalisation(FunctionalTensorMode):
                 return outs[0] if len(outs) == 1 else tuple(outs)
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         special = self._special(func, args, kwargs) if beneath_wrappers else None
-        result = super().__torch_dispatch__(func, types, args, kwargs) if special is None else special()
+        result = self._functionalise(func, types, args, kwargs) if special is None else special()
         for owner, before in written:
             _restore_layout(owner, before)
         if special is None and _is_foreach_write(func):
@@ -118,6 +120,21 @@ class Functionalisation(FunctionalTensorMode):
         if isinstance(result, FunctionalTensor):
             self.remember(result)
         return result
+
+    def _functionalise(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Let PyTorch's mode run an operator."""
+        if torch.is_inference_mode_enabled():
+            keep_bases_of_views(self, [*args, *kwargs.values()])
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            # torch 2.11 looks every argument up in the innermost tracer, and fails for want of it.
+            foreign = unknown_to_the_innermost_tracer([*args, *kwargs.values()])
+            if foreign is None:
+                raise
+            raise computed_elsewhere(foreign) from error
 
     def _special(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -222,6 +239,17 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
+
+
+def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:
+    """What to raise for a tensor that another tracer than this trace's recorded."""
+    return UnsupportedProgram(
+        f"a tensor of size {list(tensor.size())} was computed by a tracer of the program's own "
+        "(`torch.func.linearize` has one)",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="use `torch.func.jvp` or `vjp`, or trace outside of the compiled function",
+    )
 
 
 def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | None:

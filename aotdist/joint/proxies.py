@@ -24,7 +24,7 @@ from aotdist.capture.origins import Origins
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import InternalError, UnsupportedProgram
-from aotdist.joint.functional import Functionalisation
+from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.random import Draws
 from aotdist.joint.recording import Recording
 from aotdist.program import Graph, Role, Slot
@@ -270,13 +270,7 @@ class Recorder:
             raise InternalError(f"a {type(tensor).__name__} reached the graph's results", stage="joint")
         node = self._node_of(tensor)
         if node is None:
-            raise UnsupportedProgram(
-                f"a tensor of size {list(tensor.size())} was computed by a tracer of the program's own "
-                "(`torch.func.linearize` has one)",
-                where=self._origins.current() or None,
-                stage="joint",
-                fix="use `torch.func.jvp` or `vjp`, or trace outside of the compiled function",
-            )
+            raise computed_elsewhere(tensor)
         return node
 
     def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:

@@ -169,6 +169,10 @@ def test_other_placements_are_refused_by_name(mesh: DeviceMesh) -> None:
         return x.index_add_(0, index, x[:2] * 2)
 
     x, index = sharded(mesh, plain()), replicated(mesh, INDEX)
+    try:
+        program(sharded(mesh, plain()), index)
+    except NotImplementedError as error:  # torch 2.11, where no write of a DTensor lays it out otherwise
+        pytest.skip(f"eager refuses it: {error}")
     with pytest.raises(UnsupportedProgram, match=r"`args\[0\]`.*lays the result out otherwise"):
         aotdist.compile(program, backend="fx")(x, index)
 
