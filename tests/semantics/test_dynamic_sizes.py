@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.observation import same_as_eager
-from tests.semantics.programs import Program, Vocabulary, programs
+from tests.semantics.programs import Program, programs
 from tests.semantics.vocabulary import INPUTS
 
 SIZED = [text for text in INPUTS.values() if "arange" not in text]

@@ -16,7 +16,7 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Sight, assert_same, bits, look, tangent_for, tensors_in
-from tests.semantics.programs import Program, Vocabulary, programs
+from tests.semantics.programs import Program, programs
 from tests.semantics.vocabulary import INPUTS, WRAPPERS
 
 Values = dict[str, torch.Tensor]
