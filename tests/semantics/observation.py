@@ -7,6 +7,7 @@ can see of a set of tensors (bits, layout, autograd state, who shares memory wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -199,24 +200,27 @@ def differentiate(
 ) -> list[Sight]:
     """Run autograd from several ends at once, then one by one from those that share memory with another.
 
-    Gradients of tensors that share memory meet outside of the compiled region. There they are added up in
-    another order than eager's, and floating-point sums of three show it.
+    Gradients of tensors that share memory meet outside of the compiled region, and arrive as a sum. Eager
+    adds each to the others when its turn is, and floating-point sums of three show it. Of tensors made inside
+    that share memory, the one that the others are views of is among the ends that are run at once.
 
     Args:
         everything: what to look at.
         ends: where to start.
         arguments: what the function was given.
     """
-    taken = {storage_id(plain) for tensor in arguments for plain in plain_tensors(tensor)}
+    taken = {owner for tensor in arguments for owner in _memory(tensor)}
+    counts = Counter(owner for end in ends for owner in _memory(end))
     together: list[torch.Tensor] = []
     alone: list[list[torch.Tensor]] = []
     for end in ends:
-        memory = {storage_id(plain) for plain in plain_tensors(end)}
-        if memory.isdisjoint(taken):
+        memory = _memory(end)
+        is_only = not end._is_view() or all(counts[owner] == 1 for owner in memory)
+        if is_only and memory.isdisjoint(taken):
             together.append(end)
+            taken |= memory
         else:
             alone.append([end])
-        taken |= memory
     return [
         _seen_after(everything, together),
         {
@@ -225,6 +229,10 @@ def differentiate(
             for name, seen in _seen_after(everything, group).items()
         },
     ]
+
+
+def _memory(tensor: torch.Tensor) -> set[int]:
+    return {storage_id(plain) for plain in plain_tensors(tensor)}
 
 
 def _seen_after(everything: Mapping[str, torch.Tensor], ends: Sequence[torch.Tensor]) -> Sight:
