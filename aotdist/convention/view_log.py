@@ -28,10 +28,10 @@ from aotdist.torch_seam import (
     OpOverload,
     TorchDispatchMode,
     broken_up,
+    has_history_of_its_own,
     history_of,
     is_left_whole_in_inference,
     is_operator,
-    made_by_custom_function,
     memory_of,
     out_names,
     out_of_place,
@@ -74,8 +74,8 @@ class Root:
     Args:
         base: the tensor that it is a view of in the end.
         steps: how, from there, to `function`, or to the view itself.
-        function: the last tensor on the way that a user's `autograd.Function` returned: to replay only the
-            operations inside it would lose its backward.
+        function: the last tensor on the way that has a history of its own: a user's `autograd.Function` made
+            it, say, whose backward would be lost by replaying only the operations inside.
         after: how, from `function`, to the view.
     """
 
@@ -354,7 +354,7 @@ class ViewLog(TorchDispatchMode):
         found = Root(tensor)
         entry = self._entries.get(id(tensor))
         while entry is not None:
-            if found.function is None and made_by_custom_function(found.base):
+            if found.function is None and has_history_of_its_own(found.base):
                 found = replace(found, function=found.base, steps=(), after=found.steps)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise _outgrown()
