@@ -20,6 +20,7 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
 from aotdist.convention.naming import another_name
+from aotdist.convention.version import counting_as_eager
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
@@ -142,7 +143,10 @@ class ViewLog(TorchDispatchMode):
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
             return self._log_in_place(func, args, kwargs)
         results = out_names(func) if is_operator(func) else ()
-        return self._log_outs(func, args, kwargs, results) if results else func(*args, **kwargs)
+        if results:
+            return self._log_outs(func, args, kwargs, results)
+        with counting_as_eager(args):
+            return func(*args, **kwargs)
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         base, *rest = args
