@@ -124,9 +124,14 @@ def versions(named: Mapping[str, torch.Tensor]) -> Sight:
 
 
 def gradients(named: Mapping[str, torch.Tensor]) -> Sight:
-    """What hangs on `.grad` of every leaf."""
+    """What hangs on `.grad` of every leaf; of a gradient without elements not its strides.
+
+    A leaf whose sizes were written under `no_grad` is known to the node in its sizes of before. A gradient
+    of another size is copied into one laid out like the leaf, where `unsqueeze_` made a stride 0.
+    """
     leaves = {name: t for name, t in named.items() if t.is_leaf}
-    return {f"{name}.grad": None if t.grad is None else look(t.grad) for name, t in leaves.items()}
+    seen = {f"{name}.grad": None if t.grad is None else look(t.grad) for name, t in leaves.items()}
+    return {name: one | {"stride": None} if one and 0 in one["size"] else one for name, one in seen.items()}
 
 
 def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
