@@ -130,7 +130,8 @@ class ViewLog(TorchDispatchMode):
             with self:
                 return broken_up(func, *args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
-            for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+            first = args[0]
+            for target in first if isinstance(first, (list, tuple)) else args[:1]:
                 self._refuse_overlapping_write(func, target)
         if self._outgrown:
             self._refuse_outgrown((*args, *kwargs.values()))

@@ -91,12 +91,16 @@ class Program:
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""
         torch.manual_seed(1)
+        torch.set_warn_always(True)  # inputs that lie otherwise may be warned of; see `_Rehearsal`
         try:
-            for scene in self.scenes():
-                play(scene, scene.fn, around=around, backward=backward)
-        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
+            with warnings.catch_warnings(action="error"):
+                for scene in self.scenes():
+                    play(scene, scene.fn, around=around, backward=backward)
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning) as error:
             event(f"eager: {str(error)[:60]}")
             return False
+        finally:
+            torch.set_warn_always(False)
         return True
 
     def __repr__(self) -> str:
