@@ -57,17 +57,26 @@ class ViewStep:
 
 @dataclass(frozen=True, slots=True)
 class FunctionView:
-    """Views that a user's autograd function made, whose backward is kept.
+    """Views with a history of their own: a user's autograd function made them, say, whose backward is kept.
 
     Args:
         steps: the views, made without history.
         value: the node output whose history the last of them has.
-        creation: by which autograd knows what to say of a write.
+        creation: by which autograd knows what to say of a write; None for what is no view to autograd.
     """
 
     steps: tuple[ViewStep, ...]
     value: NodeOutIdx
     creation: Any
+
+    @property
+    def serial(self) -> int:
+        """Which operation of the trace made the last of them."""
+        return self.steps[-1].serial
+
+    def is_common(self) -> bool:
+        """Whether views that have this step in common share what it makes."""
+        return self.creation is None
 
 
 Step: TypeAlias = ViewStep | FunctionView

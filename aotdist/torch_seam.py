@@ -747,9 +747,15 @@ def saved_tensor_hooks_off() -> Generator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def made_by_custom_function(tensor: torch.Tensor) -> bool:
-    """Whether a user's `autograd.Function` made this tensor: its backward must not be replayed away."""
-    return isinstance(history_of(tensor), torch.autograd.function.BackwardCFunction)
+def has_history_of_its_own(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that shows the memory of another has a history that replaying views would lose.
+
+    A user's `autograd.Function` made it, or it was written, and autograd does not know it as a view.
+    """
+    history = history_of(tensor)
+    return isinstance(history, torch.autograd.function.BackwardCFunction) or (
+        history is not None and not tensor._is_view()
+    )
 
 
 def history_of(tensor: torch.Tensor) -> Any | None:

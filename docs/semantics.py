@@ -211,8 +211,8 @@ SECTIONS = (
     ),
     Section(
         "Gradients of one result with respect to another",
-        "`y` is a waypoint of the other result's gradient: it passes a gate on its way, so that hooks of `y`, "
-        "and gradients with respect to it, see it. As long as nobody watches, the backward runs whole.",
+        "`y` is a waypoint of the other result's gradient: it passes a gate on its way, so that hooks of "
+        "`y`, and gradients with respect to it, see it. As long as nobody watches, the backward runs whole.",
         made_of_a_result,
         lambda: (leaf(2),),
     ),

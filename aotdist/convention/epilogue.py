@@ -36,7 +36,6 @@ from aotdist.facts import (
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
-    ViewStep,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
 
@@ -55,13 +54,13 @@ def replay(
     """
     start = first_to_make(steps, made)
     if start:
-        base = _made_by(steps[start - 1], made)
+        base = _picked(made[steps[start - 1].serial], steps[start - 1])
     for step in steps[start:]:
         if isinstance(step, FunctionView):
-            base = function_view(base, values[step.value], viewer(step), step.creation)
-            continue
-        with torch.set_grad_enabled(step.grad):
-            result = step.op(base, *step.args, **dict(step.kwargs))
+            result = function_view(base, values[step.value], viewer(step), step.creation)
+        else:
+            with torch.set_grad_enabled(step.grad):
+                result = step.op(base, *step.args, **dict(step.kwargs))
         if step.is_common():
             made[step.serial] = result
         base = _picked(result, step)
@@ -80,16 +79,11 @@ def first_to_make(steps: Sequence[Step], made: Container[int]) -> int:
 
 def is_made(step: Step, made: Container[int]) -> bool:
     """Whether what a step makes is there, because another view has that step too."""
-    return isinstance(step, ViewStep) and step.is_common() and step.serial in made
+    return step.is_common() and step.serial in made
 
 
-def _made_by(step: Step, made: Mapping[int, Any]) -> torch.Tensor:
-    assert isinstance(step, ViewStep), "a function's views are made by themselves"
-    return _picked(made[step.serial], step)
-
-
-def _picked(result: Any, step: ViewStep) -> torch.Tensor:
-    return result if step.pick is None else result[step.pick]
+def _picked(result: Any, step: Step) -> torch.Tensor:
+    return result if isinstance(step, FunctionView) or step.pick is None else result[step.pick]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 
+from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam import preserved_version, set_version
 
 
@@ -24,3 +27,14 @@ def rewind(target: torch.Tensor, count: int) -> None:
     """Let the version counter of `target` be `count` lower: that many writes are about to be repeated."""
     if not target.is_inference():
         set_version(target, target._version - count)
+
+
+def counting_as_eager(args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Where an operator takes lists with wrappers in them, eager counts no writes beneath autograd."""
+    stack = ExitStack()
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    if any(isinstance(item, torch.Tensor) and is_wrapper(item) for items in lists for item in items):
+        for item in lists[0]:
+            if isinstance(item, torch.Tensor):
+                stack.enter_context(uncounted(item))
+    return stack

@@ -20,6 +20,7 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
 from aotdist.convention.naming import another_name
+from aotdist.convention.version import counting_as_eager
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
@@ -28,10 +29,10 @@ from aotdist.torch_seam import (
     OpOverload,
     TorchDispatchMode,
     broken_up,
+    has_history_of_its_own,
     history_of,
     is_left_whole_in_inference,
     is_operator,
-    made_by_custom_function,
     memory_of,
     out_names,
     out_of_place,
@@ -74,8 +75,8 @@ class Root:
     Args:
         base: the tensor that it is a view of in the end.
         steps: how, from there, to `function`, or to the view itself.
-        function: the last tensor on the way that a user's `autograd.Function` returned: to replay only the
-            operations inside it would lose its backward.
+        function: the last tensor on the way that has a history of its own: a user's `autograd.Function` made
+            it, say, whose backward would be lost by replaying only the operations inside.
         after: how, from `function`, to the view.
     """
 
@@ -129,7 +130,8 @@ class ViewLog(TorchDispatchMode):
             with self:
                 return broken_up(func, *args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
-            for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+            first = args[0]
+            for target in first if isinstance(first, (list, tuple)) else args[:1]:
                 self._refuse_overlapping_write(func, target)
         if self._outgrown:
             self._refuse_outgrown((*args, *kwargs.values()))
@@ -142,7 +144,10 @@ class ViewLog(TorchDispatchMode):
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
             return self._log_in_place(func, args, kwargs)
         results = out_names(func) if is_operator(func) else ()
-        return self._log_outs(func, args, kwargs, results) if results else func(*args, **kwargs)
+        if results:
+            return self._log_outs(func, args, kwargs, results)
+        with counting_as_eager(args):
+            return func(*args, **kwargs)
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         base, *rest = args
@@ -354,7 +359,7 @@ class ViewLog(TorchDispatchMode):
         found = Root(tensor)
         entry = self._entries.get(id(tensor))
         while entry is not None:
-            if found.function is None and made_by_custom_function(found.base):
+            if found.function is None and has_history_of_its_own(found.base):
                 found = replace(found, function=found.base, steps=(), after=found.steps)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise _outgrown()

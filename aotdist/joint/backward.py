@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
+from aotdist.joint.arrivals import Arrival
 from aotdist.joint.data import refusing_what_needs_data
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting
@@ -74,6 +75,7 @@ class Backward:
         ends: those that are differentiable.
         wanted: for each input that may get gradients, where they arrive: first of all at its leaf.
         lifting: the mode that the program ran in.
+        arrivals: the bases among `ends` whose gradient comes through a view.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class Backward:
         ends: Sequence[End],
         wanted: Sequence[tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]],
         lifting: Lifting,
+        arrivals: Mapping[NodeOutIdx, Arrival],
     ) -> None:
         recorder.phase = "backward"
-        self._ends, self._wanted, self._lifting = ends, wanted, lifting
+        self._ends, self._wanted, self._lifting, self._arrivals = ends, wanted, lifting, arrivals
         self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
@@ -115,15 +118,28 @@ class Backward:
         if not ends:
             return {}
         owners, wanted = zip(*((idx, end) for idx, ends in self._wanted for end in ends), strict=True)
-        tangents = [self._tangents[idx] for idx, _ in ends]
         run = run_accumulating_backward if self._accumulates else run_backward
-        with self._autocast(), self._lifting, refusing_what_needs_data(), _naming_failures():
-            found = run([tensor for _, tensor in ends], wanted, tangents, retain_graph=again)
+        with ExitStack() as stack:
+            for context in (self._autocast(), self._lifting, refusing_what_needs_data(), _naming_failures()):
+                stack.enter_context(context)
+            starts = [self._start(idx, tensor, stack) for idx, tensor in ends]
+            tensors, tangents = zip(*starts, strict=True)
+            found = run(tensors, wanted, tangents, retain_graph=again)
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):
             if grad is not None:
                 grads[idx] = grads[idx] + grad if idx in grads else grad
         return grads
+
+    def _start(
+        self, idx: NodeOutIdx, tensor: torch.Tensor, stack: ExitStack
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where autograd starts for a result, and with what."""
+        arrival = self._arrivals.get(idx)
+        if arrival is None:
+            return tensor, self._tangents[idx]
+        stack.enter_context(arrival.bringing(self._tangents[idx]))
+        return arrival.view, torch.zeros_like(arrival.view, requires_grad=False)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ _ASK_THE_GENERAL_MODE = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 )
+_VIEW_AS_REAL = torch.ops.aten.view_as_real.default
 _ATOMS = (
     int,
     float,
@@ -114,6 +115,10 @@ class Recording(ProxyTorchDispatchMode):
             return self._draws.draw(
                 func, args, kwargs or {}, lambda: self._draw(func, types, args, kwargs, direct=direct)
             )
+        if func is _VIEW_AS_REAL and args[0].is_conj():
+            # A written base has lost its bit when its views are made again; it gets it back after that.
+            with self:
+                return func(args[0].resolve_conj())
         return self._dispatch(func, types, args, kwargs, direct=direct)
 
     def _draw(

@@ -37,6 +37,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
 )
+from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
     Backward,
     Result,
@@ -177,7 +178,10 @@ def trace(
         ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
         held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and is_linear(ends) else []
         waypoints = Waypoints(held, ends)
-        backward = Backward(recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting)
+        arrivals = {} if metadata.written else find_arrivals(outs, outputs.facts, ends)
+        backward = Backward(
+            recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting, arrivals
+        )
         wanted = backward.choices() if cuts else []
         with waypoints.watched(recorder):
             grads = backward.run(again=bool(wanted))

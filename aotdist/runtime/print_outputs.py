@@ -138,32 +138,35 @@ def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, 
 def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, made: dict[int, str]) -> str:
     start = first_to_make(steps, made)
     for position, step in enumerate(steps[max(start - 1, 0) :], max(start - 1, 0)):
-        if isinstance(step, FunctionView):
-            make, creation = printer.bind("views", viewer(step)), printer.bind("creation", step.creation)
-            function = printer.bind("function_view", function_view)
-            base = f"{function}({base}, values[{step.value}], {make}, {creation})"
-            continue
         if position + 1 == start:
             base = _picked(made[step.serial], step)
             continue
-        op = printer.bind(_name_of(step.op), step.op)
-        more = [_literal(printer, value) for value in step.args]
-        more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
-        if step.grad == modes.grad:
-            result = f"{op}({', '.join([base, *more])})"
-        else:
-            args = ", ".join([str(step.grad), op, base, *more])
-            result = f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
-        if step.pick is not None or (step.ends_views() and position + 1 < len(steps)):
-            name = f"{'base' if step.pick is None else 'parts'}_{len(made)}"
+        result = _made(printer, base, step, modes)
+        picks = isinstance(step, ViewStep) and step.pick is not None
+        if picks or (step.is_common() and position + 1 < len(steps)):
+            name = f"{'parts' if picks else 'base'}_{len(made)}"
             printer.line(f"{name} = {result}")
             result = made[step.serial] = name
         base = _picked(result, step)
     return base
 
 
-def _picked(result: str, step: ViewStep) -> str:
-    return result if step.pick is None else f"{result}[{step.pick}]"
+def _made(printer: Printer, base: str, step: Step, modes: Ambient) -> str:
+    if isinstance(step, FunctionView):
+        make, creation = printer.bind("views", viewer(step)), printer.bind("creation", step.creation)
+        function = printer.bind("function_view", function_view)
+        return f"{function}({base}, values[{step.value}], {make}, {creation})"
+    op = printer.bind(_name_of(step.op), step.op)
+    more = [_literal(printer, value) for value in step.args]
+    more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
+    if step.grad == modes.grad:
+        return f"{op}({', '.join([base, *more])})"
+    args = ", ".join([str(step.grad), op, base, *more])
+    return f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
+
+
+def _picked(result: str, step: Step) -> str:
+    return result if isinstance(step, FunctionView) or step.pick is None else f"{result}[{step.pick}]"
 
 
 def _name_of(op: Callable[..., Any]) -> str:

@@ -7,6 +7,7 @@ can see of a set of tensors (bits, layout, autograd state, who shares memory wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -123,9 +124,14 @@ def versions(named: Mapping[str, torch.Tensor]) -> Sight:
 
 
 def gradients(named: Mapping[str, torch.Tensor]) -> Sight:
-    """What hangs on `.grad` of every leaf."""
+    """What hangs on `.grad` of every leaf; of a gradient without elements not its strides.
+
+    A leaf whose sizes were written under `no_grad` is known to the node in its sizes of before. A gradient
+    of another size is copied into one laid out like the leaf, where `unsqueeze_` made a stride 0.
+    """
     leaves = {name: t for name, t in named.items() if t.is_leaf}
-    return {f"{name}.grad": None if t.grad is None else look(t.grad) for name, t in leaves.items()}
+    seen = {f"{name}.grad": None if t.grad is None else look(t.grad) for name, t in leaves.items()}
+    return {name: one | {"stride": None} if one and 0 in one["size"] else one for name, one in seen.items()}
 
 
 def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
@@ -199,24 +205,27 @@ def differentiate(
 ) -> list[Sight]:
     """Run autograd from several ends at once, then one by one from those that share memory with another.
 
-    Gradients of tensors that share memory meet outside of the compiled region. There they are added up in
-    another order than eager's, and floating-point sums of three show it.
+    Gradients of tensors that share memory meet outside of the compiled region, and arrive as a sum. Eager
+    adds each to the others when its turn is, and floating-point sums of three show it. Of tensors made inside
+    that share memory, the one that the others are views of is among the ends that are run at once.
 
     Args:
         everything: what to look at.
         ends: where to start.
         arguments: what the function was given.
     """
-    taken = {storage_id(plain) for tensor in arguments for plain in plain_tensors(tensor)}
+    taken = {owner for tensor in arguments for owner in _memory(tensor)}
+    counts = Counter(owner for end in ends for owner in _memory(end))
     together: list[torch.Tensor] = []
     alone: list[list[torch.Tensor]] = []
     for end in ends:
-        memory = {storage_id(plain) for plain in plain_tensors(end)}
-        if memory.isdisjoint(taken):
+        memory = _memory(end)
+        is_only = not end._is_view() or all(counts[owner] == 1 for owner in memory)
+        if is_only and memory.isdisjoint(taken):
             together.append(end)
+            taken |= memory
         else:
             alone.append([end])
-        taken |= memory
     return [
         _seen_after(everything, together),
         {
@@ -225,6 +234,10 @@ def differentiate(
             for name, seen in _seen_after(everything, group).items()
         },
     ]
+
+
+def _memory(tensor: torch.Tensor) -> set[int]:
+    return {storage_id(plain) for plain in plain_tensors(tensor)}
 
 
 def _seen_after(everything: Mapping[str, torch.Tensor], ends: Sequence[torch.Tensor]) -> Sight:

@@ -182,3 +182,11 @@ def test_offsets_into_the_storage_are_refused_after_a_write() -> None:
     with pytest.raises(UnsupportedProgram, match="part of a storage that was written before"):
         aotdist.compile(lambda x: (x.tril_(), x.fill_diagonal_(2.0))[0], backend="fx")(x[1:4])
     assert x.sum() == 0
+
+
+@pytest.mark.parametrize("make", [plain, two])
+def test_a_list_with_wrappers_is_counted_as_in_eager(make: Callable[[], torch.Tensor]) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> None:
+        torch._foreach_copy_([x, x[:2]], [y, y[1:]])
+
+    same_as_eager(lambda: Scene(program, (plain(), make())))

@@ -8,6 +8,8 @@ import torch
 
 import aotdist
 from aotdist.torch_seam import pytree
+from tests.semantics.functions import Detached
+from tests.semantics.makers import non_leaf, plain, two_non_leaf
 from tests.semantics.observation import Scene, same_as_eager
 
 
@@ -217,3 +219,40 @@ def test_a_view_of_what_changes_its_size_afterwards():
         return row, y, y[0]
 
     same_as_eager(lambda: Scene(program, (leaf(),)))
+
+
+def written_by_a_weight(x, w):
+    part = x.detach()
+    part.mul_(w)
+    return part
+
+
+def views_of_what_was_written(x, w):
+    part = (x * 2).detach()
+    part.mul_(w)
+    return part.t(), part[0]
+
+
+def written_result_of_a_function(x, w):
+    y = Detached.apply(x * w)
+    y.mul_(2)
+    return y
+
+
+def views_of_the_result_of_a_function(x, w):
+    y = Detached.apply(x * w)
+    return y.t(), y[0]
+
+
+@pytest.mark.parametrize("make", [plain, leaf, non_leaf, two_non_leaf])
+@pytest.mark.parametrize(
+    "program",
+    [
+        written_by_a_weight,
+        views_of_what_was_written,
+        written_result_of_a_function,
+        views_of_the_result_of_a_function,
+    ],
+)
+def test_what_is_detached_has_a_history_of_its_own_once_written(program, make):
+    same_as_eager(lambda: Scene(program, (make(), leaf())))

@@ -14,8 +14,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from tests.semantics.makers import leaf, non_leaf, two_non_leaf
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Sight, assert_same, bits, look, tangent_for, tensors_in
+from tests.semantics.observation import (
+    Sight,
+    assert_both_give_the_same,
+    assert_same,
+    bits,
+    look,
+    tangent_for,
+    tensors_in,
+)
 from tests.semantics.programs import Program, programs
 from tests.semantics.vocabulary import INPUTS, WRAPPERS
 
@@ -368,3 +377,38 @@ def test_random_programs(program: Program) -> None:
 @given(programs(inputs=WRAPPERS))
 def test_random_programs_of_wrappers(program: Program) -> None:
     compare_random(program)
+
+
+def transposed(x):
+    y = x * x
+    return y.t(), y * y
+
+
+def split_in_two(x):
+    y = x * x
+    first, second = y.split([1, 2])
+    return first, y * y * y, second
+
+
+def a_part_among_others(x):
+    y = x * x
+    before, part, after = y.sin(), y[1:], y * y
+    return part, before, after
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize("make", [leaf, non_leaf, two_non_leaf])
+@pytest.mark.parametrize("program", [transposed, split_in_two, a_part_among_others])
+def test_the_gradient_of_a_view_is_added_when_its_turn_is(program, make, is_watched):
+    """Eager adds it to those of the base's other uses as they come: sums of three tell."""
+
+    def use(call):
+        x = make(3, 64)
+        ends = call(x)
+        if is_watched:
+            ends[1].retain_grad()
+        start = x if x.is_leaf else x.grad_fn.next_functions[0][0].variable
+        torch.autograd.backward(ends, [tangent_for(end, k) for k, end in enumerate(ends)])
+        return [start.grad]
+
+    assert_both_give_the_same(program, use)

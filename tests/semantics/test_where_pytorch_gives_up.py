@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import aotdist
 from tests.semantics.makers import leaf, non_leaf, plain, two
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
@@ -116,6 +117,20 @@ def test_complex_and_real_views(name: str, requires_grad: bool) -> None:
         return Scene(COMPLEX[name], (z * 1.5,))
 
     same_as_eager(build, calls=2)
+
+
+def test_the_real_part_of_a_part_of_a_conjugate_is_written() -> None:
+    def program(z: torch.Tensor) -> torch.Tensor:
+        part = z[:2]
+        part.real.mul_(2)
+        return part * z[1:]
+
+    same_as_eager(lambda: Scene(program, (torch.randn(3, 4, dtype=torch.complex64).conj(),)))
+
+
+def test_a_conjugate_has_no_view_as_real_as_in_eager() -> None:
+    with pytest.raises(RuntimeError, match="unresolved conjugated tensors"):
+        aotdist.compile(torch.view_as_real, backend="fx")(torch.randn(3, dtype=torch.complex64).conj())
 
 
 def test_views_of_one_argument_as_complex_and_real() -> None:

@@ -1,0 +1,87 @@
+"""Where the gradient of a base arrives that the caller holds only a view of.
+
+The caller makes the view again, and autograd hands the program the base's gradient. To the traced program it
+comes from the view: eager adds it to what else uses the base when the view's turn is, not first of all, and
+sums of three floating-point numbers tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.facts import OutputFact, ViewOfIntermediate
+from aotdist.program import NodeOutIdx
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A view that a base's gradient comes through.
+
+    Args:
+        view: the traced view; autograd starts there, with nothing.
+        position: which of the results of the view's node is the base's gradient.
+    """
+
+    view: torch.Tensor
+    position: int
+
+    @contextmanager
+    def bringing(self, tangent: torch.Tensor) -> Generator[None]:
+        """While autograd runs inside, the view's node sends `tangent` to the base."""
+
+        def bring(grads: Sequence[torch.Tensor | None], _: Any) -> tuple[torch.Tensor | None, ...]:
+            return tuple(tangent if k == self.position else grad for k, grad in enumerate(grads))
+
+        assert self.view.grad_fn is not None, "it has the base's history"
+        handle = self.view.grad_fn.register_hook(bring)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def find_arrivals(
+    outs: Sequence[Any], facts: Iterable[OutputFact], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]
+) -> Mapping[NodeOutIdx, Arrival]:
+    """The bases whose gradient comes through one node, which the program itself uses for nothing else.
+
+    Args:
+        outs: what the program returns.
+        facts: what that is.
+        ends: the differentiable node outputs.
+    """
+    views: dict[NodeOutIdx, list[torch.Tensor]] = {}
+    for out, fact in zip(outs, facts, strict=True):
+        if isinstance(fact, ViewOfIntermediate) and out.grad_fn is not None:
+            views.setdefault(fact.base, []).append(out)
+    if not views:
+        return {}
+    used = _reached([tensor.grad_fn for _, tensor in ends])
+    found = ((idx, _arrival(base, views[idx], used)) for idx, base in ends if idx in views)
+    return {idx: arrival for idx, arrival in found if arrival is not None}
+
+
+def _arrival(base: torch.Tensor, views: Sequence[torch.Tensor], used: Collection[Any]) -> Arrival | None:
+    node = views[0].grad_fn
+    assert node is not None, "views without history are left out"
+    if node in used or any(view.grad_fn is not node or view._backward_hooks for view in views):
+        return None
+    edges = list(node.next_functions)
+    edge = (base.grad_fn, base.output_nr)
+    return Arrival(views[0], edges.index(edge)) if edges.count(edge) == 1 else None
+
+
+def _reached(ends: Iterable[Any]) -> set[Any]:
+    pending = list(ends)
+    reached = set(pending)
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in reached:
+                reached.add(node)
+                pending.append(node)
+    return reached
