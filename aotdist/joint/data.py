@@ -1,4 +1,4 @@
-"""Errors of PyTorch's that say "no data here", as ours."""
+"""Errors of PyTorch's that a traced function raises and its user's would not, as ours."""
 
 from __future__ import annotations
 
@@ -18,12 +18,23 @@ _ASKS_FOR_DATA = (
 """How errors of PyTorch's say that a traced tensor has no data."""
 
 
+_LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
+"""How autograd says that it would make a view's history again, and its base has none any more."""
+
+
 @contextmanager
 def refusing_what_needs_data() -> Generator[None]:
-    """An error that says "no data here" becomes ours, with the user's line."""
+    """An error that says "no data here", or "no history there", becomes ours, with the user's line."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
+        if _LOST_HISTORY in str(error):
+            raise UnsupportedProgram(
+                "a view is used of a tensor that was detached (`detach_`), and then written, in place",
+                where=raised_at(error.__traceback__),
+                stage="joint",
+                fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
+            ) from error
         asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
         if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
             raise
