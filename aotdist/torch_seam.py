@@ -608,6 +608,20 @@ def is_functional_base(tensor: FunctionalTensor) -> bool:
     return torch._is_functional_tensor_base(tensor.elem)
 
 
+@contextmanager
+def uncached_fake(tensor: torch.Tensor) -> Generator[None]:
+    """The mode of a fake tensor computes every result anew, instead of recalling its sizes and strides."""
+    if not isinstance(tensor, FakeTensor):
+        yield
+        return
+    mode = tensor.fake_mode
+    cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = cached
+
+
 def replace_functional_value(tensor: FunctionalTensor, value: torch.Tensor) -> None:
     """Let a functional tensor that owns its memory hold `value` from now on."""
     torch._functionalize_replace(tensor.elem, value)

@@ -34,6 +34,7 @@ from aotdist.torch_seam import (
     out_names,
     pytree,
     replace_functional_value,
+    uncached_fake,
     unknown_to_the_innermost_tracer,
     with_defaults,
     writes_arguments,
@@ -322,7 +323,9 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
         replace_functional_value(tensor, value)
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
     if _strides(value) != _strides(before) or _has_gaps(before):
-        replace_functional_value(tensor, torch.ops.aten.copy.default(before, value))
+        with uncached_fake(before):  # the cache forgets where in its storage a copy starts
+            value = torch.ops.aten.copy.default(before, value)
+        replace_functional_value(tensor, value)
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:
