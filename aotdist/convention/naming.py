@@ -16,6 +16,7 @@ class _Named(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, second: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # no gradient stays none
         return second()
 
     @staticmethod
