@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.origins import Origins
-from aotdist.convention.memory import by_stride
+from aotdist.convention.memory import by_stride, covers
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
@@ -65,6 +65,7 @@ class Functionalisation(FunctionalTensorMode):
         self.rebinding = Rebinding()
         self._laid_out: dict[int, FunctionalTensor] = {}
         self._spans: dict[int, tuple[FunctionalTensor, int]] = {}
+        self._shown_beyond: set[int] = set()
 
     def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
         """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`."""
@@ -128,14 +129,20 @@ class Functionalisation(FunctionalTensorMode):
         """Let PyTorch's mode run an operator."""
         if torch.is_inference_mode_enabled():
             keep_bases_of_views(self, [*args, *kwargs.values()])
+        strided = func in _AS_STRIDED and isinstance(args[0], FunctionalTensor)
+        whole = functional_value(args[0]) if strided else None
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
             # torch 2.11 looks every argument up in the innermost tracer, and fails for want of it.
             foreign = unknown_to_the_innermost_tracer([*args, *kwargs.values()])
             if foreign is None:
                 raise
             raise computed_elsewhere(foreign) from error
+        if whole is not None and not covers(whole, functional_value(result)):
+            # What is written there would go to a copy of the storage; of it, what `whole` shows is kept.
+            self._shown_beyond.add(functional_storage_id(result))
+        return result
 
     def _special(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -193,6 +200,8 @@ class Functionalisation(FunctionalTensorMode):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
+                    if storage in self._shown_beyond and not is_functional_base(tensor):
+                        raise _written_beyond(func)
                     owner = self._laid_out.get(storage, tensor)
                     if is_functional_base(owner):
                         yield owner
@@ -308,6 +317,15 @@ def _refuse_lost_offset(func: OpOverload, tensor: torch.Tensor) -> None:
             stage="joint",
             fix="use `select`, `diagonal` or slices, which count from the tensor",
         )
+
+
+def _written_beyond(func: OpOverload) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{func}` writes memory that `as_strided` shows, and the tensor that it was called on does not",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="call `as_strided` on a tensor that shows all of that memory, or pass it as an input too",
+    )
 
 
 def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:

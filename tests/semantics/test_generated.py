@@ -33,6 +33,8 @@ REFUSALS = (
     "whose size grew in place, or whose storage was replaced, after the view",
     "a tensor is resized in place, and",
     "a tensor with history has its sizes written in place under `no_grad`",
+    "writes memory that `as_strided` shows",
+    "a view is used of a tensor that was detached",
 )
 """What a random program may be refused for."""
 

@@ -128,6 +128,9 @@ MODES = (nullcontext, torch.no_grad, torch.inference_mode)
 LAID_OUT_OTHERWISE = "lays the result out otherwise"
 """Eager gives a DTensor other placements there and leaves its memory as it is; refused by name."""
 
+BEYOND = "writes memory that `as_strided` shows"
+"""The base of a view is no input: what is written to it outside of the view would be lost."""
+
 
 def compare(name: str, make: Callable[[], torch.Tensor]) -> None:
     tried = 0
@@ -142,7 +145,7 @@ def compare(name: str, make: Callable[[], torch.Tensor]) -> None:
         try:
             same_as_eager(scenes, around=around)
         except UnsupportedProgram as refusal:
-            assert LAID_OUT_OTHERWISE in refusal.what
+            assert LAID_OUT_OTHERWISE in refusal.what or BEYOND in refusal.what
     if not tried:
         pytest.skip("eager refuses it")
 

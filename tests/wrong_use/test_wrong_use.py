@@ -224,3 +224,15 @@ def test_a_view_of_what_was_detached_and_written_is_refused() -> None:
         compiled(detach)(x)
     assert x.requires_grad
     assert x._version == 0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_writing_what_only_as_strided_shows_is_refused(in_place: bool) -> None:
+    def reach(x: torch.Tensor) -> None:
+        shown = (x.as_strided_ if in_place else x.as_strided)((2, 2), (2, 1))
+        shown.add_(1)
+
+    base = torch.zeros(3, 8)
+    with pytest.raises(UnsupportedProgram, match="writes memory that `as_strided` shows"):
+        compiled(reach)(base[:, ::2])
+    assert torch.equal(base, torch.zeros(3, 8))
