@@ -292,7 +292,7 @@ def test_memory_of_which_autograd_does_not_know(
 OTHER_PLACEMENTS = {("views of what was detached", "two")}
 """Where one end of several brings `w` a gradient of other placements, also of memory that nobody shares."""
 if torch.__version__ < "2.12":
-    OTHER_PLACEMENTS |= {("detached first", "and returns them")}
+    OTHER_PLACEMENTS |= {("detached first", "and returns them"), ("blocks", "two")}
 
 
 @pytest.mark.parametrize("write", HISTORY_WRITES)

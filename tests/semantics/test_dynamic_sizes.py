@@ -93,7 +93,8 @@ def test_a_module() -> None:
         model = nn.Sequential(nn.Embedding(20, 16), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
         return [Scene(model, (torch.randint(0, 20, shape),)) for shape in ((2, 5), (3, 7), (2, 9))]
 
-    same_as_eager(build, dynamic=True)
+    settles_sizes = torch.__version__ < "2.12"  # its attention compares them with numbers
+    same_as_eager(build, compilations=None if settles_sizes else 1, dynamic=True)
 
 
 def test_gradients_of_some_results() -> None:
