@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from types import ModuleType
@@ -808,13 +808,18 @@ def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    cls = torch.autograd.function.BackwardCFunction
+    return [node for node in nodes_behind(tensors) if isinstance(node, cls)]
+
+
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The autograd nodes in the history of `tensors`, each once."""
     found: list[Any] = []
     pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.append(node)
+        found.append(node)
         for source, _ in node.next_functions:
             if source is not None and source not in seen:
                 seen.add(source)

@@ -16,6 +16,7 @@ import torch
 
 from aotdist.facts import OutputFact, ViewOfIntermediate
 from aotdist.program import NodeOutIdx
+from aotdist.torch_seam import nodes_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def find_arrivals(
             views.setdefault(fact.base, []).append(out)
     if not views:
         return {}
-    used = _reached([tensor.grad_fn for _, tensor in ends])
+    used = set(nodes_behind(tensor for _, tensor in ends))
     found = ((idx, _arrival(base, views[idx], used)) for idx, base in ends if idx in views)
     return {idx: arrival for idx, arrival in found if arrival is not None}
 
@@ -74,14 +75,3 @@ def _arrival(base: torch.Tensor, views: Sequence[torch.Tensor], used: Collection
     edges = list(node.next_functions)
     edge = (base.grad_fn, base.output_nr)
     return Arrival(views[0], edges.index(edge)) if edges.count(edge) == 1 else None
-
-
-def _reached(ends: Iterable[Any]) -> set[Any]:
-    pending = list(ends)
-    reached = set(pending)
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is not None and node not in reached:
-                reached.add(node)
-                pending.append(node)
-    return reached

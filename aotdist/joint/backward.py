@@ -9,8 +9,8 @@ these, the backward is traced for every choice of results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
-from aotdist.joint.data import refusing_what_needs_data
+from aotdist.joint.failures import naming_failures_of_backward
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.proxies import Recorder
@@ -120,7 +120,7 @@ class Backward:
         owners, wanted = zip(*((idx, end) for idx, ends in self._wanted for end in ends), strict=True)
         run = run_accumulating_backward if self._accumulates else run_backward
         with ExitStack() as stack:
-            for context in (self._autocast(), self._lifting, refusing_what_needs_data(), _naming_failures()):
+            for context in (self._autocast(), self._lifting, naming_failures_of_backward()):
                 stack.enter_context(context)
             starts = [self._start(idx, tensor, stack) for idx, tensor in ends]
             tensors, tangents = zip(*starts, strict=True)
@@ -142,49 +142,12 @@ class Backward:
         return arrival.view, torch.zeros_like(arrival.view, requires_grad=False)
 
 
-@contextmanager
-def _naming_failures() -> Generator[None]:
-    """What autograd refuses becomes an error of ours."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise UnsupportedProgram(
-            f"the program has no backward, in eager neither ({error})",
-            stage="joint",
-            fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
-        ) from error
-    except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            raise _written_too_early(error) from error
-        if "returned an invalid gradient" in str(error):
-            raise _reshaped_unseen(error) from error
-        raise
-
-
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
     """An error for a result that nobody could be given the gradient of."""
     return UnsupportedProgram(
         f"`{slot}` requires grad, and no input of the program that does leads to it",
         stage="joint",
         fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
-    )
-
-
-def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
-        f"its use ({str(error).partition('Hint')[0].strip()})",
-        stage="joint",
-        fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
-    )
-
-
-def _reshaped_unseen(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "a tensor with history has its sizes written in place under `no_grad`, so that the gradient does not "
-        f"fit any more ({error})",
-        stage="joint",
-        fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
     )
 
 

@@ -49,7 +49,7 @@ from aotdist.joint.backward import (
 from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.control_flow import ControlFlow
-from aotdist.joint.data import refusing_what_needs_data
+from aotdist.joint.failures import naming_failures
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
@@ -149,7 +149,7 @@ def trace(
         stack.enter_context(log)
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
         lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow)
-        with lifting, refusing_what_needs_data():
+        with lifting, naming_failures():
             outs = program.fn(*tensors)
         recorder.draws.check()
         inputs.refuse_swapped()

@@ -85,7 +85,7 @@ class Program:
         for tensor in arguments.values():
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.retain_grad()
-        leaves = {f"behind {name}": leaf for name, t in arguments.items() for leaf in _leaves_behind(t)}
+        leaves = {f"behind {name}": leaf for name, t in arguments.items() for leaf in leaves_behind(t)}
         return Scene(fn, tuple(arguments.values()), held=leaves, left_out=self.left_out)
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
@@ -105,7 +105,8 @@ class Program:
         return "\n" + "".join(f"    {call}\n" for call in dict.fromkeys(calls)) + self.source()
 
 
-def _leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
+def leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves that gradients of a tensor arrive at."""
     found, stack = [], [tensor.grad_fn]
     while stack:
         node = stack.pop()

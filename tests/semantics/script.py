@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.semantics.functions import FUNCTIONS
 from tests.semantics.observation import Around
-from tests.semantics.programs import Program
+from tests.semantics.programs import Program, leaves_behind
 
 _HEAD = """\
 from typing import Any
@@ -37,22 +37,12 @@ def tangent(tensor):
     return torch.ones_like(tensor, requires_grad=False)
 
 
-def behind(tensor):
-    found, stack = [], [tensor.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None:
-            found += [node.variable] if hasattr(node, "variable") else []
-            stack += [following for following, _ in node.next_functions]
-    return found
-
-
 def play(call):
     seen = {}
     torch.manual_seed(2)
     for number, inputs in enumerate((INPUTS,)):
         args = inputs()
-        leaves = [leaf for x in args for leaf in ([x] if x.is_leaf and x.requires_grad else behind(x))]
+        leaves = [leaf for x in args for leaf in ([x] if x.is_leaf and x.requires_grad else leaves_behind(x))]
         with AROUND:
             outs = call(*args)
         named = {f"x{k}": x for k, x in enumerate(args)} | {f"out[{k}]": out for k, out in enumerate(outs)}
@@ -91,7 +81,7 @@ def script_of(
     """
     layouts = list(program.layouts())
     parts = [_HEAD, *_functions(program), *(_inputs(program, k) for k in range(len(layouts)))]
-    parts += [program.source(), _check(program, around, settings or {})]
+    parts += [program.source(), inspect.getsource(leaves_behind), _check(program, around, settings or {})]
     if found:
         parts.append("# Seen:\n" + textwrap.indent(found, "# ") + "\n")
     return "\n\n".join(parts)

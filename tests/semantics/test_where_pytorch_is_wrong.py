@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
+from tests.semantics.functions import Dirty
 from tests.semantics.makers import leaf, non_leaf, plain, two, two_non_leaf
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
@@ -99,17 +100,6 @@ class Sparing(torch.autograd.Function):
 
 def test_set_materialize_grads_is_heeded() -> None:
     same_as_eager(lambda: Scene(lambda x: Sparing.apply(x)[0].sin(), (leaf(),)))
-
-
-class Dirty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 7
 
 
 @pytest.mark.parametrize(

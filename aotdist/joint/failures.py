@@ -1,4 +1,4 @@
-"""Errors of PyTorch's that a traced function raises and its user's would not, as ours."""
+"""What PyTorch raises while a program is traced, forward or backward, as errors of ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 
 
 @contextmanager
-def refusing_what_needs_data() -> Generator[None]:
+def naming_failures() -> Generator[None]:
     """An error that says "no data here", or "no history there", becomes ours, with the user's line."""
     try:
         yield
@@ -55,3 +55,41 @@ def _needs_data(error: Exception) -> str:
             return f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
         case _:
             return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
+
+
+@contextmanager
+def naming_failures_of_backward() -> Generator[None]:
+    """What autograd refuses becomes an error of ours, too."""
+    with naming_failures():
+        try:
+            yield
+        except NotImplementedError as error:
+            raise UnsupportedProgram(
+                f"the program has no backward, in eager neither ({error})",
+                stage="joint",
+                fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
+            ) from error
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise _written_too_early(error) from error
+            if "returned an invalid gradient" in str(error):
+                raise _reshaped_unseen(error) from error
+            raise
+
+
+def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
+        f"its use ({str(error).partition('Hint')[0].strip()})",
+        stage="joint",
+        fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
+    )
+
+
+def _reshaped_unseen(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "a tensor with history has its sizes written in place under `no_grad`, so that the gradient does not "
+        f"fit any more ({error})",
+        stage="joint",
+        fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
+    )
