@@ -25,23 +25,21 @@ from aotdist.joint.proxies import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
-from aotdist.partition.choices import choice_without, without_choices
-from aotdist.partition.gates import linked, part, parts_of, plan_gates
+from aotdist.partition.choices import without_choices
+from aotdist.partition.gates import linked, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
-from aotdist.partition.returning import returning
-from aotdist.passes.collectives import collectives
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.plan import node_plan
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
-from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam import autocast_off, autocast_only, quiet_fakes
 
@@ -282,53 +280,27 @@ def _compile_training(
     split = replace(split, backward=whole)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
-        backward, more = run_passes(split.backward, "backward", settings)
+        backward, records_of_backward = run_passes(split.backward, "backward", settings)
         split = replace(split, forward=forward, backward=backward)
     with times.stage("codegen"):
         halves = emitter.halves(split)
-
-    recipes, loose = traced.facts.recipes, not halves.tangent_strides
-
-    def another(backward: Graph) -> BoxedCall:
-        graph, _ = run_passes(backward, "backward", settings)
-        before = traced.symbols.sizes().guards
-        call = emitter.another_backward(split, halves, graph).call
-        added = [guard for guard in traced.symbols.sizes().guards if guard not in before]
-        if added:
-            call = _where(added, graph, call, emitter.reference_backward(graph).call)
-        groups = process_groups(recipes)
-        agree(collectives(graph), label=f"{emitter.name} backward", settings=settings, groups=groups)
-        return call
-
-    @functools.cache
-    def reduced(missing: frozenset[Slot]) -> BoxedCall:
-        choice = choice_without(traced.facts, missing)
-        some = whole if choice is None else returning(by_choice, choice.slots(traced.program.ins))
-        return another(without_tangents(some, missing, any_strides=loose))
-
-    whole_in_parts = functools.cache(lambda: parts_of(cut, split))
-
-    @functools.cache
-    def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
-        graph = part(whole_in_parts(), outs, arrived, any_strides=loose)
-        position = {slot: at for at, slot in enumerate(split.saved)}
-        return Part(another(graph), tuple(position.get(slot, slot) for slot in graph.ins))
-
-    again = plan_again(linked(traced.graph), traced.facts.functions, split.saved)
+    facts, ins = traced.facts, traced.program.ins
+    more = OnDemand(cut, by_choice, split, halves, facts, ins, traced.symbols, emitter, traced.other_tangents)
+    again = plan_again(linked(traced.graph), facts.functions, split.saved)
     node = node_plan(traced, plans, split, halves.tangent_strides, again)
-    twice = _Twice(traced.graph, again, emitter)
-    return Training(joint, split, halves, node, reduced, parts, gates, twice), (*records, *more)
-
-
-def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwise: BoxedCall) -> BoxedCall:
-    """`call` for sizes that pass guards which nothing has tested, `otherwise` for all others."""
-    places = {slot.path: k for k, slot in enumerate(graph.ins) if slot.role == "size"}
-
-    def chosen(args: list[Any]) -> Sequence[Any]:
-        symbols = {name: args[place] for name, place in places.items() if name.isidentifier()}
-        return (call if all(evaluate(guard, symbols) for guard in guards) else otherwise)(args)
-
-    return chosen
+    region = Training(
+        joint=joint,
+        split=split,
+        halves=halves,
+        node=node,
+        backward=more.for_any_kind(backward, halves.backward.call),
+        reduced=more.reduced,
+        parts=more.parts,
+        gates=gates,
+        again=_Twice(traced.graph, again, emitter),
+        others=more.of_other_kinds(node.again_slots),
+    )
+    return region, (*records, *records_of_backward)
 
 
 class _Twice:

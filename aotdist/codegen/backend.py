@@ -90,7 +90,7 @@ class CallableBackend:
     table: Decompositions = field(default_factory=dict[OpOverload, Callable[..., Any]])
     name: str = "callable"
     partition: Literal["default", "min_cut"] = "default"
-    any_strides: bool = False
+    any_tangents: bool = False
     owns_cut: bool = False
 
     def check(self) -> None:

@@ -80,8 +80,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def any_strides(self) -> bool:
-        """Whether a compiled backward takes tangents of other strides than their `val`s."""
+    def any_tangents(self) -> bool:
+        """Whether a compiled backward takes tangents of other strides and kinds than their `val`s."""
         ...
 
     @property

@@ -75,8 +75,12 @@ class Emitter:
         backward = self._emit_backward(split, split.backward, {**saved, **tangents})
         forward.finish()
         backward.finish()
-        loose = self.backend.any_strides and takes_any_strides(split.backward)
+        loose = self.takes_any_strides(split.backward)
         return EmittedHalves(forward, backward, {} if loose else tangents, saved)
+
+    def takes_any_strides(self, backward: Graph) -> bool:
+        """Whether a backward, compiled, takes tangents of other strides than their `val`s."""
+        return self.backend.any_tangents and takes_any_strides(backward)
 
     def another_backward(self, split: Split, halves: EmittedHalves, graph: Graph) -> Emitted:
         """Compile a backward that takes what `halves.forward` saved, beside the one in `halves`."""

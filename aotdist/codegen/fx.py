@@ -30,7 +30,7 @@ class FxBackend:
 
     name: str = "fx"
     partition: Literal["default", "min_cut"] = "default"
-    any_strides: bool = True
+    any_tangents: bool = True
     owns_cut: bool = False
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ class InductorBackend:
 
     name: str = "inductor"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_strides: bool = False
+    any_tangents: bool = False
     owns_cut: bool = False
 
     def check(self) -> None:

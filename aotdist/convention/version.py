@@ -17,6 +17,11 @@ def uncounted(target: torch.Tensor) -> AbstractContextManager[None]:
     return nullcontext() if target.is_inference() else preserved_version(target)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter; 0 for a tensor that has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def bump(target: torch.Tensor, count: int) -> None:
     """Let the version counter of `target` be `count` higher."""
     if count and not target.is_inference():

@@ -41,7 +41,7 @@ class FunctorchBackend:
     settings: Settings = field(default_factory=Settings.from_environment)
     name: str = "functorch"
     partition: Literal["default", "min_cut"] = "default"
-    any_strides: bool = False
+    any_tangents: bool = False
     owns_cut: bool = True
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -19,7 +19,6 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward
-from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
@@ -88,11 +87,17 @@ class Backward:
         arrivals: Mapping[NodeOutIdx, Arrival],
     ) -> None:
         recorder.phase = "backward"
-        self._ends, self._wanted, self._lifting, self._arrivals = ends, wanted, lifting, arrivals
+        self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
+        self._lifting: Lifting | None = lifting
         self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
-        self._tangents = {idx: _tangent(recorder, node_outs[idx], tensor) for idx, tensor in ends}
+        self._tangents = {
+            idx: new_tangent(
+                recorder, node_outs[idx].slot.path, tangent_recipe(node_outs[idx].recipe), tensor
+            )
+            for idx, tensor in ends
+        }
         functions = custom_functions([tensor for _, tensor in ends])
         self._accumulates = REENTRANT_CHECKPOINT in functions
 
@@ -105,26 +110,41 @@ class Backward:
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
 
+    def forget_inputs(self) -> None:
+        """Keep no tensor of the user's: later runs meet none that they close over."""
+        self._lifting = None
+
+    def ends(self) -> dict[NodeOutIdx, torch.Tensor]:
+        """The differentiable results."""
+        return dict(self._ends)
+
     def run(
-        self, choice: Sequence[NodeOutIdx] | None = None, *, again: bool
+        self,
+        choice: Sequence[NodeOutIdx] | None = None,
+        tangents: Mapping[NodeOutIdx, torch.Tensor] | None = None,
+        *,
+        again: bool,
     ) -> dict[PrimalIdx, torch.Tensor]:
         """The gradients that there are.
 
         Args:
             choice: which results to start from; all, if not given.
+            tangents: what to start with there, if not with what is assumed.
             again: whether there will be another run.
         """
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
+        given = self._tangents if tangents is None else tangents
         if not ends:
             return {}
         owners, wanted = zip(*((idx, end) for idx, ends in self._wanted for end in ends), strict=True)
         run = run_accumulating_backward if self._accumulates else run_backward
         with ExitStack() as stack:
-            for context in (self._autocast(), self._lifting, naming_failures_of_backward()):
+            lifting = nullcontext() if self._lifting is None else self._lifting
+            for context in (self._autocast(), lifting, naming_failures_of_backward()):
                 stack.enter_context(context)
-            starts = [self._start(idx, tensor, stack) for idx, tensor in ends]
-            tensors, tangents = zip(*starts, strict=True)
-            found = run(tensors, wanted, tangents, retain_graph=again)
+            starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
+            tensors, first = zip(*starts, strict=True)
+            found = run(tensors, wanted, first, retain_graph=again)
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):
             if grad is not None:
@@ -132,13 +152,13 @@ class Backward:
         return grads
 
     def _start(
-        self, idx: NodeOutIdx, tensor: torch.Tensor, stack: ExitStack
+        self, idx: NodeOutIdx, tensor: torch.Tensor, tangent: torch.Tensor, stack: ExitStack
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where autograd starts for a result, and with what."""
         arrival = self._arrivals.get(idx)
         if arrival is None:
-            return tensor, self._tangents[idx]
-        stack.enter_context(arrival.bringing(self._tangents[idx]))
+            return tensor, tangent
+        stack.enter_context(arrival.bringing(tangent))
         return arrival.view, torch.zeros_like(arrival.view, requires_grad=False)
 
 
@@ -151,30 +171,26 @@ def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
     )
 
 
-def _tangent(recorder: Recorder, out: NodeOut, like: torch.Tensor) -> torch.Tensor:
-    recipe = tangent_recipe(out.recipe)
+def new_tangent(recorder: Recorder, path: str, recipe: Recipe, like: torch.Tensor) -> torch.Tensor:
+    """New arguments of the graph, put together as `recipe` says; on the devices of `like`."""
     plains = [
-        recorder.argument(Slot("tangent", out.slot.path, inner), recorder.fake_like(plain, device))
-        for (inner, plain), device in zip(leaves(recipe), _devices(like), strict=True)
+        recorder.argument(Slot("tangent", path, inner), recorder.fake_like(leaf, plain.device))
+        for (inner, leaf), plain in zip(leaves(recipe), plain_tensors(like), strict=True)
     ]
     return rebuild(recipe, plains)
-
-
-def _devices(tensor: torch.Tensor) -> list[torch.device]:
-    return [plain.device for plain in plain_tensors(tensor)]
 
 
 Result = tuple[Slot, torch.fx.Node | None]
 
 
 def grad_results(
-    recorder: Recorder, row: Row[PrimalIdx, StandIn], grads: Mapping[PrimalIdx, torch.Tensor]
+    recorder: Recorder, ins: Row[PrimalIdx, Slot], grads: Mapping[PrimalIdx, torch.Tensor]
 ) -> list[Result]:
-    """The gradients as results of the recorded graph."""
+    """The gradients as results of the recorded graph; `ins` names the inputs."""
     results: list[Result] = []
     for idx, grad in grads.items():
         for (inner, _), plain in zip(leaves(recipe_of(grad)), plain_tensors(grad), strict=True):
-            results.append((Slot("grad", row[idx].slot.path, inner), recorder.value(plain)))
+            results.append((Slot("grad", ins[idx].path, inner), recorder.value(plain)))
     return results
 
 

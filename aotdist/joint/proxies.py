@@ -314,19 +314,32 @@ class Recorder:
         return fakes
 
     def graph(
-        self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any] = ()
+        self,
+        results: Sequence[tuple[Slot, torch.fx.Node | None]],
+        symbols: Iterable[Any] = (),
+        *,
+        goes_on: bool = False,
     ) -> Graph:
         """The recorded graph with `results` as its outputs.
 
         It takes every symbol, used or not: a pass may add an operator that needs it.
+
+        Args:
+            results: names and nodes.
+            symbols: the symbols.
+            goes_on: whether more is recorded later, which is not to show in this graph.
         """
         for symbol in symbols:
             self.size(symbol)
-        graph = self._tracer.graph
-        graph.output(tuple(node for _, node in results))
+        graph, now = self._tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
+        if goes_on:
+            graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+            graph.graph_copy(self._tracer.graph, now)
+        graph.output(tuple(now.get(node, node) if node is not None else None for _, node in results))
         slots = sorted(self._arguments, key=lambda slot: _SEGMENTS.index(slot.role))
         for slot in reversed(slots):
-            next(iter(graph.nodes)).prepend(self._arguments[slot])
+            node = self._arguments[slot]
+            next(iter(graph.nodes)).prepend(now.get(node, node))
         gm = graph_module(self._tracer.root, graph)
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
 

@@ -54,6 +54,7 @@ from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
+from aotdist.joint.other_tangents import OtherTangents, may_meet_others
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.symbols import Dims, Symbols
@@ -87,6 +88,8 @@ class Traced:
         facts: what the trace showed.
         fake_mode: the mode of the graph's `val`s.
         symbols: its symbolic sizes. What compilers decide by them later is added there.
+        other_tangents: traces the backward for gradients of other kinds than the results; None where the
+            one in `graph` does for all, or there can be no other.
     """
 
     program: Program[PrimalIdx]
@@ -94,6 +97,7 @@ class Traced:
     facts: Facts
     fake_mode: FakeTensorMode
     symbols: Symbols
+    other_tangents: OtherTangents | None = None
 
     def has_backward(self) -> bool:
         """Whether a gradient can come back for any result."""
@@ -183,15 +187,16 @@ def trace(
             recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting, arrivals
         )
         wanted = backward.choices() if cuts else []
+        others = cuts and may_meet_others(node_outs, inputs.row())
         with waypoints.watched(recorder):
-            grads = backward.run(again=bool(wanted))
-        results += grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
+            grads = backward.run(again=bool(wanted) or others)
+        slots = inputs.row().map(lambda one: one.slot)
+        results += grad_results(recorder, slots, grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, storages)
         choices: list[Choice] = []
         for chosen in () if backward_writes else wanted:
             some = backward.run(chosen, again=True)
             choices.append(Choice(chosen, {idx: recipe_of(grad) for idx, grad in some.items()}))
-            slots = inputs.row().map(lambda one: one.slot)
             results += choice_results(recorder, choices[-1], slots, some)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), backward_writes)
@@ -215,7 +220,11 @@ def trace(
         choices=tuple(choices),
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
-    return Traced(seen, recorder.graph(results + written, symbols), facts, recorder.fake_mode, symbols)
+    other_tangents = None
+    if others and not backward_writes:
+        other_tangents = OtherTangents(recorder, backward, node_outs, seen.ins)
+    graph = recorder.graph(results + written, symbols, goes_on=other_tangents is not None)
+    return Traced(seen, graph, facts, recorder.fake_mode, symbols, other_tangents)
 
 
 def _resuming(

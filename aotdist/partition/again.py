@@ -15,6 +15,7 @@ import torch
 from torch.fx import Interpreter, Node
 
 from aotdist.convention.philox import PHILOX
+from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import overwritten_primals
 from aotdist.partition.traits import is_collective, is_random
@@ -76,6 +77,16 @@ def plan_again(joint: Graph, functions: Sequence[str], saved: Sequence[Slot]) ->
     primals = tuple(slot for slot, node in named if slot.role == "primal" and node in needed)
     obstacle = _obstacle(joint, needed - {node for node in needed if node.name in kept}, written, functions)
     return Again(() if obstacle else primals, kept, obstacle)
+
+
+def cannot_again(obstacle: str) -> UnsupportedProgram:
+    """An error for gradients that are to be differentiated in turn and cannot be."""
+    return UnsupportedProgram(
+        "the backward of a compiled program is asked for its own gradient (`create_graph=True`), "
+        f"but {obstacle}",
+        stage="partition",
+        fix="leave the part that is differentiated twice out of the compiled function",
+    )
 
 
 def _slots(joint: Graph) -> list[Slot]:

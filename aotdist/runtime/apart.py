@@ -31,6 +31,12 @@ class _Together(torch.autograd.Function):
         return None, *apart(grads[0])
 
 
+def joined(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """What `recipe` puts together, without a history; None if a part is missing."""
+    there = [plain for plain in plains if plain is not None]
+    return rebuild(recipe, there) if len(there) == len(plains) else None
+
+
 def apart(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The plain tensors beneath `tensor`; gradients of theirs are gradients of its."""
     return _Apart.apply(tensor) if is_wrapper(tensor) else [tensor]

@@ -24,6 +24,7 @@ from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guard import no_overlap, place_in_storage
 from aotdist.runtime.hooks import detaching, shielding
 from aotdist.runtime.node import make_node, without_autocast
+from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.print_call import MISS, Fit, print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer, variable_names
@@ -125,24 +126,26 @@ def _backward(
 ) -> Backward:
     rules = compilation.captured.environment.rules
 
+    def guarded(call: BoxedCall) -> BoxedCall:
+        return without_autocast(call) if watch is None else _watched(without_autocast(call), watch)
+
     def reduced(missing: frozenset[Slot]) -> BoxedCall:
-        call = without_autocast(region.reduced(missing))
-        return call if watch is None else _watched(call, watch)
+        return guarded(region.reduced(missing))
 
     def after() -> None:
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    whole = pointing_at_the_forward(region.halves.backward.call, region.split.backward)
+    whole = pointing_at_the_forward(region.backward, region.split.backward)
     whole = without_autocast(whole)
 
     def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
         part = region.parts(outs, arrived)
-        call = without_autocast(part.call)
-        return Part(call if watch is None else _watched(call, watch), part.sources)
+        return Part(guarded(part.call), part.sources)
 
+    others = None if region.others is None else OtherKinds(region.node, region.others, guarded, after)
     results = region.split.backward.outs
-    return Backward(region.node, whole, reduced, region.again, after, parts, results)
+    return Backward(region.node, whole, reduced, region.again, after, parts, results, others)
 
 
 def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:

@@ -16,15 +16,16 @@ from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.version import bump
-from aotdist.errors import UnsupportedProgram
+from aotdist.partition.again import cannot_again
 from aotdist.partition.gates import Gate
-from aotdist.program import Slot
-from aotdist.runtime.apart import apart, together
+from aotdist.program import NodeOutIdx, Slot
+from aotdist.runtime.apart import apart, joined, together
 from aotdist.runtime.gate import Grads, is_watched
+from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
+from aotdist.runtime.other_kinds import WATCHED, OtherKinds, refusal
 from aotdist.runtime.plan import NodePlan
-from aotdist.sizes import Expression, concrete, evaluate
-from aotdist.subclasses.protocol import Recipe, leaves, rebuild
-from aotdist.torch_seam import keeps_graph
+from aotdist.sizes import concrete, evaluate
+from aotdist.subclasses.protocol import Recipe, leaves
 
 
 class Twice(Protocol):
@@ -60,6 +61,7 @@ class Backward:
         after: called when the gradients are there.
         parts: what computes some results of the backward, cut at its waypoints, from some gradients.
         results: the names of what `whole` returns.
+        other_kinds: runs the backward for gradients of other kinds, if there can be one.
     """
 
     plan: NodePlan
@@ -69,35 +71,38 @@ class Backward:
     after: Callable[[], None]
     parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
     results: tuple[Slot, ...]
+    other_kinds: OtherKinds | None
 
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients, given a tangent, or None, for each differentiable output."""
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
-        if all(arrived is None for _, arrived in pairs):
+        there = self._there(tangents)
+        if not there:
             return (None,) * len(self.plan.grads)
+        if self.other_kinds is not None and self.other_kinds.are_among(plan, there):
+            return self.other_kinds(ctx, there)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
         recipes = plan.grads
         if is_watched(ctx):
-            given = dict(zip(self.plan.differentiable(), tangents, strict=True))
-            call, args = self._part(ctx, self.results, given)
+            call, args = self._part(ctx, self.results, there)
         else:
-            indices = zip(self.plan.differentiable(), tangents, strict=True)
-            some = tuple(idx for idx, arrived in indices if arrived is not None)
-            recipes = plan.choices.get(some, recipes)
+            recipes = plan.choices.get(tuple(there), recipes)
             call, args = self.reduced(missing) if missing else self.whole, list(ctx.saved_tensors)
             args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
             args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
             args += [ctx.written[position] for position in plan.buffers.values()]
             args += ctx.rng if plan.rng.draw else ()
-        if not keeps_graph():
-            ctx.maybe_clear_saved_tensors()
-            ctx.again = None
+        let_go(ctx)
         results = list(call(args))
         grads, written = _split_grads(recipes, results)
         self._write(ctx, written)
         self.after()
         return tuple(grads)
+
+    def _there(self, tangents: Sequence[torch.Tensor | None]) -> dict[NodeOutIdx, torch.Tensor]:
+        pairs = zip(self.plan.differentiable(), tangents, strict=True)
+        return {idx: arrived for idx, arrived in pairs if arrived is not None}
 
     def _plan(self, ctx: Any) -> NodePlan:
         """The plan, with the sizes of the call whose backward runs."""
@@ -124,15 +129,17 @@ class Backward:
         call, args = self._part(ctx, self.plan.piece_slots(gate), arrived)
         results = iter(call(args))
         recipes = self._plan(ctx).pieces(gate)
-        return [_rebuilt(recipe, [next(results) for _ in leaves(recipe)]) for recipe in recipes]
+        return [joined(recipe, [next(results) for _ in leaves(recipe)]) for recipe in recipes]
 
     def _part(self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads) -> tuple[BoxedCall, list[Any]]:
         """What computes `outs` of what has arrived, and its arguments."""
         plan = self._plan(ctx)
-        given: dict[Slot, Any] = _sizes(plan.backward_sizes, ctx)
+        given: dict[Slot, Any] = sizes_by_name(plan.backward_sizes, ctx)
         for idx, grad in arrived.items():
             if grad is not None:
                 expected = plan.expected(idx, in_parts=True)
+                if not expected.takes(grad):
+                    raise refusal([grad], WATCHED)
                 given.update(zip(expected.slots(), expected(grad), strict=True))
         part = self.parts(outs, frozenset(given))
         given.update((slot, ctx.written[position]) for slot, position in plan.buffers.items())
@@ -146,14 +153,16 @@ class Backward:
         Raises:
             UnsupportedProgram: the program cannot be differentiated twice.
         """
-        if all(tangent is None for tangent in tangents):
+        plan, arrived = self._plan(ctx), self._there(tangents)
+        if not arrived:
             return (None,) * len(self.plan.grads)
+        if self.other_kinds is not None and self.other_kinds.are_among(plan, arrived):
+            return self.other_kinds(ctx, arrived)
         outs = tuple(slot for slot in self.results if slot.role == "grad")
-        arrived = dict(zip(self.plan.differentiable(), tangents, strict=True))
         found = iter(self._twice(ctx, outs, arrived, in_parts=is_watched(ctx)))
         return tuple(
             None if recipe is None else together(recipe, [next(found) for _ in leaves(recipe)])
-            for recipe in self._plan(ctx).grads
+            for recipe in plan.grads
         )
 
     def pieces_again(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
@@ -166,30 +175,17 @@ class Backward:
         self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, *, in_parts: bool
     ) -> Sequence[torch.Tensor | None]:
         if self.plan.obstacle is not None:
-            raise UnsupportedProgram(
-                "the backward of a compiled program is asked for its own gradient (`create_graph=True`), but "
-                f"{self.plan.obstacle}",
-                stage="runtime",
-                fix="leave the part that is differentiated twice out of the compiled function",
-            )
-        saved = ctx.saved_tensors  # raises where one was written since
+            raise cannot_again(self.plan.obstacle)
         plan = self._plan(ctx)
-        given: dict[Slot, Any] = _sizes(plan.sizes, ctx)
+        given = held_by_name(ctx, plan, apart)
+        names = set[Slot]()
         for idx, grad in arrived.items():
             if grad is not None:
                 expected = plan.expected(idx, in_parts=in_parts)
-                given.update(zip(expected.slots(), apart(expected.converted(grad)), strict=True))
-        part = self.twice(outs, frozenset(given), in_parts=in_parts)
-        kept = iter([plain for primal in ctx.again for plain in apart(primal)])
-        for slot in self.plan.again_slots:
-            given[slot] = next(kept)
-        given.update(zip(self.plan.saved_slots, saved, strict=True))
+                names.update(expected.slots())
+                given.update(zip(expected.slots(), expected.with_history(grad), strict=True))
+        part = self.twice(outs, frozenset(names), in_parts=in_parts)
         return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
-
-
-def _sizes(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any]:
-    """The numbers of a call, by the names of the arguments that they are."""
-    return {Slot("size", size): evaluate(size, ctx.symbols) for size in expressions}
 
 
 def _split_grads(recipes: Iterable[Recipe | None], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -200,10 +196,5 @@ def _split_grads(recipes: Iterable[Recipe | None], results: Sequence[Any]) -> tu
             grads.append(None)
             continue
         plains = [next(remaining) for _ in leaves(recipe)]
-        grads.append(_rebuilt(recipe, plains))
+        grads.append(joined(recipe, plains))
     return grads, list(remaining)
-
-
-def _rebuilt(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    there = [plain for plain in plains if plain is not None]
-    return rebuild(recipe, there) if len(there) == len(plains) else None

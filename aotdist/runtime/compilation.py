@@ -17,6 +17,7 @@ from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, Slot, Split
 from aotdist.runtime.backward import Part, Twice
+from aotdist.runtime.other_kinds import Arrived, OtherBackward
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
 
@@ -30,20 +31,24 @@ class Training:
         split: the two graphs.
         halves: the two callables.
         node: how tensors pass through the autograd node.
+        backward: runs the second half.
         reduced: compiles the backward for when some tangents are missing; each choice once.
         parts: compiles parts of the backward, for when somebody watches its waypoints; each once.
         gates: where it may be watched.
         again: compiles the same for gradients that autograd records.
+        others: compiles the backward for gradients of other kinds, if there can be one; each once.
     """
 
     joint: Graph
     split: Split
     halves: EmittedHalves
     node: NodePlan
+    backward: BoxedCall
     reduced: Callable[[frozenset[Slot]], BoxedCall]
     parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
     gates: tuple[Gate, ...]
     again: Twice
+    others: Callable[[Arrived], OtherBackward] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
 from aotdist.runtime.tangent import Tangent
 from aotdist.sizes import Expression
-from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, tangent_recipe
+from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class NodePlan:
         saved_slots: the names of those arguments.
         again: the inputs to keep for differentiating twice.
         again_slots: the names of the plain tensors beneath them.
+        unsaved: those of them that are not saved, so that autograd does not tell if they are written:
+            positions and names.
         obstacle: why that cannot be done, if so.
         passages: which gradients pass tensors that the caller holds.
         totals: recipes to assume of the gradients of waypoints.
@@ -91,6 +94,7 @@ class NodePlan:
     saved_slots: tuple[Slot, ...]
     again: tuple[PrimalIdx, ...]
     again_slots: tuple[Slot, ...]
+    unsaved: tuple[tuple[int, str], ...]
     obstacle: str | None
     passages: Passages
     totals: Mapping[NodeOutIdx, Tangent]
@@ -150,7 +154,9 @@ def node_plan(
         for slot in split.saved
     )
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
-    tangents = tuple(_tangent(out, tangent_strides) for out in outs if out.differentiable)
+    kept, obstacle = _kept_for_again(traced, again)
+    plain = is_plain(facts)
+    tangents = tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable)
     backward_writes = tuple(plain for write in facts.backward_writes for plain in plains[write.input])
     return NodePlan(
         plans.unwrap,
@@ -176,9 +182,11 @@ def node_plan(
         result_views(split.forward),
         plans.rng,
         split.saved,
-        *_kept_for_again(traced, again),
+        kept,
+        *_names_of_kept(traced, split, kept),
+        obstacle,
         facts.passages,
-        _totals(facts.passages, any_strides=not tangent_strides),
+        _totals(facts.passages, any_strides=not tangent_strides, plain=plain),
     )
 
 
@@ -192,36 +200,50 @@ def _buffers(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> dict[Slot
     return {slot: written.index(slot) for slot in split.backward.ins if slot.role == "buffer"}
 
 
-def _totals(passages: Passages, *, any_strides: bool) -> dict[NodeOutIdx, Tangent]:
+def is_plain(facts: Facts) -> bool:
+    """Whether a program works on plain tensors alone, so that wrappers can pass its backward."""
+    recipes = (*facts.recipes, *(out.recipe for out in facts.node_outs))
+    return all(isinstance(recipe, Plain) for recipe in recipes)
+
+
+def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[NodeOutIdx, Tangent]:
     """For the waypoints that the node returns, what their gradients are taken for."""
     found: dict[NodeOutIdx, Tangent] = {}
     for waypoint in passages.waypoints:
         if waypoint.value is not None and waypoint.total is not None:
             strides = tuple(None if any_strides else plain.stride for _, plain in leaves(waypoint.total))
-            found[waypoint.value] = Tangent(waypoint.path, waypoint.total, strides, "total")
+            found[waypoint.value] = Tangent(waypoint.path, waypoint.total, strides, plain, "total")
     return found
 
 
-def _kept_for_again(
-    traced: Traced, again: Again
-) -> tuple[tuple[PrimalIdx, ...], tuple[Slot, ...], str | None]:
-    """The inputs to keep, the names of what is beneath them, and why not, if so."""
+def _kept_for_again(traced: Traced, again: Again) -> tuple[tuple[PrimalIdx, ...], str | None]:
+    """The inputs to keep, and why none can be, if so."""
     facts, ins = traced.facts, traced.program.ins
     for slot, recipe, grad in zip(ins, facts.recipes, facts.grads, strict=True):
         if grad is not None and isinstance(recipe, Wrapper) != isinstance(grad, Wrapper):
             # Beneath the wrapper a plain input has one gradient; the program gives it one for each part.
-            return (), (), f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
+            return (), f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
     if again.obstacle is not None:
-        return (), (), again.obstacle
+        return (), again.obstacle
     paths = {slot.path for slot in again.primals}
     kept = tuple(idx for idx, slot in ins.enumerate() if slot.path in paths)
     if not facts.reshaped().isdisjoint(kept):
-        return (), (), "it writes the sizes, strides or storage of an input in place"
-    slots = [Slot("primal", ins[idx].path, inner) for idx in kept for inner, _ in leaves(facts.recipes[idx])]
-    return kept, tuple(slots), None
+        return (), "it writes the sizes, strides or storage of an input in place"
+    return kept, None
 
 
-def _tangent(out: NodeOut, strides: Mapping[Slot, Strides]) -> Tangent:
+def _names_of_kept(
+    traced: Traced, split: Split, kept: Sequence[PrimalIdx]
+) -> tuple[tuple[Slot, ...], tuple[tuple[int, str], ...]]:
+    """The names of the plain tensors beneath kept inputs, and those inputs that are not saved."""
+    ins, recipes = traced.program.ins, traced.facts.recipes
+    slots = [[Slot("primal", ins[idx].path, inner) for inner, _ in leaves(recipes[idx])] for idx in kept]
+    saved = set(split.saved_primals.values())
+    unsaved = [(k, ins[idx].path) for k, idx in enumerate(kept) if not saved.issuperset(slots[k])]
+    return tuple(itertools.chain(*slots)), tuple(unsaved)
+
+
+def _tangent(out: NodeOut, strides: Mapping[Slot, Strides], *, plain: bool) -> Tangent:
     recipe = tangent_recipe(out.recipe)
     slots = [Slot("tangent", out.slot.path, inner) for inner, _ in leaves(recipe)]
-    return Tangent(out.slot.path, recipe, tuple(strides.get(slot) for slot in slots))
+    return Tangent(out.slot.path, recipe, tuple(strides.get(slot) for slot in slots), plain)

@@ -13,12 +13,12 @@ from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.subclass import UnwrapPlan
-from aotdist.convention.version import bump
+from aotdist.convention.version import bump, version_of
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.plan import NodePlan, SavedInput
 from aotdist.runtime.printer import Printer, print_size, sequence
-from aotdist.runtime.tangent import Tangent, rebuilt
+from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
 from aotdist.sizes import Expression, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam import keeps_graph, node_base
@@ -200,6 +200,10 @@ def _print_forward(
         printer.spread("ctx.save_for_backward(", saved, ")")
         if plan.again:
             printer.spread("ctx.again = (", [names[idx] for idx in plan.again], ",)")
+        if plan.unsaved:
+            version = printer.bind("version_of", version_of)
+            versions = [f"{version}({names[plan.again[k]]})" for k, _ in plan.unsaved]
+            printer.spread("ctx.versions = (", versions, ",)")
         if symbols:
             printer.line("ctx.symbols = symbols")
         if plan.backward_writes:
@@ -240,8 +244,9 @@ def _print_backward(
         missing = [f"{name} is None" for name in arrived]
         if plan.passages.waypoints:
             missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
+        returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
         with printer.block(f"if {' or '.join(missing)}:"):
-            printer.line(f"return (*{of_some}, None)" if symbols else f"return {of_some}")
+            printer.line(returned_of_some)
         _print_symbols(printer, symbols, "ctx.symbols")
         given = ["*ctx.saved_tensors", *(print_size(printer, size) for size in plan.backward_sizes)]
         given += [
@@ -250,7 +255,14 @@ def _print_backward(
         ]
         given += [f"ctx.written[{position}]" for position in plan.buffers.values()]
         given += ["*ctx.rng"] if plan.rng.draw is not None else []
-        printer.line(f"args = [{', '.join(given)}]")
+        args = f"args = [{', '.join(given)}]"
+        if backward.other_kinds is None:
+            printer.line(args)
+        else:
+            with printer.block("try:"):
+                printer.line(args)
+            with printer.block(f"except {printer.bind('OtherKind', OtherKind)}:"):
+                printer.line(returned_of_some)
         printer.line(f"del {', '.join(names)}")
         with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
             printer.line("ctx.maybe_clear_saved_tensors()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +10,23 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Role, Slot
+from aotdist.runtime.apart import apart
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
     Wrapper,
+    is_wrapper,
     leaves,
     plain_tensors,
     rebuild,
     recipe_of,
     wrapper_rule,
 )
+
+
+class OtherKind(UnsupportedProgram):
+    """A gradient is another kind of tensor than what the backward was compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +37,14 @@ class Tangent:
         path: the output's name.
         recipe: the metadata that was assumed.
         strides: strides of each plain tensor, which a compiler may have chosen; None where any will do.
+        any_kind: whether a wrapper may come for a plain tensor: the graph's operators are run on it.
         role: what it is to the graph.
     """
 
     path: str
     recipe: Recipe
     strides: tuple[tuple[int, ...] | None, ...]
+    any_kind: bool = False
     role: Role = "tangent"
 
     def slots(self) -> list[Slot]:
@@ -47,21 +56,39 @@ class Tangent:
         return is_symbolic(self.strides) or (isinstance(self.recipe, Wrapper) and is_symbolic(self.recipe))
 
     def __call__(self, tangent: torch.Tensor) -> list[torch.Tensor]:
-        """The plain tensors of `tangent`, as the graph expects them.
+        """The arguments that the graph takes for `tangent`: its plain tensors, laid out as expected.
 
         Raises:
-            UnsupportedProgram: the tangent is another kind of tensor and cannot be converted.
+            OtherKind: the tangent is another kind of tensor and cannot be converted.
         """
-        plains = plain_tensors(self.converted(tangent))
-        return [_materialised(plain, stride) for plain, stride in zip(plains, self.strides, strict=True)]
+        converted = self.converted(tangent)
+        args = [converted] if isinstance(self.recipe, Plain) else plain_tensors(converted)
+        return [_materialised(arg, stride) for arg, stride in zip(args, self.strides, strict=True)]
+
+    def with_history(self, tangent: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same for gradients that autograd records; the layout may be any.
+
+        Raises:
+            OtherKind: the tangent is another kind of tensor and cannot be converted.
+        """
+        converted = self.converted(tangent)
+        return [converted] if isinstance(self.recipe, Plain) else apart(converted)
+
+    def takes(self, tangent: torch.Tensor) -> bool:
+        """Whether `tangent` is of the kind that is expected, or can be converted."""
+        try:
+            self.converted(tangent)
+        except OtherKind:
+            return False
+        return True
 
     def converted(self, tangent: torch.Tensor) -> torch.Tensor:
         """`tangent` as the kind of tensor that is expected.
 
         Raises:
-            UnsupportedProgram: it cannot be converted.
+            OtherKind: it cannot be converted.
         """
-        if isinstance(self.recipe, Plain) and type(tangent) is torch.Tensor:
+        if isinstance(self.recipe, Plain) and (type(tangent) is torch.Tensor or self.any_kind):
             return tangent
         recipe = recipe_of(tangent)
         if _same_layout(recipe, self.recipe):
@@ -71,12 +98,18 @@ class Tangent:
             converted = None if rule is None else rule.convert(tangent, self.recipe)
             if converted is not None and _same_layout(recipe_of(converted), self.recipe):
                 return converted
-        raise UnsupportedProgram(
+        raise OtherKind(
             f"the gradient of `{self.path}` is a {type(tangent).__name__}, "
             f"and was expected as {_describe(self.recipe)}",
             stage="runtime",
             fix="convert it before calling `backward`",
         )
+
+
+def tangent_like(path: str, recipe: Recipe, *, loose: bool) -> Tangent:
+    """What a backward takes that was recorded for gradients like `recipe`; if `loose`, of any strides."""
+    strides = tuple(None if loose else plain.stride for _, plain in leaves(recipe))
+    return Tangent(path, recipe, strides)
 
 
 def _same_layout(a: Recipe, b: Recipe) -> bool:
@@ -111,6 +144,9 @@ def _materialised(plain: torch.Tensor, stride: tuple[int, ...] | None) -> torch.
 
 
 def _restrided(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if is_wrapper(plain):
+        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+        return plain.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
     out = torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device)
     return out.copy_(plain)
 

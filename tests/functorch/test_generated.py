@@ -27,7 +27,7 @@ search = settings(
 def compare(program: Program, partition_fn: Any, **options: Any) -> None:
     assume(program.runs_in_eager(nullcontext))
     # What `nop` returns takes any strides; a copy of a tangent would be summed in another order.
-    backend = ours.FunctorchBackend(CallableBackend(ours.nop), partition_fn, any_strides=True)
+    backend = ours.FunctorchBackend(CallableBackend(ours.nop), partition_fn, any_tangents=True)
     try:
         same_as_eager(program.scenes, seed=1, backend=backend, **options)
     except UnsupportedProgram as refusal:

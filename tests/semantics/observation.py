@@ -8,13 +8,14 @@ can see of a set of tensors (bits, layout, autograd state, who shares memory wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.api import Compiled, compiled_call
@@ -37,6 +38,7 @@ class Scene:
         kwargs: keyword arguments.
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
+        other_kinds: for which of them it is plain if they are wrappers, and a wrapper if they are plain.
     """
 
     fn: Any
@@ -44,6 +46,7 @@ class Scene:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     held: Mapping[str, Any] = field(default_factory=dict)
     left_out: frozenset[int] = frozenset()
+    other_kinds: frozenset[int] = frozenset()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the user holds, by name."""
@@ -150,15 +153,26 @@ def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.empty_like(tensor, requires_grad=False).copy_(tangent)
 
 
+def tangent_of_other_kind(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """A plain gradient for a wrapper, and a wrapper for a plain tensor."""
+    if is_wrapper(tensor):
+        return tangent_for(plain_tensors(tensor)[0], seed)
+    return TwoTensor(tangent_for(tensor, seed), tangent_for(tensor, seed + 1))
+
+
 def differentiable(named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The distinct tensors with history among `named`."""
     return list({id(t): t for t in named.values() if t.requires_grad and not t.is_leaf}.values())
 
 
-def backward_through(outputs: Sequence[torch.Tensor], **options: Any) -> None:
-    """Run autograd from `outputs`, each with a tangent of its own."""
+def backward_through(
+    outputs: Sequence[torch.Tensor], of_other_kinds: Collection[torch.Tensor] = (), **options: Any
+) -> None:
+    """Run autograd from `outputs`, each with a tangent of its own; some have one of another kind."""
     if outputs:
-        tangents = [tangent_for(t, seed) for seed, t in enumerate(outputs)]
+        others = {id(output) for output in of_other_kinds}
+        makers = [tangent_of_other_kind if id(t) in others else tangent_for for t in outputs]
+        tangents = [make(t, seed) for seed, (make, t) in enumerate(zip(makers, outputs, strict=True))]
         torch.autograd.backward(list(outputs), tangents, **options)
 
 
@@ -193,8 +207,9 @@ def play(
         if backward:
             arguments = list(scene.arguments().values())
             ends = differentiable(outputs | scene.arguments())
+            others = [end for position, end in enumerate(ends) if position in scene.other_kinds]
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
-            sights += differentiate(everything, ends, arguments)
+            sights += differentiate(everything, ends, arguments, others)
     return sights
 
 
@@ -202,6 +217,7 @@ def differentiate(
     everything: Mapping[str, torch.Tensor],
     ends: Sequence[torch.Tensor],
     arguments: Sequence[torch.Tensor],
+    of_other_kinds: Collection[torch.Tensor] = (),
 ) -> list[Sight]:
     """Run autograd from several ends at once, then one by one from those that share memory with another.
 
@@ -213,6 +229,7 @@ def differentiate(
         everything: what to look at.
         ends: where to start.
         arguments: what the function was given.
+        of_other_kinds: the ends that get a gradient of another kind.
     """
     taken = {owner for tensor in arguments for owner in _memory(tensor)}
     counts = Counter(owner for end in ends for owner in _memory(end))
@@ -227,11 +244,11 @@ def differentiate(
         else:
             alone.append([end])
     return [
-        _seen_after(everything, together),
+        _seen_after(everything, together, of_other_kinds),
         {
             f"from end {position}: {name}": seen
             for position, group in enumerate(alone)
-            for name, seen in _seen_after(everything, group).items()
+            for name, seen in _seen_after(everything, group, of_other_kinds).items()
         },
     ]
 
@@ -240,8 +257,12 @@ def _memory(tensor: torch.Tensor) -> set[int]:
     return {storage_id(plain) for plain in plain_tensors(tensor)}
 
 
-def _seen_after(everything: Mapping[str, torch.Tensor], ends: Sequence[torch.Tensor]) -> Sight:
-    backward_through(ends, retain_graph=True)
+def _seen_after(
+    everything: Mapping[str, torch.Tensor],
+    ends: Sequence[torch.Tensor],
+    of_other_kinds: Collection[torch.Tensor],
+) -> Sight:
+    backward_through(ends, of_other_kinds, retain_graph=True)
     seen = gradients(everything) | observe(everything)
     for tensor in everything.values():
         if tensor.is_leaf:

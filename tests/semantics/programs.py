@@ -46,6 +46,7 @@ class Program:
         returned: names of what is returned.
         other_inputs: the same for a second call, which may share memory otherwise; empty if it has them too.
         left_out: which of the results with history are not differentiated.
+        other_kinds: which of them get a gradient of another kind, plain for wrappers.
     """
 
     inputs: tuple[str, ...]
@@ -53,6 +54,7 @@ class Program:
     returned: tuple[str, ...]
     other_inputs: tuple[str, ...] = ()
     left_out: frozenset[int] = frozenset()
+    other_kinds: frozenset[int] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,7 +88,13 @@ class Program:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.retain_grad()
         leaves = {f"behind {name}": leaf for name, t in arguments.items() for leaf in leaves_behind(t)}
-        return Scene(fn, tuple(arguments.values()), held=leaves, left_out=self.left_out)
+        return Scene(
+            fn,
+            tuple(arguments.values()),
+            held=leaves,
+            left_out=self.left_out,
+            other_kinds=self.other_kinds,
+        )
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""
@@ -182,6 +190,7 @@ class Vocabulary:
         share_memory: whether an argument may be a part of another.
         other_layouts: whether a second call may share memory otherwise.
         leave_out: whether some results are not differentiated.
+        other_kinds: whether some get a gradient of another kind.
         max_statements: how long programs get.
     """
 
@@ -194,6 +203,7 @@ class Vocabulary:
     share_memory: bool = False
     other_layouts: bool = False
     leave_out: bool = False
+    other_kinds: bool = False
     max_statements: int = 8
 
 
@@ -218,9 +228,13 @@ def programs(draw: st.DrawFn, vocabulary: Vocabulary | None = None, **options: A
     for position in range(draw(st.integers(1, words.max_statements))):
         _draw_statement(draw, words, rehearsal, f"t{position}")
     returned = draw(st.lists(st.sampled_from(rehearsal.names), max_size=4))
-    left_out = draw(st.frozensets(st.integers(0, 3), max_size=3)) if words.leave_out else frozenset[int]()
+    some = st.frozensets(st.integers(0, 3), max_size=3)
     return replace(
-        program, statements=tuple(rehearsal.statements), returned=tuple(returned), left_out=left_out
+        program,
+        statements=tuple(rehearsal.statements),
+        returned=tuple(returned),
+        left_out=draw(some) if words.leave_out else frozenset(),
+        other_kinds=draw(some) if words.other_kinds else frozenset(),
     )
 
 

@@ -31,9 +31,11 @@ def facts(tensor):
     return [str(numbers.tolist()), tensor.dtype, tensor.size(), tensor.stride(), *state]
 
 
-def tangent(tensor):
-    if isinstance(tensor, TwoTensor):
-        return TwoTensor(tangent(tensor.a), tangent(tensor.b))
+def tangent(tensor, *, other_kind):
+    if isinstance(tensor, TwoTensor) is other_kind:
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+    if other_kind:
+        return TwoTensor(*[torch.ones_like(tensor, requires_grad=False) for _ in "ab"])
     return torch.ones_like(tensor, requires_grad=False)
 
 
@@ -54,7 +56,8 @@ def play(call):
         ends = list({id(t): t for t in [*outs, *args] if t.requires_grad and not t.is_leaf}.values())
         for position, end in enumerate(ends):
             if position not in LEFT_OUT:
-                torch.autograd.backward(end, tangent(end), retain_graph=True)
+                with_ = tangent(end, other_kind=position in OTHER_KINDS)
+                torch.autograd.backward(end, with_, retain_graph=True)
         for k, leaf in enumerate(leaves):
             seen[f"call {number}: gradient {k}"] = None if leaf.grad is None else facts(leaf.grad)
     return seen
@@ -105,4 +108,5 @@ def _check(program: Program, around: Around | None, settings: Mapping[str, Any])
     options = ["backend='fx'", *([f"settings={dict(settings)!r}"] if settings else [])]
     inputs = ", ".join(f"inputs{number}" for number in range(len(program.layouts())))
     text = _CHECK.replace("INPUTS", inputs).replace("AROUND", context).replace("OPTIONS", ", ".join(options))
+    text = text.replace("OTHER_KINDS", f"{set(program.other_kinds)!r}")
     return text.replace("LEFT_OUT", f"{set(program.left_out)!r}")

@@ -41,11 +41,14 @@ REFUSALS = (
 OF_BACKWARD = ("the backward of the program fails, as in eager",)
 """What it may be refused for besides, if eager is not asked for all gradients."""
 
+WATCHED = ("gradients of other kinds than the results arrive",)
+"""What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes."""
+
 SWEEP = settings().max_examples >= 1000
 """Whether the long search was asked for."""
 
 search = settings(
-    # Ten searches: 2,000 programs in an ordinary run, 100,000 in a sweep.
+    # Eleven searches of these and one more: 2,000 programs in an ordinary run, 100,000 in a sweep.
     max_examples=10_000 if SWEEP else 200,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -66,6 +69,7 @@ def compare(program: Program, around: Around = nullcontext, **options) -> None:
     except UnsupportedProgram as refusal:
         event(f"refused: {refusal.what}")
         reasons = (*REFUSALS, *OF_BACKWARD) if program.left_out else REFUSALS
+        reasons = (*reasons, *WATCHED) if program.other_kinds else reasons
         known = any(reason in refusal.what for reason in reasons)
         assert known, _explained(program, around, refusal, options)
     except Exception as error:
@@ -127,6 +131,12 @@ def test_with_writes_of_storage(program):
 @search
 @given(programs(words(inputs=WRAPPERS, share_memory=True)))
 def test_wrappers(program):
+    compare(program)
+
+
+@search
+@given(programs(words(inputs=WRAPPERS, share_memory=True, leave_out=True, other_kinds=True)))
+def test_gradients_of_other_kinds(program):
     compare(program)
 
 

@@ -5,6 +5,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.api import compiled_call
@@ -118,6 +119,27 @@ def test_arguments_of_the_first_call_are_let_go():
     del x
     gc.collect()
     assert reference() is None
+
+
+def test_arguments_of_the_first_training_call_are_let_go():
+    program = compiled(lambda x: x * x)
+    x = torch.ones(3, requires_grad=True)
+    reference = weakref.ref(x)
+    program(x).sum().backward()
+    del x
+    gc.collect()
+    assert reference() is None
+
+
+def test_arguments_are_let_go_where_the_backward_may_be_traced_again():
+    """For gradients of other kinds autograd's graph of the trace is kept; it holds stand-ins."""
+    program = compiled(lambda x: x * x)
+    x = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
+    references = [weakref.ref(tensor) for tensor in (x, x.a, x.b)]
+    program(x).backward(torch.ones(3))
+    del x
+    gc.collect()
+    assert alive(references) == 0
 
 
 def test_a_module_dies_with_its_last_reference():

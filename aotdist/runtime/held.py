@@ -1,0 +1,62 @@
+"""What the context of a node holds for its backward, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.convention.version import version_of
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import Slot
+from aotdist.runtime.plan import NodePlan
+from aotdist.sizes import Expression, evaluate
+from aotdist.torch_seam import keeps_graph
+
+
+def held_by_name(
+    ctx: Any, plan: NodePlan, apart: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+) -> dict[Slot, Any]:
+    """Saved values, kept inputs, sizes, seed and offset.
+
+    Args:
+        ctx: the context.
+        plan: of the node.
+        apart: takes an input apart.
+
+    Raises:
+        RuntimeError: a saved value was written since; autograd's own.
+        UnsupportedProgram: so was an input that is kept, and that eager does not look at.
+    """
+    held: dict[Slot, Any] = dict(zip(plan.saved_slots, ctx.saved_tensors, strict=True))
+    for (position, name), version in zip(plan.unsaved, ctx.versions if plan.unsaved else (), strict=True):
+        if version_of(ctx.again[position]) != version:
+            raise _written_since(name)
+    kept = [plain for primal in ctx.again for plain in apart(primal)] if plan.again else []
+    held.update(zip(plan.again_slots, kept, strict=True))
+    held.update(sizes_by_name(plan.sizes, ctx))
+    held.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
+    return held
+
+
+def sizes_by_name(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any]:
+    """The numbers of a call, by the names of the arguments that they are."""
+    return {Slot("size", size): evaluate(size, ctx.symbols) for size in expressions}
+
+
+def let_go(ctx: Any) -> None:
+    """Free what was saved, unless the caller wants to come back."""
+    if not keeps_graph():
+        ctx.maybe_clear_saved_tensors()
+        ctx.again = None
+
+
+def _written_since(name: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{name}` was written after the forward, and its old value is needed, which was not saved: "
+        "gradients are asked for with `create_graph=True`, or arrive as another kind of tensor",
+        stage="runtime",
+        fix=f"write `{name}` after that backward, or pass a clone of it",
+    )

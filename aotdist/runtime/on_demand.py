@@ -1,0 +1,155 @@
+"""Backwards that a program may need beside its own, each compiled when it is first asked for.
+
+Nothing here holds a tensor of the call that the program was compiled for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aotdist.codegen.contract import BoxedCall
+from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.facts import Facts
+from aotdist.joint.other_tangents import OtherJoint, OtherTangents
+from aotdist.joint.symbols import Symbols
+from aotdist.partition.choices import choice_without, without_choices
+from aotdist.partition.from_saved import from_saved
+from aotdist.partition.gates import part, parts_of
+from aotdist.partition.reduced import without_tangents
+from aotdist.partition.returning import returning
+from aotdist.passes.collectives import collectives
+from aotdist.passes.run import run_passes
+from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Row, Slot, Split
+from aotdist.runtime.backward import Part
+from aotdist.runtime.other_kinds import Arrived, NamedCall, OtherBackward
+from aotdist.runtime.plan import is_plain
+from aotdist.runtime.ranks import agree
+from aotdist.runtime.tangent import tangent_like
+from aotdist.sizes import Expression, evaluate
+from aotdist.subclasses.protocol import is_wrapper, process_groups
+
+
+@dataclass(frozen=True)
+class OnDemand:
+    """Compiles the other backwards of one program.
+
+    Args:
+        cut: the joint graph, cut at its waypoints.
+        by_choice: the backward, with the results of every choice of tangents that was traced by itself.
+        split: forward and backward, as they are compiled.
+        halves: the same, compiled.
+        facts: what the trace showed.
+        ins: names of the inputs.
+        symbols: the symbolic sizes.
+        emitter: compiles graphs.
+        other_tangents: traces backwards for gradients of other kinds than the results, if there can be any.
+    """
+
+    cut: Graph
+    by_choice: Graph
+    split: Split
+    halves: EmittedHalves
+    facts: Facts
+    ins: Row[PrimalIdx, Slot]
+    symbols: Symbols
+    emitter: Emitter
+    other_tangents: OtherTangents | None
+    _reduced: dict[frozenset[Slot], BoxedCall] = field(default_factory=dict)
+    _parts: dict[tuple[tuple[Slot, ...], frozenset[Slot]], Part] = field(default_factory=dict)
+
+    def reduced(self, missing: frozenset[Slot]) -> BoxedCall:
+        """The backward without the tangents `missing`."""
+        if missing not in self._reduced:
+            choice = choice_without(self.facts, missing)
+            if choice is None:
+                some = without_choices(self.by_choice, self.facts, self.ins)
+            else:
+                some = returning(self.by_choice, choice.slots(self.ins))
+            self._reduced[missing] = self._compiled(without_tangents(some, missing, any_strides=self._loose))
+        return self._reduced[missing]
+
+    def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
+        """What computes some results of the backward, cut at its waypoints, from some gradients."""
+        if (outs, arrived) not in self._parts:
+            graph = part(self._in_parts, outs, arrived, any_strides=self._loose)
+            position = {slot: at for at, slot in enumerate(self.split.saved)}
+            sources = tuple(position.get(slot, slot) for slot in graph.ins)
+            self._parts[outs, arrived] = Part(self._compiled(graph), sources)
+        return self._parts[outs, arrived]
+
+    def of_other_kinds(self, kept: Sequence[Slot]) -> Callable[[Arrived], OtherBackward] | None:
+        """What compiles the backward for gradients of other kinds than the results, if there can be one.
+
+        Args:
+            kept: the plain inputs that are there besides saved values.
+        """
+        if self.other_tangents is None:
+            return None
+        tangents, made = self.other_tangents, list[OtherBackward]()
+
+        def compiled(arrived: Arrived) -> OtherBackward:
+            found = next((one for one in made if one.takes(arrived)), None)
+            if found is None:
+                found = self._of_kinds(tangents.trace(arrived), kept)
+                made.append(found)
+            return found
+
+        return compiled
+
+    def _of_kinds(self, joint: OtherJoint, kept: Sequence[Slot]) -> OtherBackward:
+        graph = from_saved(joint.graph, self.split, kept)
+        loose = self.emitter.takes_any_strides(graph)
+        return OtherBackward(
+            tangents={idx: tangent_like(*kind, loose=loose) for idx, kind in joint.tangents.items()},
+            whole=NamedCall(self._compiled(graph), graph.ins),
+            grads=joint.grads,
+        )
+
+    def for_any_kind(self, graph: Graph, call: BoxedCall) -> BoxedCall:
+        """`call`, which computes `graph`, so that wrappers may come in the place of plain gradients."""
+        if self.emitter.backend.any_tangents or not is_plain(self.facts):
+            return call
+        places = [k for k, slot in enumerate(graph.ins) if slot.role in GRADIENT_ROLES]
+        on_wrappers = functools.cache(lambda: self.emitter.reference_backward(graph).call)
+
+        def chosen(args: list[Any]) -> Sequence[Any]:
+            return (on_wrappers() if any(is_wrapper(args[k]) for k in places) else call)(args)
+
+        return chosen
+
+    @functools.cached_property
+    def _in_parts(self) -> Graph:
+        return parts_of(self.cut, self.split)
+
+    @property
+    def _loose(self) -> bool:
+        return not self.halves.tangent_strides
+
+    def _compiled(self, backward: Graph) -> BoxedCall:
+        graph, _ = run_passes(backward, "backward", self.emitter.settings)
+        before = self.symbols.sizes().guards
+        call = self.emitter.another_backward(self.split, self.halves, graph).call
+        added = [guard for guard in self.symbols.sizes().guards if guard not in before]
+        if added:
+            call = _where(added, graph, call, self.emitter.reference_backward(graph).call)
+        agree(
+            collectives(graph),
+            label=f"{self.emitter.name} backward",
+            settings=self.emitter.settings,
+            groups=process_groups(self.facts.recipes),
+        )
+        return self.for_any_kind(graph, call)
+
+
+def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwise: BoxedCall) -> BoxedCall:
+    """`call` for sizes that pass guards which nothing has tested, `otherwise` for all others."""
+    places = {slot.path: k for k, slot in enumerate(graph.ins) if slot.role == "size"}
+
+    def chosen(args: list[Any]) -> Sequence[Any]:
+        symbols = {name: args[place] for name, place in places.items() if name.isidentifier()}
+        return (call if all(evaluate(guard, symbols) for guard in guards) else otherwise)(args)
+
+    return chosen

@@ -1,0 +1,122 @@
+"""The backward of a node for gradients of other kinds than its results: see `joint/other_tangents.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from aotdist.codegen.contract import BoxedCall
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.runtime.apart import joined
+from aotdist.runtime.gate import is_watched
+from aotdist.runtime.held import held_by_name, let_go
+from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.tangent import Tangent
+from aotdist.sizes import concrete, evaluate
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
+
+T = TypeVar("T")
+
+Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
+"""The gradients that there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """A compiled graph, and the names of its arguments."""
+
+    call: BoxedCall
+    ins: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherBackward:
+    """A backward for some kinds of gradients.
+
+    Args:
+        tangents: what each is taken for.
+        whole: computes the inputs' gradients.
+        grads: recipe of each input's gradient, or None.
+    """
+
+    tangents: Mapping[NodeOutIdx, Tangent]
+    whole: NamedCall
+    grads: Row[PrimalIdx, Recipe | None]
+
+    def takes(self, arrived: Arrived) -> bool:
+        """Whether these gradients are of its kinds."""
+        return arrived.keys() == self.tangents.keys() and all(
+            tangent.takes(arrived[idx]) for idx, tangent in self.tangents.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OtherKinds:
+    """Runs such backwards.
+
+    Args:
+        plan: how tensors pass through the node.
+        compiled: compiles one, each once.
+        guarded: puts around the call of a backward what stands around every one.
+        after: called when the gradients are there.
+    """
+
+    plan: NodePlan
+    compiled: Callable[[Arrived], OtherBackward]
+    guarded: Callable[[BoxedCall], BoxedCall]
+    after: Callable[[], None]
+
+    def are_among(self, plan: NodePlan, arrived: Arrived) -> bool:
+        """Whether some of these gradients are of other kinds; `plan` has the sizes of the call."""
+        return not all(plan.expected(idx, in_parts=False).takes(grad) for idx, grad in arrived.items())
+
+    def __call__(self, ctx: Any, arrived: Arrived) -> tuple[Any, ...]:
+        """The inputs' gradients.
+
+        Raises:
+            UnsupportedProgram: there is no backward for such gradients.
+        """
+        if torch.is_grad_enabled():
+            raise refusal(arrived.values(), "they are to be differentiated in turn (`create_graph=True`)")
+        if is_watched(ctx):
+            raise refusal(arrived.values(), WATCHED)
+        other = self.compiled(arrived)
+        given = held_by_name(ctx, self.plan, plain_tensors)
+        for idx, tangent in _concrete(ctx, other.tangents).items():
+            given.update(zip(tangent.slots(), tangent(arrived[idx]), strict=True))
+        args = _arguments(ctx, other.whole, given)
+        del given
+        let_go(ctx)
+        results = iter(self.guarded(other.whole.call)(args))
+        grads = [
+            None if recipe is None else joined(recipe, [next(results) for _ in leaves(recipe)])
+            for recipe in _concrete(ctx, other.grads)
+        ]
+        self.after()
+        return tuple(grads)
+
+
+WATCHED = "hooks, `retain_grad` or `torch.autograd.grad` look at what passes between them"
+
+
+def refusal(arrived: Iterable[torch.Tensor], reason: str) -> UnsupportedProgram:
+    """An error for gradients of other kinds for which there is no backward."""
+    kinds = ", ".join(type(grad).__name__ for grad in arrived)
+    return UnsupportedProgram(
+        f"gradients of other kinds than the results arrive ({kinds}), and {reason}",
+        stage="runtime",
+        fix="convert them before calling `backward`",
+    )
+
+
+def _concrete(ctx: Any, value: T) -> T:
+    """`value` with the sizes of the call whose backward runs."""
+    return concrete(value, getattr(ctx, "symbols", {}))
+
+
+def _arguments(ctx: Any, compiled: NamedCall, given: Mapping[Slot, Any]) -> list[Any]:
+    return [evaluate(slot.path, ctx.symbols) if slot.role == "size" else given[slot] for slot in compiled.ins]
