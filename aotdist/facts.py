@@ -331,6 +331,8 @@ class Facts:
         functions: names of the user's autograd functions that gradients pass.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which the backward was traced by itself.
+        related: whether some inputs are functions of others, so that the graph does not show all that its
+            results depend on.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -347,6 +349,7 @@ class Facts:
     functions: tuple[str, ...] = ()
     passages: Passages = NO_PASSAGES
     choices: tuple[Choice, ...] = ()
+    related: bool = False
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward."""

@@ -30,12 +30,13 @@ from aotdist.partition.gates import linked, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.run import PassRecord, run_passes
-from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot
+from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot, Split
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.derive import Derive
 from aotdist.runtime.on_demand import OnDemand
-from aotdist.runtime.plan import node_plan
+from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
@@ -229,6 +230,7 @@ def _trace(
                         bases=bases,
                         dims=dims,
                         cuts=captured.ambient.grad and not call.backend.owns_cut,
+                        again=not captured.environment.rules,
                     )
             except AotdistError:
                 raise
@@ -285,7 +287,7 @@ def _compile_training(
     with times.stage("codegen"):
         halves = emitter.halves(split)
     facts, ins = traced.facts, traced.program.ins
-    more = OnDemand(cut, by_choice, split, halves, facts, ins, traced.symbols, emitter, traced.other_tangents)
+    more = OnDemand(cut, joint, by_choice, split, halves, facts, ins, traced.symbols, emitter)
     again = plan_again(linked(traced.graph), facts.functions, split.saved)
     node = node_plan(traced, plans, split, halves.tangent_strides, again)
     region = Training(
@@ -298,9 +300,28 @@ def _compile_training(
         parts=more.parts,
         gates=gates,
         again=_Twice(traced.graph, again, emitter),
-        others=more.of_other_kinds(node.again_slots),
+        others=more.of_other_kinds(traced.later_backwards, node.again_slots),
+        derivatives=_derivatives(traced, joint, split, node, emitter),
     )
     return region, (*records, *records_of_backward)
+
+
+def _derivatives(
+    traced: Traced, joint: Graph, split: Split, node: NodePlan, emitter: Emitter
+) -> Derive | None:
+    """What compiles the backward as a program with a backward, where `_Twice` will not always do."""
+    later = traced.later_backwards
+    if later is None or not later.is_differentiable() or not node.again:
+        return None
+    if node.obstacle is None and not later.meets_other_kinds():
+        return None
+
+    def compiled(derivative: Traced) -> Training:
+        _, plans = lower_all(derivative.program, derivative.facts)
+        graph, _ = run_passes(emitter.backend.prepare_joint(derivative.graph), "joint", emitter.settings)
+        return _compile_training(graph, derivative, plans, emitter, StageTimes())[0]
+
+    return Derive(later, joint, split, node, traced.symbols, traced.fake_mode, compiled)
 
 
 class _Twice:

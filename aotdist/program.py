@@ -144,6 +144,7 @@ class Graph:
     - `function`: name of the autograd node that a backward node belongs to;
     - `unit`: name of the FSDP unit that a collective serves, if any;
     - `grad`: whether grad mode was on, of a forward node;
+    - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
     - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it.
     """

@@ -706,13 +706,14 @@ def run_backward(
     tangents: Sequence[torch.Tensor],
     *,
     retain_graph: bool = False,
+    create_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad(outs, wanted, tangents, allow_unused=True)`, without being a torch function.
 
     The public one is overridable, so a torch-function mode is popped for as long as it runs.
     """
     return _engine_run_backward(
-        tuple(outs), tuple(tangents), retain_graph, False, tuple(wanted), True, accumulate_grad=False
+        tuple(outs), tuple(tangents), retain_graph, create_graph, tuple(wanted), True, accumulate_grad=False
     )
 
 
@@ -1242,6 +1243,17 @@ def node_base() -> type[Any]:
 def keeps_graph() -> bool:
     """Whether the running backward was asked to keep what it saved (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:
+    """`tensor` as one that requires grad, and whose backward raises a `RuntimeError`."""
+    with torch.enable_grad():
+        return torch._C._functions.DelayedError(reason.encode(), 1)(tensor.detach().requires_grad_())
+
+
+def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the history of `tensors` ends at a function that is `@once_differentiable`."""
+    return any(node.name() == "Error" for node in nodes_behind(tensors))
 
 
 def backward_task() -> int:

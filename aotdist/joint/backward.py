@@ -8,6 +8,7 @@ these, the backward is traced for every choice of results.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -21,7 +22,7 @@ from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.proxies import Recorder
-from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
@@ -42,6 +43,9 @@ from aotdist.torch_seam import (
 
 End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
+
+Wanted = tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]
+"""An input, and where its gradients arrive."""
 
 _MOST_CHOICES = 4
 """Of more results than this, not every choice is traced: there are too many."""
@@ -73,7 +77,7 @@ class Backward:
         node_outs: what the program returns.
         ends: those that are differentiable.
         wanted: for each input that may get gradients, where they arrive: first of all at its leaf.
-        lifting: the mode that the program ran in.
+        lifting: the mode that the program ran in, if it may close over tensors.
         arrivals: the bases among `ends` whose gradient comes through a view.
     """
 
@@ -82,13 +86,13 @@ class Backward:
         recorder: Recorder,
         node_outs: Row[NodeOutIdx, NodeOut],
         ends: Sequence[End],
-        wanted: Sequence[tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]],
-        lifting: Lifting,
+        wanted: Sequence[Wanted],
+        lifting: Lifting | None,
         arrivals: Mapping[NodeOutIdx, Arrival],
     ) -> None:
         recorder.phase = "backward"
         self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
-        self._lifting: Lifting | None = lifting
+        self._lifting = lifting
         self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
@@ -114,9 +118,13 @@ class Backward:
         """Keep no tensor of the user's: later runs meet none that they close over."""
         self._lifting = None
 
-    def ends(self) -> dict[NodeOutIdx, torch.Tensor]:
-        """The differentiable results."""
-        return dict(self._ends)
+    def is_differentiable(self) -> bool:
+        """Whether what it computes may have a history; that of a reentrant checkpoint has none."""
+        return not self._accumulates
+
+    def wanted(self) -> Sequence[Wanted]:
+        """Where gradients of the inputs arrive."""
+        return self._wanted
 
     def run(
         self,
@@ -124,6 +132,7 @@ class Backward:
         tangents: Mapping[NodeOutIdx, torch.Tensor] | None = None,
         *,
         again: bool,
+        with_history: bool = False,
     ) -> dict[PrimalIdx, torch.Tensor]:
         """The gradients that there are.
 
@@ -131,13 +140,16 @@ class Backward:
             choice: which results to start from; all, if not given.
             tangents: what to start with there, if not with what is assumed.
             again: whether there will be another run.
+            with_history: whether they are to be differentiated in turn.
         """
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
         given = self._tangents if tangents is None else tangents
         if not ends:
             return {}
         owners, wanted = zip(*((idx, end) for idx, ends in self._wanted for end in ends), strict=True)
-        run = run_accumulating_backward if self._accumulates else run_backward
+        run = run_accumulating_backward
+        if not self._accumulates:
+            run = functools.partial(run_backward, create_graph=with_history)
         with ExitStack() as stack:
             lifting = nullcontext() if self._lifting is None else self._lifting
             for context in (self._autocast(), lifting, naming_failures_of_backward()):
@@ -171,16 +183,30 @@ def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
     )
 
 
-def new_tangent(recorder: Recorder, path: str, recipe: Recipe, like: torch.Tensor) -> torch.Tensor:
+def new_tangent(
+    recorder: Recorder, path: str, recipe: Recipe, like: torch.Tensor, role: Role = "tangent"
+) -> torch.Tensor:
     """New arguments of the graph, put together as `recipe` says; on the devices of `like`."""
     plains = [
-        recorder.argument(Slot("tangent", path, inner), recorder.fake_like(leaf, plain.device))
+        recorder.argument(Slot(role, path, inner), recorder.fake_like(leaf, plain.device))
         for (inner, leaf), plain in zip(leaves(recipe), plain_tensors(like), strict=True)
     ]
     return rebuild(recipe, plains)
 
 
 Result = tuple[Slot, torch.fx.Node | None]
+
+
+def value_results(
+    recorder: Recorder, node_outs: Row[NodeOutIdx, NodeOut], tensors: Sequence[torch.Tensor]
+) -> list[Result]:
+    """What a program returns as results of the recorded graph."""
+    results: list[Result] = []
+    for node_out, tensor in zip(node_outs, tensors, strict=True):
+        slot = node_out.slot
+        for (inner, _), plain in zip(leaves(node_out.recipe), plain_tensors(tensor), strict=True):
+            results.append((Slot(slot.role, slot.path, inner), recorder.value(plain)))
+    return results
 
 
 def grad_results(

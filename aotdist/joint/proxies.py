@@ -116,10 +116,13 @@ class Recorder:
         stream = Stream(self._rng_state) if functional_rng else None
         self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, stream, self.size)
         self._rng: list[torch.fx.Node] = []
+        self._serials = itertools.count()
         self._origins = Origins()
         self._first_seq_nr = next_sequence_nr()
         self._forward_origins: dict[int, tuple[str, str]] = {}
         self._arguments: dict[Slot, torch.fx.Node] = {}
+        self._first: torch.fx.GraphModule | None = None
+        self._goes_on = False
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -251,6 +254,7 @@ class Recorder:
             seq_nr, function = running_node()
             source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
+        stamp["serial"] = next(self._serials)
         if self.phase == "forward":
             stamp["grad"] = torch.is_grad_enabled()
         elif function:
@@ -314,25 +318,16 @@ class Recorder:
         return fakes
 
     def graph(
-        self,
-        results: Sequence[tuple[Slot, torch.fx.Node | None]],
-        symbols: Iterable[Any] = (),
-        *,
-        goes_on: bool = False,
+        self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any] = ()
     ) -> Graph:
         """The recorded graph with `results` as its outputs.
 
         It takes every symbol, used or not: a pass may add an operator that needs it.
-
-        Args:
-            results: names and nodes.
-            symbols: the symbols.
-            goes_on: whether more is recorded later, which is not to show in this graph.
         """
         for symbol in symbols:
             self.size(symbol)
         graph, now = self._tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
-        if goes_on:
+        if self._goes_on:
             graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
             graph.graph_copy(self._tracer.graph, now)
         graph.output(tuple(now.get(node, node) if node is not None else None for _, node in results))
@@ -341,7 +336,18 @@ class Recorder:
             node = self._arguments[slot]
             next(iter(graph.nodes)).prepend(now.get(node, node))
         gm = graph_module(self._tracer.root, graph)
+        self._first = gm if self._first is None else self._first
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
+
+    def go_on(self) -> None:
+        """Record more, which is not to show in the graph that was handed out: that becomes a copy."""
+        if self._goes_on or self._first is None:
+            return
+        recorded, handed_out = self._tracer.graph, torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        handed_out.output(handed_out.graph_copy(recorded, {}))
+        self._first.graph = handed_out
+        recorded.erase_node(recorded.output_node())
+        self._goes_on = True
 
 
 _SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent", "total", "buffer", "rng")

@@ -45,6 +45,7 @@ from aotdist.joint.backward import (
     grad_results,
     is_linear,
     requires_grad_by_itself,
+    value_results,
 )
 from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
@@ -52,9 +53,9 @@ from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.failures import naming_failures
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
+from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
-from aotdist.joint.other_tangents import OtherTangents, may_meet_others
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.symbols import Dims, Symbols
@@ -88,8 +89,7 @@ class Traced:
         facts: what the trace showed.
         fake_mode: the mode of the graph's `val`s.
         symbols: its symbolic sizes. What compilers decide by them later is added there.
-        other_tangents: traces the backward for gradients of other kinds than the results; None where the
-            one in `graph` does for all, or there can be no other.
+        later_backwards: traces other backwards than that in `graph`, if there can be any.
     """
 
     program: Program[PrimalIdx]
@@ -97,7 +97,7 @@ class Traced:
     facts: Facts
     fake_mode: FakeTensorMode
     symbols: Symbols
-    other_tangents: OtherTangents | None = None
+    later_backwards: LaterBackwards | None = None
 
     def has_backward(self) -> bool:
         """Whether a gradient can come back for any result."""
@@ -118,6 +118,7 @@ def trace(
     dims: Dims = MappingProxyType({}),
     outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
     cuts: bool = False,
+    again: bool = False,
 ) -> Traced:
     """Trace `program` once.
 
@@ -131,6 +132,7 @@ def trace(
         outer: for a part of another program: the stand-in there of a real tensor.
         cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
             for a backward of some outputs only, and for one that runs twice.
+        again: the backward may be traced again later, outside of what stands around this call.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
@@ -175,7 +177,7 @@ def trace(
         functions = custom_functions(
             [t for o, t in zip(node_outs, node_tensors, strict=True) if o.differentiable]
         )
-        results = _value_results(recorder, node_outs, node_tensors)
+        results = value_results(recorder, node_outs, node_tensors)
         sizes, num_changes = storages.sizes(), len(log.changes)
         counters = [(stand_in.writes(), stand_in.bumps()) for stand_in in inputs.row()]
         forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.written else None
@@ -187,9 +189,8 @@ def trace(
             recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting, arrivals
         )
         wanted = backward.choices() if cuts else []
-        others = cuts and may_meet_others(node_outs, inputs.row())
         with waypoints.watched(recorder):
-            grads = backward.run(again=bool(wanted) or others)
+            grads = backward.run(again=again or bool(wanted))
         slots = inputs.row().map(lambda one: one.slot)
         results += grad_results(recorder, slots, grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, storages)
@@ -220,11 +221,11 @@ def trace(
         choices=tuple(choices),
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
-    other_tangents = None
-    if others and not backward_writes:
-        other_tangents = OtherTangents(recorder, backward, node_outs, seen.ins)
-    graph = recorder.graph(results + written, symbols, goes_on=other_tangents is not None)
-    return Traced(seen, graph, facts, recorder.fake_mode, symbols, other_tangents)
+    later = None
+    if cuts and again and not backward_writes:
+        later = LaterBackwards(recorder, backward, node_outs, seen.ins, facts.recipes, grads)
+    graph = recorder.graph(results + written, symbols)
+    return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
 
 
 def _resuming(
@@ -331,17 +332,6 @@ def _held(
         if is_view and out.grad_fn is not None:
             held.append(Held(f"out[{position}]", OutputView(OutIdx(position)), None, out))
     return held
-
-
-def _value_results(
-    recorder: Recorder, node_outs: Row[NodeOutIdx, NodeOut], tensors: Sequence[torch.Tensor]
-) -> list[Result]:
-    results: list[Result] = []
-    for node_out, tensor in zip(node_outs, tensors, strict=True):
-        slot = node_out.slot
-        for (inner, _), plain in zip(leaves(node_out.recipe), plain_tensors(tensor), strict=True):
-            results.append((Slot(slot.role, slot.path, inner), recorder.value(plain)))
-    return results
 
 
 def _backward_writes(

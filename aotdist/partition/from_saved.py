@@ -5,67 +5,79 @@ What was not saved is computed again, from what was, or from inputs that are kep
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Node
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.again import is_late
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.traits import is_collective, is_random
+from aotdist.partition.halves import ancestors
+from aotdist.partition.traits import is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 
+_ORDER = ("primal", "saved", "size", *GRADIENT_ROLES, "rng")
 
-def from_saved(joint: Graph, split: Split, kept: Collection[Slot]) -> Graph:
-    """The graph of the results of `joint`: saved values, sizes, kept inputs, tangents, seed -> gradients.
+
+def from_saved(
+    joint: Graph, earlier: Graph, split: Split, kept: Collection[Slot], first: Sequence[Slot] = ()
+) -> Graph:
+    """The graph of the results of `joint`: kept inputs, saved values, sizes, tangents, seed -> gradients.
 
     Args:
         joint: the program with the other backward.
-        split: how it was cut when it had the first.
+        earlier: the program with the first, as it was cut.
+        split: the two halves of that.
         kept: names of the plain inputs that are there in the backward, besides saved ones.
+        first: names of arguments that it is to have, needed or not, before all others.
 
     Raises:
         UnsupportedProgram: it needs a value that is neither there nor can be computed again.
     """
-    there = _there(joint, split, kept)
-    needed = _needed(joint, there)
-    builder = GraphBuilder(joint.gm)
-    ins: list[Slot] = []
-    for node in joint.gm.graph.nodes:
-        if node in needed and node in there:
-            builder.placeholder(node)
-            ins.append(there[node])
-    for node in joint.gm.graph.nodes:
+    order = [node for node in joint.gm.graph.nodes if node.op != "output"]
+    there = _there(joint, _saved(earlier, split), {*kept, *first})
+    needed = ancestors(order, [node for node in joint.results() if node is not None], stop=there)
+    builder, named = GraphBuilder(joint.gm), joint.named_placeholders()
+    for slot in first:
+        builder.placeholder(named[slot])
+    rest = [(slot, node) for node, slot in there.items() if node in needed and slot not in first]
+    rest.sort(key=lambda pair: _ORDER.index(pair[0].role))
+    for _, node in rest:  # a saved value stands for an input that may have been written since
+        builder.placeholder(node)
+    for node in order:
         if node in needed and node not in there:
             _refuse_lost(node)
             builder.copy(node)
     results = [None if node is None else builder.env[node] for node in joint.results()]
-    return builder.finish(results, ins, joint.outs)
+    return builder.finish(results, (*first, *(slot for slot, _ in rest)), joint.outs)
 
 
-def _there(joint: Graph, split: Split, kept: Collection[Slot]) -> dict[Node, Slot]:
+def _saved(earlier: Graph, split: Split) -> dict[int, Slot]:
+    """The names of saved values, by the serials of the nodes that compute them."""
+    by_name = {node.name: node for node in earlier.gm.graph.nodes}
+    arguments = earlier.named_placeholders()
+    nodes = (
+        arguments[split.saved_primals[slot]]
+        if slot in split.saved_primals
+        else by_name[slot.path.removeprefix("%")]
+        for slot in split.saved
+    )
+    pairs = zip(nodes, split.saved, strict=True)
+    return {node.meta["serial"]: slot for node, slot in pairs if "serial" in node.meta}
+
+
+def _there(joint: Graph, saved: Mapping[int, Slot], kept: Collection[Slot]) -> dict[Node, Slot]:
     """The values that need not be computed, by the names that the new graph takes them by."""
-    saved = {slot.path.removeprefix("%"): slot for slot in split.saved if slot not in split.saved_primals}
-    primals = {primal: slot for slot, primal in split.saved_primals.items()}
-    there: dict[Node, Slot] = {}
-    for slot, node in joint.named_placeholders().items():
-        if slot in primals:
-            there[node] = primals[slot]
-        elif slot in kept or slot.role in ("size", "rng", *GRADIENT_ROLES):
-            there[node] = slot
+    there = {
+        node: slot
+        for slot, node in joint.named_placeholders().items()
+        if slot in kept or slot.role in ("size", "rng", *GRADIENT_ROLES)
+    }
     for node in joint.gm.graph.nodes:
-        # What this backward added may be called as something that a pass made.
-        if node.name in saved and node not in there and not is_late(node):
-            there[node] = saved[node.name]
+        slot = saved.get(node.meta.get("serial"))
+        if slot is not None:
+            there[node] = slot
     return there
-
-
-def _needed(joint: Graph, there: Collection[Node]) -> set[Node]:
-    needed = {node for node in joint.results() if node is not None}
-    for node in reversed(joint.gm.graph.nodes):
-        if node in needed and node not in there:
-            needed.update(node.all_input_nodes)
-    return needed
 
 
 def _refuse_lost(node: Node) -> None:
@@ -73,12 +85,10 @@ def _refuse_lost(node: Node) -> None:
         lost = f"needs `{node.name}`, which was not saved"
     elif not is_late(node) and is_random(node):
         lost = f"draws random numbers (`{node.target}`)"
-    elif not is_late(node) and is_collective(node):
-        lost = f"communicates (`{node.target}`)"
     else:
         return
     raise UnsupportedProgram(
-        f"a gradient is another kind of tensor than its result, and the backward for it {lost}",
+        f"another backward is asked for than was compiled, and it {lost}",
         stage="partition",
-        fix="convert it before calling `backward`",
+        fix="convert gradients to the kind of their results, and do without `create_graph=True`",
     )

@@ -19,6 +19,7 @@ from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slo
 from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Backward, Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.derivative import Derivatives
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guard import no_overlap, place_in_storage
@@ -121,10 +122,18 @@ def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
     return without_autocast(emitted.call) if compilation.captured.ambient.autocast else emitted.call
 
 
-def _backward(
-    compilation: Compilation, region: Training, watch: AbstractContextManager[Any] | None
-) -> Backward:
+def _backward(compilation: Compilation, region: Training, watch: Watch) -> Backward:
     rules = compilation.captured.environment.rules
+
+    def after() -> None:
+        for claim in rules:
+            claim.rule.after_backward(claim.root)
+
+    return backward_of(region, watch, after)
+
+
+def backward_of(region: Training, watch: Watch, after: Callable[[], None]) -> Backward:
+    """What runs in the backward of a region's node; `after` is called when the gradients are there."""
 
     def guarded(call: BoxedCall) -> BoxedCall:
         return without_autocast(call) if watch is None else _watched(without_autocast(call), watch)
@@ -132,20 +141,22 @@ def _backward(
     def reduced(missing: frozenset[Slot]) -> BoxedCall:
         return guarded(region.reduced(missing))
 
-    def after() -> None:
-        for claim in rules:
-            claim.rule.after_backward(claim.root)
-
-    whole = pointing_at_the_forward(region.backward, region.split.backward)
-    whole = without_autocast(whole)
-
     def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
         part = region.parts(outs, arrived)
         return Part(guarded(part.call), part.sources)
 
-    others = None if region.others is None else OtherKinds(region.node, region.others, guarded, after)
-    results = region.split.backward.outs
-    return Backward(region.node, whole, reduced, region.again, after, parts, results, others)
+    node, others, derivatives = region.node, region.others, region.derivatives
+    return Backward(
+        plan=node,
+        whole=without_autocast(pointing_at_the_forward(region.backward, region.split.backward)),
+        reduced=reduced,
+        twice=region.again,
+        after=after,
+        parts=parts,
+        results=region.split.backward.outs,
+        other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
+        derivative=None if derivatives is None else Derivatives(node, derivatives),
+    )
 
 
 def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:

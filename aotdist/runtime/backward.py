@@ -20,6 +20,7 @@ from aotdist.partition.again import cannot_again
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, Slot
 from aotdist.runtime.apart import apart, joined, together
+from aotdist.runtime.derivative import Derivatives
 from aotdist.runtime.gate import Grads, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
 from aotdist.runtime.other_kinds import WATCHED, OtherKinds, refusal
@@ -62,6 +63,7 @@ class Backward:
         parts: what computes some results of the backward, cut at its waypoints, from some gradients.
         results: the names of what `whole` returns.
         other_kinds: runs the backward for gradients of other kinds, if there can be one.
+        derivative: runs the backward as a program with a backward, where `twice` will not do.
     """
 
     plan: NodePlan
@@ -72,6 +74,7 @@ class Backward:
     parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
     results: tuple[Slot, ...]
     other_kinds: OtherKinds | None
+    derivative: Derivatives | None
 
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients, given a tangent, or None, for each differentiable output."""
@@ -80,7 +83,7 @@ class Backward:
         there = self._there(tangents)
         if not there:
             return (None,) * len(self.plan.grads)
-        if self.other_kinds is not None and self.other_kinds.are_among(plan, there):
+        if self.other_kinds is not None and not plan.takes(there):
             return self.other_kinds(ctx, there)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
         recipes = plan.grads
@@ -156,8 +159,8 @@ class Backward:
         plan, arrived = self._plan(ctx), self._there(tangents)
         if not arrived:
             return (None,) * len(self.plan.grads)
-        if self.other_kinds is not None and self.other_kinds.are_among(plan, arrived):
-            return self.other_kinds(ctx, arrived)
+        if self.derivative is not None and (plan.obstacle is not None or not plan.takes(arrived)):
+            return self.derivative(ctx, arrived, lambda: self(ctx, *tangents))
         outs = tuple(slot for slot in self.results if slot.role == "grad")
         found = iter(self._twice(ctx, outs, arrived, in_parts=is_watched(ctx)))
         return tuple(
@@ -176,15 +179,13 @@ class Backward:
     ) -> Sequence[torch.Tensor | None]:
         if self.plan.obstacle is not None:
             raise cannot_again(self.plan.obstacle)
-        plan = self._plan(ctx)
-        given = held_by_name(ctx, plan, apart)
-        names = set[Slot]()
+        plan, tangents = self._plan(ctx), dict[Slot, torch.Tensor]()
         for idx, grad in arrived.items():
             if grad is not None:
                 expected = plan.expected(idx, in_parts=in_parts)
-                names.update(expected.slots())
-                given.update(zip(expected.slots(), expected.with_history(grad), strict=True))
-        part = self.twice(outs, frozenset(names), in_parts=in_parts)
+                tangents.update(zip(expected.slots(), expected.with_history(grad), strict=True))
+        part = self.twice(outs, frozenset(tangents), in_parts=in_parts)
+        given = held_by_name(ctx, plan, apart, part.sources) | tangents
         return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
 
 

@@ -17,6 +17,7 @@ from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, Slot, Split
 from aotdist.runtime.backward import Part, Twice
+from aotdist.runtime.derivative import CompiledDerivative
 from aotdist.runtime.other_kinds import Arrived, OtherBackward
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
@@ -37,6 +38,7 @@ class Training:
         gates: where it may be watched.
         again: compiles the same for gradients that autograd records.
         others: compiles the backward for gradients of other kinds, if there can be one; each once.
+        derivatives: compiles the backward as a program with a backward, if that can be; each once.
     """
 
     joint: Graph
@@ -49,6 +51,7 @@ class Training:
     gates: tuple[Gate, ...]
     again: Twice
     others: Callable[[Arrived], OtherBackward] | None
+    derivatives: Callable[[Arrived], CompiledDerivative] | None
 
 
 @dataclass(frozen=True, slots=True)

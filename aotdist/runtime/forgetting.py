@@ -15,7 +15,7 @@ from aotdist.errors import InternalError
 from aotdist.program import I, Program, Row
 from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.print_call import Fit
-from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import Recipe, leaves, rebuild, recipe_of
 
 
 def without_tensors(compilation: Compilation) -> Compilation:
@@ -29,7 +29,7 @@ def without_tensors(compilation: Compilation) -> Compilation:
             program=_without_tensors(captured.program),
             environment=replace(environment, state=(), reached=replace(environment.reached, tensors=())),
         ),
-        traced=replace(traced, program=_without_tensors(traced.program)),
+        traced=replace(traced, program=_without_tensors(traced.program), later_backwards=None),
     )
 
 
@@ -40,12 +40,17 @@ def fit_without_tensors(fit: Fit) -> Fit:
 
 def shell(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with the metadata of another and no data."""
-    plains = [
-        torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device="meta")
-        for plain in plain_tensors(tensor)
-    ]
-    made = rebuild(recipe_of(tensor), plains)
+    made = shell_of(recipe_of(tensor))
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
+
+
+def shell_of(recipe: Recipe) -> torch.Tensor:
+    """A tensor that `recipe` puts together, with no data."""
+    plains = [
+        torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device="meta")
+        for _, plain in leaves(recipe)
+    ]
+    return rebuild(recipe, plains)
 
 
 def _without_tensors(program: Program[I]) -> Program[I]:

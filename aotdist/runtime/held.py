@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from aotdist.torch_seam import keeps_graph
 
 
 def held_by_name(
-    ctx: Any, plan: NodePlan, apart: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    ctx: Any,
+    plan: NodePlan,
+    apart: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    needed: Collection[int | Slot],
 ) -> dict[Slot, Any]:
     """Saved values, kept inputs, sizes, seed and offset.
 
@@ -25,15 +28,16 @@ def held_by_name(
         ctx: the context.
         plan: of the node.
         apart: takes an input apart.
+        needed: the names of what is looked at.
 
     Raises:
         RuntimeError: a saved value was written since; autograd's own.
         UnsupportedProgram: so was an input that is kept, and that eager does not look at.
     """
     held: dict[Slot, Any] = dict(zip(plan.saved_slots, ctx.saved_tensors, strict=True))
-    for (position, name), version in zip(plan.unsaved, ctx.versions if plan.unsaved else (), strict=True):
-        if version_of(ctx.again[position]) != version:
-            raise _written_since(name)
+    for (position, slots), version in zip(plan.unsaved, ctx.versions if plan.unsaved else (), strict=True):
+        if version_of(ctx.again[position]) != version and any(slot in needed for slot in slots):
+            raise _written_since(slots[0].path)
     kept = [plain for primal in ctx.again for plain in apart(primal)] if plan.again else []
     held.update(zip(plan.again_slots, kept, strict=True))
     held.update(sizes_by_name(plan.sizes, ctx))

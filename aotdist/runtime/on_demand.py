@@ -13,7 +13,7 @@ from typing import Any
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.facts import Facts
-from aotdist.joint.other_tangents import OtherJoint, OtherTangents
+from aotdist.joint.later_backwards import LaterBackwards, OtherJoint
 from aotdist.joint.symbols import Symbols
 from aotdist.partition.choices import choice_without, without_choices
 from aotdist.partition.from_saved import from_saved
@@ -38,6 +38,7 @@ class OnDemand:
 
     Args:
         cut: the joint graph, cut at its waypoints.
+        joint: the same, not cut.
         by_choice: the backward, with the results of every choice of tangents that was traced by itself.
         split: forward and backward, as they are compiled.
         halves: the same, compiled.
@@ -45,10 +46,10 @@ class OnDemand:
         ins: names of the inputs.
         symbols: the symbolic sizes.
         emitter: compiles graphs.
-        other_tangents: traces backwards for gradients of other kinds than the results, if there can be any.
     """
 
     cut: Graph
+    joint: Graph
     by_choice: Graph
     split: Split
     halves: EmittedHalves
@@ -56,7 +57,6 @@ class OnDemand:
     ins: Row[PrimalIdx, Slot]
     symbols: Symbols
     emitter: Emitter
-    other_tangents: OtherTangents | None
     _reduced: dict[frozenset[Slot], BoxedCall] = field(default_factory=dict)
     _parts: dict[tuple[tuple[Slot, ...], frozenset[Slot]], Part] = field(default_factory=dict)
 
@@ -80,27 +80,30 @@ class OnDemand:
             self._parts[outs, arrived] = Part(self._compiled(graph), sources)
         return self._parts[outs, arrived]
 
-    def of_other_kinds(self, kept: Sequence[Slot]) -> Callable[[Arrived], OtherBackward] | None:
+    def of_other_kinds(
+        self, later: LaterBackwards | None, kept: Sequence[Slot]
+    ) -> Callable[[Arrived], OtherBackward] | None:
         """What compiles the backward for gradients of other kinds than the results, if there can be one.
 
         Args:
+            later: traces it.
             kept: the plain inputs that are there besides saved values.
         """
-        if self.other_tangents is None:
+        if later is None or not later.meets_other_kinds():
             return None
-        tangents, made = self.other_tangents, list[OtherBackward]()
+        made: list[OtherBackward] = []
 
         def compiled(arrived: Arrived) -> OtherBackward:
             found = next((one for one in made if one.takes(arrived)), None)
             if found is None:
-                found = self._of_kinds(tangents.trace(arrived), kept)
+                found = self._of_kinds(later.of_kinds(arrived), kept)
                 made.append(found)
             return found
 
         return compiled
 
     def _of_kinds(self, joint: OtherJoint, kept: Sequence[Slot]) -> OtherBackward:
-        graph = from_saved(joint.graph, self.split, kept)
+        graph = from_saved(joint.graph, self.joint, self.split, kept)
         loose = self.emitter.takes_any_strides(graph)
         return OtherBackward(
             tangents={idx: tangent_like(*kind, loose=loose) for idx, kind in joint.tangents.items()},

@@ -70,22 +70,16 @@ class OtherKinds:
     guarded: Callable[[BoxedCall], BoxedCall]
     after: Callable[[], None]
 
-    def are_among(self, plan: NodePlan, arrived: Arrived) -> bool:
-        """Whether some of these gradients are of other kinds; `plan` has the sizes of the call."""
-        return not all(plan.expected(idx, in_parts=False).takes(grad) for idx, grad in arrived.items())
-
     def __call__(self, ctx: Any, arrived: Arrived) -> tuple[Any, ...]:
         """The inputs' gradients.
 
         Raises:
             UnsupportedProgram: there is no backward for such gradients.
         """
-        if torch.is_grad_enabled():
-            raise refusal(arrived.values(), "they are to be differentiated in turn (`create_graph=True`)")
         if is_watched(ctx):
             raise refusal(arrived.values(), WATCHED)
         other = self.compiled(arrived)
-        given = held_by_name(ctx, self.plan, plain_tensors)
+        given = held_by_name(ctx, self.plan, plain_tensors, other.whole.ins)
         for idx, tangent in _concrete(ctx, other.tangents).items():
             given.update(zip(tangent.slots(), tangent(arrived[idx]), strict=True))
         args = _arguments(ctx, other.whole, given)

@@ -69,7 +69,7 @@ class NodePlan:
         again: the inputs to keep for differentiating twice.
         again_slots: the names of the plain tensors beneath them.
         unsaved: those of them that are not saved, so that autograd does not tell if they are written:
-            positions and names.
+            positions, and names of what is beneath them.
         obstacle: why that cannot be done, if so.
         passages: which gradients pass tensors that the caller holds.
         totals: recipes to assume of the gradients of waypoints.
@@ -94,7 +94,7 @@ class NodePlan:
     saved_slots: tuple[Slot, ...]
     again: tuple[PrimalIdx, ...]
     again_slots: tuple[Slot, ...]
-    unsaved: tuple[tuple[int, str], ...]
+    unsaved: tuple[tuple[int, tuple[Slot, ...]], ...]
     obstacle: str | None
     passages: Passages
     totals: Mapping[NodeOutIdx, Tangent]
@@ -104,6 +104,10 @@ class NodePlan:
         if in_parts and idx in self.totals:
             return self.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
+
+    def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
+        """Whether these gradients are of the kinds that are expected."""
+        return all(self.expected(idx, in_parts=False).takes(grad) for idx, grad in arrived.items())
 
     def piece_slots(self, gate: Gate) -> tuple[Slot, ...]:
         """Names of what a gate sends back."""
@@ -217,29 +221,41 @@ def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[NodeO
 
 
 def _kept_for_again(traced: Traced, again: Again) -> tuple[tuple[PrimalIdx, ...], str | None]:
-    """The inputs to keep, and why none can be, if so."""
+    """The inputs to keep, and why the gradients cannot be differentiated as a graph, if so.
+
+    For autograd's graph of the trace, which is gone through then, and for gradients of other kinds, all that
+    get a gradient are kept.
+    """
+    obstacle, later = _obstacle(traced, again), traced.later_backwards
+    kept = {slot.path for slot in again.primals} if obstacle is None else set[str]()
+    ins, facts = traced.program.ins, traced.facts
+    if later is not None and not facts.reshaped() and (obstacle is not None or later.meets_other_kinds()):
+        kept |= {slot.path for slot, grad in zip(ins, facts.grads, strict=True) if grad is not None}
+    return tuple(idx for idx, slot in ins.enumerate() if slot.path in kept), obstacle
+
+
+def _obstacle(traced: Traced, again: Again) -> str | None:
     facts, ins = traced.facts, traced.program.ins
+    if facts.related:
+        return "it is the gradient of a gradient itself"
     for slot, recipe, grad in zip(ins, facts.recipes, facts.grads, strict=True):
         if grad is not None and isinstance(recipe, Wrapper) != isinstance(grad, Wrapper):
             # Beneath the wrapper a plain input has one gradient; the program gives it one for each part.
-            return (), f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
-    if again.obstacle is not None:
-        return (), again.obstacle
+            return f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
     paths = {slot.path for slot in again.primals}
-    kept = tuple(idx for idx, slot in ins.enumerate() if slot.path in paths)
-    if not facts.reshaped().isdisjoint(kept):
-        return (), "it writes the sizes, strides or storage of an input in place"
-    return kept, None
+    if any(ins[idx].path in paths for idx in facts.reshaped()):
+        return "it writes the sizes, strides or storage of an input in place"
+    return again.obstacle
 
 
 def _names_of_kept(
     traced: Traced, split: Split, kept: Sequence[PrimalIdx]
-) -> tuple[tuple[Slot, ...], tuple[tuple[int, str], ...]]:
+) -> tuple[tuple[Slot, ...], tuple[tuple[int, tuple[Slot, ...]], ...]]:
     """The names of the plain tensors beneath kept inputs, and those inputs that are not saved."""
     ins, recipes = traced.program.ins, traced.facts.recipes
-    slots = [[Slot("primal", ins[idx].path, inner) for inner, _ in leaves(recipes[idx])] for idx in kept]
+    slots = [tuple(Slot("primal", ins[idx].path, inner) for inner, _ in leaves(recipes[idx])) for idx in kept]
     saved = set(split.saved_primals.values())
-    unsaved = [(k, ins[idx].path) for k, idx in enumerate(kept) if not saved.issuperset(slots[k])]
+    unsaved = [(k, beneath) for k, beneath in enumerate(slots) if not saved.issuperset(beneath)]
     return tuple(itertools.chain(*slots)), tuple(unsaved)
 
 

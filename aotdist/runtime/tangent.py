@@ -139,16 +139,17 @@ def _describe(recipe: Recipe) -> str:
 def _materialised(plain: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
     """`plain` with these strides, if any are asked for, and no conjugation or negation left to be done."""
     if stride is not None and plain.stride() != stride:
-        return _restrided(plain, stride)
+        if not is_wrapper(plain):
+            out = torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device)
+            return out.copy_(plain)
+        return restrided(plain, stride)
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
-def _restrided(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    if is_wrapper(plain):
-        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
-        return plain.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
-    out = torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device)
-    return out.copy_(plain)
+def restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """`tensor` in memory that is laid out densely, in the order of these strides; autograd may record it."""
+    order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 def rebuilt(recipe: Recipe) -> Any:

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.subclasses.protocol import plain_tensors
+from tests.semantics.makers import leaf, two
 from tests.semantics.meshes import sharded
 
 PROGRAMS: dict[str, Callable[..., torch.Tensor]] = {
@@ -95,36 +97,191 @@ def test_one_output_of_several() -> None:
     assert torch.equal(*second)
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
+class OfInput(torch.autograd.Function):
+    """Saves its input; the history of what it saved goes on."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x
 
 
-OBSTACLES = {
-    "autograd function `TwiceBackward`": lambda x: Twice.apply(x).sin(),
-    "draws random numbers": lambda x: torch.bernoulli(x.sigmoid()) * x.sin(),
+class OfResult(torch.autograd.Function):
+    """Saves its result, whose gradient is its own backward again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y * 1.5
+
+
+class OfNeither(torch.autograd.Function):
+    """Saves what nobody can differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        ctx.save_for_backward(y)
+        return y * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+class OfTwo(torch.autograd.Function):
+    """Takes and returns two tensors, and is a function of its gradients that is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, w)
+        return x * w, x + w
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return first.sin() * w + second, first * x * second.cos()
+
+
+# What is computed again beneath an operator of the graph is not told apart from what the user differentiates:
+# these are differentiated as autograd itself does, by the graph that the trace left.
+BY_AUTOGRAD: dict[str, Callable[..., torch.Tensor]] = {
+    "a function of its input": lambda x, w: OfInput.apply(x) * w,
+    "a function of its result": lambda x, w: OfResult.apply(x * w),
+    "a function of neither": lambda x, w: OfNeither.apply(x) * w.sin(),
+    "functions of functions": lambda x, w: OfResult.apply(OfInput.apply(x @ w.t()) * 0.1),
+    "a function of two": lambda x, w: sum(OfTwo.apply(x.sin(), w)),
+    "random numbers": lambda x, w: torch.bernoulli(x.sigmoid()) * x.sin() * w,
+    "an input that is written": lambda x, w: ((y := x * 1.0).mul_(w), OfResult.apply(y))[1],
+    "a view by a function": lambda x, w: OfInput.apply(x)[1:] * w[1:],
+}
+
+
+@pytest.mark.parametrize("partition", ["default", "min_cut"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", BY_AUTOGRAD)
+def test_by_way_of_autograd_itself(name: str, order: int, partition: str) -> None:
+    settings = aotdist.Settings(partition=partition)
+    compiled = aotdist.compile(BY_AUTOGRAD[name], backend="fx", settings=settings)
+    for _ in range(2):
+        assert_close(derivatives(compiled, order), derivatives(BY_AUTOGRAD[name], order))
+    assert len(compiled.artifacts) == 1
+
+
+def test_by_way_of_autograd_and_a_compiler_that_fuses() -> None:
+    program = BY_AUTOGRAD["a function of its result"]
+    compiled = aotdist.compile(program, backend="inductor")
+    assert_close(derivatives(compiled, 1), derivatives(program, 1))
+
+
+def test_each_derivative_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    trace = LaterBackwards.differentiable
+    monkeypatch.setattr(
+        LaterBackwards, "differentiable", lambda *args: (traced.append(args), trace(*args))[1]
+    )
+    compiled = aotdist.compile(OfResult.apply, backend="fx")
+    for _ in range(3):
+        x = torch.ones(3, requires_grad=True)
+        (grad,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+        grad.sum().backward()
+    assert len(traced) == 1
+
+
+def test_a_function_whose_input_is_written_after_the_forward() -> None:
+    """Nothing needs its old value: eager saved the result."""
+    second = []
+    for fn in (OfResult.apply, aotdist.compile(OfResult.apply, backend="fx")):
+        x = torch.ones(3, requires_grad=True)
+        y = fn(x)
+        with torch.no_grad():
+            x.mul_(2)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(grad.sum(), x))
+    assert_close(*second)
+
+
+def test_a_gradient_without_history() -> None:
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return torch.ones_like(grad)
+
+    for fn in (Constant.apply, aotdist.compile(Constant.apply, backend="fx")):
+        x = torch.ones(3, requires_grad=True)
+        (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        assert not grad.requires_grad
+        assert torch.equal(grad, torch.ones(3))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_backward_without_a_gradient_fails_when_it_is_asked_for_one(compiles: bool) -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2 * ctx.saved_tensors[0]
+
+    x = torch.ones(3, requires_grad=True)
+    y = aotdist.compile(Once.apply, backend="fx")(x) if compiles else Once.apply(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert grad.requires_grad
+    assert torch.equal(grad, torch.full((3,), 4.0))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_wrappers_that_meet_plain_tensors() -> None:
+    def second(fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, w = two(3).requires_grad_(), leaf(3)
+        grads = torch.autograd.grad(fn(x, w).sum(), (x, w), create_graph=True)
+        again = torch.autograd.grad(sum((grad * grad).sum() for grad in grads), (x, w))
+        return [part for grad in (*grads, *again) for part in (grad.a, grad.b)]
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x.sin() * w
+
+    assert_close(second(aotdist.compile(program, backend="fx")), second(program))
+
+
+OBSTACLES: dict[str, Callable[..., Any]] = {
+    "autograd function": lambda x: ((y := OfResult.apply(x)), y * x)[1:] + (y,),
     "whose old value": lambda x: (x.mul_(2), x.cos())[1],
 }
 
 
 @pytest.mark.parametrize("reason", OBSTACLES)
 def test_what_stands_in_the_way_is_named(reason: str) -> None:
+    """Where gradients are asked for at a tensor that others pass, their own gradients take a graph."""
     compiled = aotdist.compile(OBSTACLES[reason], backend="fx")
-    x = torch.ones(3, requires_grad=True)
+    x = torch.ones(3, requires_grad=True) * 1.0
+    result = compiled(x)
+    wanted = (result[1], x) if isinstance(result, tuple) else x
+    result = result[0] if isinstance(result, tuple) else result
     with pytest.raises(UnsupportedProgram, match=reason):
-        torch.autograd.grad(compiled(x * 1.0).sum(), x, create_graph=True)
-
-
-def test_gradients_of_another_kind_are_named() -> None:
-    x, w = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_(), torch.ones(3, requires_grad=True)
-    y = aotdist.compile(lambda x, w: x.sin() * w, backend="fx")(x, w)
-    with pytest.raises(UnsupportedProgram, match="another kind of tensor"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
+        torch.autograd.grad(result.sum(), wanted, create_graph=True)
 
 
 RANDOM: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

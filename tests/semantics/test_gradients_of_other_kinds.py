@@ -13,10 +13,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.other_tangents import OtherTangents
+from aotdist.joint.later_backwards import LaterBackwards
+from aotdist.subclasses.protocol import plain_tensors
 from tests.semantics.makers import leaf, non_leaf, plain, two
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Scene, same_as_eager
+from tests.semantics.observation import Scene, same_as_eager, tangent_of_other_kind
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "a gradient that is passed on": lambda x, w: x + w,
@@ -125,8 +126,8 @@ def test_a_compiler_that_fuses() -> None:
 
 def test_each_kind_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
-    trace = OtherTangents.trace
-    monkeypatch.setattr(OtherTangents, "trace", lambda *args: (traced.append(args), trace(*args))[1])
+    trace = LaterBackwards.of_kinds
+    monkeypatch.setattr(LaterBackwards, "of_kinds", lambda *args: (traced.append(args), trace(*args))[1])
     compiled = aotdist.compile(lambda x: x * x, backend="fx")
     x = two().requires_grad_()
     for gradient in (plain(), two(), plain(), TwoTensor(two(), plain()), plain(4, 3).t(), two()):
@@ -182,33 +183,40 @@ def test_dtensors_meet_no_plain_tensors_as_in_eager(mesh: DeviceMesh) -> None:
     assert x.grad is not None
 
 
-def test_gradients_of_other_kinds_are_not_differentiated_in_turn() -> None:
-    y = aotdist.compile(lambda x: x * x, backend="fx")(two().requires_grad_())
-    with pytest.raises(
-        UnsupportedProgram, match=r"other kinds than the results arrive \(Tensor\).*create_graph"
-    ):
-        y.backward(torch.ones(3, 4), create_graph=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_differentiated_in_turn(name: str, kind: str) -> None:
+    """Equal to rounding, as second derivatives are."""
+
+    def second(fn: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, w = (make().requires_grad_() for make in KINDS[kind])
+        results = fn(x, w)
+        results = results if isinstance(results, tuple) else (results,)
+        tangents = [tangent_of_other_kind(one, 1).requires_grad_() for one in results]
+        grads = torch.autograd.grad(results, (x, w), tangents, create_graph=True, allow_unused=True)
+        ends = [grad * grad for grad in grads if grad is not None and grad.requires_grad]
+        again = torch.autograd.grad(
+            ends, (x, w, *tangents), list(map(torch.ones_like, ends)), allow_unused=True
+        )
+        found = [grad for grad in (*grads, *again) if grad is not None]
+        return [plain for grad in found for plain in plain_tensors(grad)]
+
+    assert_close(second(aotdist.compile(PROGRAMS[name], backend="fx")), second(PROGRAMS[name]))
 
 
-def test_nor_looked_at_between_results() -> None:
+def test_not_with_symbolic_sizes() -> None:
+    compiled = aotdist.compile(lambda x: x * x, backend="fx", settings=aotdist.Settings(dynamic=True))
+    y = compiled(two().requires_grad_())
+    with pytest.raises(UnsupportedProgram, match="of other kinds than the results, and sizes are symbolic"):
+        torch.autograd.grad(y, y.grad_fn.next_functions[0][0].variable, torch.ones(3, 4), create_graph=True)
+
+
+def test_not_looked_at_between_results() -> None:
     y, z = aotdist.compile(lambda x: ((y := x * x), y * x), backend="fx")(two().requires_grad_())
     y.retain_grad()
     with pytest.raises(UnsupportedProgram, match="look at what passes between them"):
         z.backward(torch.ones(3, 4))
-
-
-def test_plain_tensors_alone_are_differentiated_in_turn() -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() * x
-
-    found = []
-    for fn in (program, aotdist.compile(program, backend="fx")):
-        torch.manual_seed(0)
-        x, tangent = leaf(), two().requires_grad_()
-        (grad,) = torch.autograd.grad(fn(x), x, tangent, create_graph=True)
-        again = torch.autograd.grad(grad, (x, tangent), two())
-        found.append([part for one in (grad, *again) for part in (one.a, one.b)])
-    assert_close(*found)
 
 
 def test_watched_results_of_plain_tensors() -> None:

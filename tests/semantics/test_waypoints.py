@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
-from aotdist.runtime import on_demand
 from aotdist.errors import UnsupportedProgram
+from aotdist.runtime import on_demand
 from tests.semantics.makers import leaf, non_leaf, two_non_leaf
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import (

@@ -1,0 +1,288 @@
+"""Backwards of a traced program that are traced when somebody asks for them, after it was compiled.
+
+The gradient of a wrapper is taken to be such a wrapper, and that of a plain tensor to be plain. Whoever
+computes the loss may see to it that it is the other way round. Then operators meet other tensors, and the
+inputs' gradients are of other kinds. And gradients may be differentiated in turn.
+
+So autograd's graph of the trace, which holds no data, is kept, and gone through again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.facts import Facts, Fresh, NodeOut, OutputFact, Untouched
+from aotdist.joint.backward import Backward, Wanted, grad_results, new_tangent, value_results
+from aotdist.joint.proxies import Recorder
+from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import (
+    Constant,
+    Plain,
+    Recipe,
+    Wrapper,
+    leaves,
+    recipe_of,
+    wrapper_rule,
+)
+from aotdist.torch_seam import custom_functions, is_once_differentiable
+
+T = TypeVar("T")
+
+Named = tuple[str, Recipe]
+"""What an argument is called, and what it is like."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherJoint:
+    """A program with another backward.
+
+    Args:
+        graph: what was recorded, with the new gradients for its results.
+        tangents: the gradients that it takes.
+        grads: recipe of each input's gradient, or None.
+    """
+
+    graph: Graph
+    tangents: Mapping[NodeOutIdx, Named]
+    grads: Row[PrimalIdx, Recipe | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Derivative:
+    """The backward of a program as a program of its own, which has a backward.
+
+    Its inputs are those of the program that get gradients, then the gradients that arrive. Its graph takes
+    other inputs of the program besides.
+
+    Args:
+        graph: what was recorded; the gradients are its `output`s, and theirs its `grad`s.
+        ins: names of its inputs.
+        primals: the inputs of the program that are inputs.
+        tangents: the gradients that arrive.
+        grads: which result is the gradient of which input of the program; none if none has a history.
+        failure: why they have none although eager's have, if so: they have no gradients.
+        facts: what the trace showed.
+        later: traces backwards of the derivative.
+    """
+
+    graph: Graph
+    ins: Row[PrimalIdx, Slot]
+    primals: tuple[PrimalIdx, ...]
+    tangents: Mapping[NodeOutIdx, Named]
+    grads: Mapping[PrimalIdx, NodeOutIdx]
+    failure: str
+    facts: Facts
+    later: LaterBackwards
+
+    def plain_ins(self) -> list[Slot]:
+        """The names of the plain tensors beneath its inputs."""
+        pairs = zip(self.ins, self.facts.recipes, strict=True)
+        return [Slot("primal", slot.path, inner) for slot, recipe in pairs for inner, _ in leaves(recipe)]
+
+
+class LaterBackwards:
+    """Traces backwards of one program.
+
+    Args:
+        recorder: of the trace; it goes on.
+        backward: of the trace. No tensor of the caller's is kept.
+        node_outs: what the program returns.
+        ins: names of the inputs.
+        recipes: how they are put together.
+        grads: the gradients that inputs get.
+        serials: numbers that no other of the recorder's backwards has; those of one that this is made from.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        backward: Backward,
+        node_outs: Row[NodeOutIdx, NodeOut],
+        ins: Row[PrimalIdx, Slot],
+        recipes: Row[PrimalIdx, Recipe],
+        grads: Mapping[PrimalIdx, torch.Tensor],
+        serials: Iterator[int] | None = None,
+    ) -> None:
+        backward.forget_inputs()
+        self._recorder, self._backward, self._node_outs = recorder, backward, node_outs
+        self._ins, self._recipes = ins, recipes
+        self._wanted = [(idx, ends) for idx, ends in backward.wanted() if idx in grads]
+        self._serials, self._serial = serials or itertools.count(1), 0
+
+    def is_differentiable(self) -> bool:
+        """Whether gradients may have a history."""
+        return self._backward.is_differentiable()
+
+    def meets_other_kinds(self) -> bool:
+        """Whether gradients of other kinds make another backward.
+
+        That of plain tensors alone is the same, whatever it is given. Beneath wrappers with a rule that meet
+        no plain tensors, as DTensors do not, plain results have plain gradients.
+        """
+        of_outs = [out.recipe for out in self._node_outs if out.differentiable]
+        return any(isinstance(recipe, Wrapper) for recipe in of_outs) or any(
+            isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls) is None for recipe in self._recipes
+        )
+
+    def of_kinds(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> OtherJoint:
+        """The program with the backward for such gradients.
+
+        Args:
+            arrived: the gradients that there are.
+
+        Raises:
+            UnsupportedProgram: there is no such backward.
+        """
+        tangents = self._tangents(arrived)
+
+        def run() -> OtherJoint:
+            given = {
+                idx: new_tangent(self._recorder, *tangent, arrived[idx]) for idx, tangent in tangents.items()
+            }
+            grads = self._backward.run(list(given), given, again=True)
+            graph = self._recorder.graph(grad_results(self._recorder, self._ins, grads))
+            return OtherJoint(graph, tangents, self._in_a_row(grads))
+
+        return self._recording(arrived, run)
+
+    def differentiable(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> Derivative:
+        """The gradients for such gradients, to be differentiated in turn.
+
+        Args:
+            arrived: the gradients that there are.
+
+        Raises:
+            UnsupportedProgram: they cannot be differentiated.
+        """
+        tangents = self._tangents(arrived)
+
+        def run() -> Derivative:
+            recorder = self._recorder
+            recorder.phase = "forward"
+            given = {
+                idx: new_tangent(recorder, *tangent, arrived[idx], "primal").requires_grad_(
+                    arrived[idx].requires_grad
+                )
+                for idx, tangent in tangents.items()
+            }
+            grads = self._backward.run(list(given), given, again=True, with_history=True)
+            return self._derivative(tangents, given, grads)
+
+        return self._recording(arrived, run)
+
+    def _derivative(
+        self,
+        tangents: Mapping[NodeOutIdx, Named],
+        given: Mapping[NodeOutIdx, torch.Tensor],
+        grads: Mapping[PrimalIdx, torch.Tensor],
+    ) -> Derivative:
+        recorder, primals = self._recorder, [idx for idx, _ in self._wanted]
+        ins = Row[PrimalIdx, Slot](
+            [*(self._ins[idx] for idx in primals), *(Slot("primal", path) for path, _ in tangents.values())]
+        )
+        recipes = [*(self._recipes[idx] for idx in primals), *(recipe for _, recipe in tangents.values())]
+        node_outs = Row[NodeOutIdx, NodeOut](
+            NodeOut(self._grad_slot(idx), recipe_of(grad), grad.requires_grad) for idx, grad in grads.items()
+        )
+        ends = [(NodeOutIdx(k), grad) for k, grad in enumerate(grads.values()) if grad.requires_grad]
+        backward = Backward(recorder, node_outs, ends, self._wanted_of_derivative(given), None, {})
+        found, failure = _tried(backward, [tensor for _, tensor in ends])
+        has_history = bool(ends) and not failure
+        facts = Facts(
+            inputs=ins.map(lambda _: Untouched()),
+            outputs=Row[OutIdx, OutputFact](Fresh(idx) for idx in node_outs.indices()),
+            order=tuple(OutIdx(idx) for idx in node_outs.indices()),
+            node_outs=node_outs,
+            recipes=Row(recipes),
+            grads=Row(recipe_of(found[idx]) if idx in found else None for idx in ins.indices()),
+            backward_writes=(),
+            functions=tuple(custom_functions([tensor for _, tensor in ends])),
+        )
+        results = value_results(recorder, node_outs, list(grads.values()))
+        return Derivative(
+            graph=recorder.graph(results + grad_results(recorder, ins, found)),
+            ins=ins,
+            primals=tuple(primals),
+            tangents=tangents,
+            grads={idx: NodeOutIdx(k) for k, idx in enumerate(grads)} if has_history else {},
+            failure=failure,
+            facts=facts,
+            later=LaterBackwards(recorder, backward, node_outs, ins, facts.recipes, found, self._serials),
+        )
+
+    def _grad_slot(self, idx: PrimalIdx) -> Slot:
+        return Slot("output", f"grad of {self._ins[idx]} ({self._serial})")
+
+    def _wanted_of_derivative(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> list[Wanted]:
+        ends = [*(ends for _, ends in self._wanted), *([tangent] for tangent in given.values())]
+        return [
+            (PrimalIdx(k), some)
+            for k, some in enumerate(ends)
+            if not isinstance(some[0], torch.Tensor) or some[0].requires_grad
+        ]
+
+    def _tangents(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> dict[NodeOutIdx, Named]:
+        self._serial = next(self._serials)
+        return {
+            idx: (f"grad of {self._node_outs[idx].slot} ({self._serial})", self._kind(idx, grad))
+            for idx, grad in arrived.items()
+        }
+
+    def _kind(self, idx: NodeOutIdx, grad: torch.Tensor) -> Recipe:
+        recipe, of_out = recipe_of(grad), self._node_outs[idx].recipe
+        if self._recorder.shape_env is None:
+            return _dense(recipe)
+        if not isinstance(recipe, Plain) or isinstance(of_out, Constant):
+            raise self._fails({idx: grad}, "its sizes are not known in terms of the symbols")
+        return Plain(of_out.size, of_out.stride, recipe.dtype)
+
+    def _recording(self, arrived: Mapping[NodeOutIdx, torch.Tensor], run: Callable[[], T]) -> T:
+        recorder = self._recorder
+        recorder.go_on()
+        try:
+            with recorder:
+                return run()
+        except AotdistError:
+            raise
+        except Exception as error:
+            raise self._fails(arrived, str(error)) from error
+        finally:
+            recorder.phase = "backward"
+
+    def _fails(self, arrived: Mapping[NodeOutIdx, torch.Tensor], reason: str) -> UnsupportedProgram:
+        kinds = (f"`{self._node_outs[idx].slot}` is a {type(grad).__name__}" for idx, grad in arrived.items())
+        return UnsupportedProgram(
+            f"the gradient of {', '.join(kinds)}, for which the program has no backward ({reason})",
+            stage="joint",
+            fix="convert it before calling `backward`",
+        )
+
+    def _in_a_row(self, grads: Mapping[PrimalIdx, torch.Tensor]) -> Row[PrimalIdx, Recipe | None]:
+        return Row(recipe_of(grads[idx]) if idx in grads else None for idx in self._ins.indices())
+
+
+def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[dict[PrimalIdx, torch.Tensor], str]:
+    """The gradients, or why there are none: eager says so when it gets there, and not before."""
+    if is_once_differentiable(ends):
+        return {}, "it goes through a function that is `@once_differentiable`"
+    try:
+        return backward.run(again=True), ""
+    except (UnsupportedProgram, RuntimeError) as error:
+        return {}, str(error).partition("\n")[0]
+
+
+def _dense(recipe: Recipe) -> Recipe:
+    """`recipe` without strides that show memory twice, as those of an expanded gradient."""
+    match recipe:
+        case Plain(size=size, stride=stride) if 0 in stride:
+            return replace(recipe, stride=torch.empty(size, device="meta").stride())
+        case Wrapper(attributes=attributes):
+            return replace(recipe, attributes=tuple((name, _dense(part)) for name, part in attributes))
+        case _:
+            return recipe

@@ -1,0 +1,118 @@
+"""The backward of a node as a program with a backward of its own: see `joint/later_backwards.py`.
+
+Its inputs are those of the node that get gradients, the gradients that arrive, and what the node saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.convention.layer import Call
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import NodeOutIdx, PrimalIdx, Slot
+from aotdist.runtime.gate import is_watched
+from aotdist.runtime.held import held_by_name
+from aotdist.runtime.other_kinds import Arrived
+from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.tangent import Tangent, restrided
+from aotdist.subclasses.protocol import Constant, plain_tensors
+from aotdist.torch_seam import failing_in_backward
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledDerivative:
+    """The derivative for some kinds of gradients.
+
+    Args:
+        primals: the inputs of the node that it takes.
+        tangents: what each gradient that arrives is taken for, and whether it requires grad.
+        values: the names of what else it takes.
+        needed: the names of all whose data it reads.
+        call: inputs, gradients, values -> gradients.
+        grads: which result is the gradient of which input; none if none has a history.
+        failure: why they have none although eager's have, if so.
+    """
+
+    primals: tuple[PrimalIdx, ...]
+    tangents: Mapping[NodeOutIdx, tuple[Tangent, bool]]
+    values: tuple[Slot, ...]
+    needed: frozenset[int | Slot]
+    call: Call
+    grads: Mapping[PrimalIdx, NodeOutIdx]
+    failure: str
+
+    def takes(self, arrived: Arrived) -> bool:
+        """Whether it is the derivative for these gradients."""
+        return arrived.keys() == self.tangents.keys() and all(
+            arrived[idx].requires_grad is requires_grad and tangent.takes(arrived[idx])
+            for idx, (tangent, requires_grad) in self.tangents.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Derivatives:
+    """Runs such programs.
+
+    Args:
+        plan: how tensors pass through the node.
+        compiled: compiles one, each once.
+    """
+
+    plan: NodePlan
+    compiled: Callable[[Arrived], CompiledDerivative]
+
+    def __call__(
+        self, ctx: Any, arrived: Arrived, plainly: Callable[[], Sequence[torch.Tensor | None]]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The inputs' gradients, with a history if they have one.
+
+        Args:
+            ctx: the context of the node.
+            arrived: the gradients that there are.
+            plainly: computes the inputs' gradients without a history.
+
+        Raises:
+            UnsupportedProgram: they cannot be differentiated.
+        """
+        if is_watched(ctx):
+            raise UnsupportedProgram(
+                "gradients are differentiated in turn (`create_graph=True`) by way of autograd's own graph, "
+                "and hooks, `retain_grad` or `torch.autograd.grad` look at what passes between results",
+                stage="runtime",
+                fix="watch nothing in that backward",
+            )
+        derivative = self.compiled(arrived)
+        if not derivative.grads:
+            with torch.no_grad():
+                return tuple(_failing_later(grad, derivative.failure) for grad in plainly())
+        kept = dict(zip(self.plan.again, ctx.again, strict=True))
+        held = held_by_name(ctx, self.plan, plain_tensors, derivative.needed)
+        results = derivative.call(
+            [
+                *(kept[idx] for idx in derivative.primals),
+                *(_laid_out(tangent, arrived[idx]) for idx, (tangent, _) in derivative.tangents.items()),
+                *(held[slot] for slot in derivative.values),
+            ]
+        )
+        return tuple(
+            results[derivative.grads[idx]] if idx in derivative.grads else None
+            for idx in self.plan.grads.indices()
+        )
+
+
+def _failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:
+    """`grad` with a history that only says, when it is gone through, that there is none."""
+    if grad is None or not failure:
+        return grad
+    return failing_in_backward(grad, f"the backward of a compiled program has no gradient ({failure})")
+
+
+def _laid_out(tangent: Tangent, grad: torch.Tensor) -> torch.Tensor:
+    converted, recipe = tangent.converted(grad), tangent.recipe
+    if isinstance(recipe, Constant) or converted.stride() == recipe.stride:
+        return converted
+    return restrided(converted, recipe.stride)

@@ -1,0 +1,111 @@
+"""Compiles the backward of a program as a program with a backward of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from aotdist.convention.layer import Call
+from aotdist.errors import InternalError
+from aotdist.facts import Untouched
+from aotdist.joint.later_backwards import Derivative, LaterBackwards
+from aotdist.joint.symbols import Symbols
+from aotdist.joint.trace import Traced
+from aotdist.partition.again import cannot_again
+from aotdist.partition.from_saved import from_saved
+from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Program, Row, Slot, Split
+from aotdist.runtime.artifact import backward_of
+from aotdist.runtime.compilation import Training
+from aotdist.runtime.derivative import CompiledDerivative
+from aotdist.runtime.forgetting import shell_of
+from aotdist.runtime.node import make_node, without_autocast
+from aotdist.runtime.other_kinds import Arrived
+from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.tangent import tangent_like
+from aotdist.subclasses.protocol import recipe_of
+from aotdist.torch_seam import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class Derive:
+    """Compiles derivatives of one program; each once.
+
+    Args:
+        later: traces them.
+        joint: the program, as it was cut.
+        split: the two halves of it.
+        node: how tensors pass through its node.
+        symbols: its symbolic sizes.
+        fake_mode: the mode of its graphs' `val`s.
+        compiled: compiles a program that was traced.
+    """
+
+    later: LaterBackwards
+    joint: Graph
+    split: Split
+    node: NodePlan
+    symbols: Symbols
+    fake_mode: FakeTensorMode
+    compiled: Callable[[Traced], Training]
+    _made: list[CompiledDerivative] = field(default_factory=list)
+
+    def __call__(self, arrived: Arrived) -> CompiledDerivative:
+        """The derivative for such gradients.
+
+        Raises:
+            UnsupportedProgram: there is none.
+        """
+        found = next((made for made in self._made if made.takes(arrived)), None)
+        if found is None:
+            if tuple(self.symbols):
+                obstacle = self.node.obstacle or "gradients are of other kinds than the results"
+                raise cannot_again(f"{obstacle}, and sizes are symbolic")
+            found = self._compile(self.later.differentiable(arrived), arrived)
+            self._made.append(found)
+        return found
+
+    def _compile(self, derivative: Derivative, arrived: Arrived) -> CompiledDerivative:
+        kept, first = self.node.again_slots, derivative.plain_ins()
+        graph = from_saved(derivative.graph, self.joint, self.split, kept, first)
+        rest = graph.ins[len(first) :]
+        values = tuple(slot for slot in rest if slot.role not in GRADIENT_ROLES)
+        call: Call = list
+        if derivative.grads:
+            region = self.compiled(self._traced(derivative, graph, values))
+            forward = without_autocast(region.halves.forward.call)
+            call = make_node(region.node, forward, backward_of(region, None, lambda: None), {})
+        return CompiledDerivative(
+            primals=derivative.primals,
+            tangents={
+                idx: (tangent_like(*named, loose=False), arrived[idx].requires_grad)
+                for idx, named in derivative.tangents.items()
+            },
+            values=values,
+            needed=frozenset(slot for slot, node in graph.named_placeholders().items() if node.users),
+            call=call,
+            grads=derivative.grads,
+            failure=derivative.failure,
+        )
+
+    def _traced(self, derivative: Derivative, graph: Graph, values: Sequence[Slot]) -> Traced:
+        """The derivative as a program that takes `values`, too."""
+        named = graph.named_placeholders()
+        more = [Slot("primal", f"saved {slot}") for slot in values]
+        renamed = dict(zip(values, more, strict=True))
+        graph = replace(graph, ins=tuple(renamed.get(slot, slot) for slot in graph.ins))
+        facts, kinds = derivative.facts, [recipe_of(named[slot].meta["val"]) for slot in values]
+        facts = replace(
+            facts,
+            inputs=Row([*facts.inputs, *(Untouched() for _ in values)]),
+            recipes=Row([*facts.recipes, *kinds]),
+            grads=Row([*facts.grads, *(None for _ in values)]),
+            related=True,
+        )
+        ins = Row[PrimalIdx, Slot]([*derivative.ins, *more])
+        program = Program(_never, ins, facts.recipes.map(shell_of))
+        return Traced(program, graph, facts, self.fake_mode, self.symbols, derivative.later)
+
+
+def _never(*args: Any) -> NoReturn:
+    raise InternalError("a derivative is traced from a program", stage="runtime")
