@@ -1253,7 +1253,7 @@ def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:
 
 def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether the history of `tensors` ends at a function that is `@once_differentiable`."""
-    return any(node.name() == "Error" for node in nodes_behind(tensors))
+    return any(node.name() == "torch::autograd::Error" for node in nodes_behind(tensors))
 
 
 def backward_task() -> int:
