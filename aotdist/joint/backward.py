@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -20,7 +21,8 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward
-from aotdist.joint.lifting import Lifting
+from aotdist.joint.inputs import StandIn
+from aotdist.joint.lifting import Recalling
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
@@ -77,7 +79,7 @@ class Backward:
         node_outs: what the program returns.
         ends: those that are differentiable.
         wanted: for each input that may get gradients, where they arrive: first of all at its leaf.
-        lifting: the mode that the program ran in, if it may close over tensors.
+        mode: what the program ran in, for tensors that it closes over; every run is in it.
         arrivals: the bases among `ends` whose gradient comes through a view.
     """
 
@@ -87,12 +89,12 @@ class Backward:
         node_outs: Row[NodeOutIdx, NodeOut],
         ends: Sequence[End],
         wanted: Sequence[Wanted],
-        lifting: Lifting | None,
+        mode: AbstractContextManager[Any],
         arrivals: Mapping[NodeOutIdx, Arrival],
     ) -> None:
         recorder.phase = "backward"
         self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
-        self._lifting = lifting
+        self.mode = mode
         self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
@@ -114,9 +116,9 @@ class Backward:
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
 
-    def forget_inputs(self) -> None:
-        """Keep no tensor of the user's: later runs meet none that they close over."""
-        self._lifting = None
+    def forget_inputs(self, stand_ins: Iterable[StandIn]) -> None:
+        """Keep no tensor of the user's alive; later runs meet none that has no stand-in."""
+        self.mode = Recalling(stand_ins)
 
     def is_differentiable(self) -> bool:
         """Whether what it computes may have a history; that of a reentrant checkpoint has none."""
@@ -151,8 +153,7 @@ class Backward:
         if not self._accumulates:
             run = functools.partial(run_backward, create_graph=with_history)
         with ExitStack() as stack:
-            lifting = nullcontext() if self._lifting is None else self._lifting
-            for context in (self._autocast(), lifting, naming_failures_of_backward()):
+            for context in (self._autocast(), self.mode, naming_failures_of_backward()):
                 stack.enter_context(context)
             starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
             tensors, first = zip(*starts, strict=True)

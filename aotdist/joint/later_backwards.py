@@ -91,7 +91,7 @@ class LaterBackwards:
 
     Args:
         recorder: of the trace; it goes on.
-        backward: of the trace. No tensor of the caller's is kept.
+        backward: of the trace; it keeps no tensor of the caller's alive.
         node_outs: what the program returns.
         ins: names of the inputs.
         recipes: how they are put together.
@@ -109,7 +109,6 @@ class LaterBackwards:
         grads: Mapping[PrimalIdx, torch.Tensor],
         serials: Iterator[int] | None = None,
     ) -> None:
-        backward.forget_inputs()
         self._recorder, self._backward, self._node_outs = recorder, backward, node_outs
         self._ins, self._recipes = ins, recipes
         self._wanted = [(idx, ends) for idx, ends in backward.wanted() if idx in grads]
@@ -191,7 +190,9 @@ class LaterBackwards:
             NodeOut(self._grad_slot(idx), recipe_of(grad), grad.requires_grad) for idx, grad in grads.items()
         )
         ends = [(NodeOutIdx(k), grad) for k, grad in enumerate(grads.values()) if grad.requires_grad]
-        backward = Backward(recorder, node_outs, ends, self._wanted_of_derivative(given), None, {})
+        backward = Backward(
+            recorder, node_outs, ends, self._wanted_of_derivative(given), self._backward.mode, {}
+        )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
         has_history = bool(ends) and not failure
         facts = Facts(

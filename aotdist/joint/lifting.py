@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from aotdist.capture.origins import Origins
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.inputs import Inputs
+from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.storages import Storages, TracedStorage
 from aotdist.torch_seam import FunctionalTensor, HigherOrderOperator, pytree, rebind
 
@@ -128,6 +129,35 @@ class Lifting(TorchFunctionMode):
                 stage="joint",
                 fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
             )
+
+
+class Recalling(TorchFunctionMode):
+    """Puts stand-ins in the place of tensors that a program closed over, when it is gone through later.
+
+    A backward that computes something again (a checkpoint's) meets them. Nobody is kept alive for that.
+
+    Args:
+        stand_ins: those of the trace.
+    """
+
+    def __init__(self, stand_ins: Iterable[StandIn]) -> None:
+        super().__init__()
+        self._known = [(weakref.ref(one.example), one.tensor) for one in stand_ins]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        met: tuple[Any, ...]
+        named: dict[str, Any]
+        met, named = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, dict(kwargs or {})))
+        return func(*met, **named)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return next((stand_in for known, stand_in in self._known if known() is tensor), tensor)
 
 
 def _refuse_as_eager(tensor: torch.Tensor, source: torch.Tensor) -> None:

@@ -223,6 +223,7 @@ def trace(
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     later = None
     if cuts and again and not backward_writes:
+        backward.forget_inputs(row)
         later = LaterBackwards(recorder, backward, node_outs, seen.ins, facts.recipes, grads)
     graph = recorder.graph(results + written, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)

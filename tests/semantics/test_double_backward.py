@@ -186,6 +186,57 @@ def test_by_way_of_autograd_and_a_compiler_that_fuses() -> None:
     assert_close(derivatives(compiled, 1), derivatives(program, 1))
 
 
+def penalised(call: Callable[..., Any], model: nn.Module) -> list[torch.Tensor]:
+    """The gradients of a penalty on gradients."""
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
+    grads = torch.autograd.grad(call(x).square().sum(), (x, *model.parameters()), create_graph=True)
+    sum((grad * grad).sum() for grad in grads).backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def test_a_checkpoint_that_computes_a_function_again() -> None:
+    """It meets the module's parameters when the gradients are traced, long after the module was."""
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 6).double()
+
+        def program(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return checkpoint(lambda x: OfResult.apply(model(x)).sin(), x, use_reentrant=False)
+
+        found.append(penalised(aotdist.compile(program, backend="fx") if compiles else program, model))
+    assert_close(*found)
+
+
+def test_a_module_with_buffers_that_are_written() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(OfInput.apply(self.norm(x)))
+
+    model = Model().double()
+    copied = copy.deepcopy(model)
+    assert_close(penalised(aotdist.compile(model, backend="fx"), model), penalised(copied, copied))
+    assert_close(dict(model.named_buffers()), dict(copied.named_buffers()))
+
+
+def test_collectives(mesh: DeviceMesh) -> None:
+    def second(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 6, requires_grad=True), sharded(mesh, torch.randn(6, 6)).requires_grad_()
+        grads = torch.autograd.grad(call(x, w).square().sum(), (x, w), create_graph=True)
+        (grads[0].square().sum() + grads[1].full_tensor().square().sum()).backward()
+        return [x.grad, w.grad.full_tensor()]
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w.sin().full_tensor()
+
+    assert_close(second(aotdist.compile(program, backend="fx")), second(program))
+
+
 def test_each_derivative_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     trace = LaterBackwards.differentiable
