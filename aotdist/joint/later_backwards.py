@@ -148,7 +148,10 @@ class LaterBackwards:
             graph = self._recorder.graph(grad_results(self._recorder, self._ins, grads))
             return OtherJoint(graph, tangents, self._in_a_row(grads))
 
-        return self._recording(arrived, run)
+        try:
+            return self._recorded(run)
+        except _NotOurs as failure:
+            raise self._no_backward(arrived, str(failure)) from failure.__cause__
 
     def differentiable(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> Derivative:
         """The gradients for such gradients, to be differentiated in turn.
@@ -173,7 +176,14 @@ class LaterBackwards:
             grads = self._backward.run(list(given), given, again=True, with_history=True)
             return self._derivative(tangents, given, grads)
 
-        return self._recording(arrived, run)
+        try:
+            return self._recorded(run)
+        except _NotOurs as failure:
+            raise UnsupportedProgram(
+                f"gradients are to be differentiated in turn (`create_graph=True`), which fails ({failure})",
+                stage="joint",
+                fix="leave the part that is differentiated twice out of the compiled function",
+            ) from failure.__cause__
 
     def _derivative(
         self,
@@ -240,10 +250,10 @@ class LaterBackwards:
         if self._recorder.shape_env is None:
             return _dense(recipe)
         if not isinstance(recipe, Plain) or isinstance(of_out, Constant):
-            raise self._fails({idx: grad}, "its sizes are not known in terms of the symbols")
+            raise self._no_backward({idx: grad}, "its sizes are not known in terms of the symbols")
         return Plain(of_out.size, of_out.stride, recipe.dtype)
 
-    def _recording(self, arrived: Mapping[NodeOutIdx, torch.Tensor], run: Callable[[], T]) -> T:
+    def _recorded(self, run: Callable[[], T]) -> T:
         recorder = self._recorder
         recorder.go_on()
         try:
@@ -252,11 +262,11 @@ class LaterBackwards:
         except AotdistError:
             raise
         except Exception as error:
-            raise self._fails(arrived, str(error)) from error
+            raise _NotOurs(str(error)) from error
         finally:
             recorder.phase = "backward"
 
-    def _fails(self, arrived: Mapping[NodeOutIdx, torch.Tensor], reason: str) -> UnsupportedProgram:
+    def _no_backward(self, arrived: Mapping[NodeOutIdx, torch.Tensor], reason: str) -> UnsupportedProgram:
         kinds = (f"`{self._node_outs[idx].slot}` is a {type(grad).__name__}" for idx, grad in arrived.items())
         return UnsupportedProgram(
             f"the gradient of {', '.join(kinds)}, for which the program has no backward ({reason})",
@@ -266,6 +276,10 @@ class LaterBackwards:
 
     def _in_a_row(self, grads: Mapping[PrimalIdx, torch.Tensor]) -> Row[PrimalIdx, Recipe | None]:
         return Row(recipe_of(grads[idx]) if idx in grads else None for idx in self._ins.indices())
+
+
+class _NotOurs(Exception):
+    """PyTorch, or the user's code, fails in the trace; the cause says how."""
 
 
 def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[dict[PrimalIdx, torch.Tensor], str]:

@@ -6,7 +6,7 @@ Its inputs are those of the node that get gradients, the gradients that arrive, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ class CompiledDerivative:
     """The derivative for some kinds of gradients.
 
     Args:
-        primals: the inputs of the node that it takes.
         tangents: what each gradient that arrives is taken for, and whether it requires grad.
+        primals: the inputs of the node that it takes.
         values: the names of what else it takes.
         needed: the names of all whose data it reads.
         call: inputs, gradients, values -> gradients.
@@ -37,13 +37,13 @@ class CompiledDerivative:
         failure: why they have none although eager's have, if so.
     """
 
-    primals: tuple[PrimalIdx, ...]
     tangents: Mapping[NodeOutIdx, tuple[Tangent, bool]]
-    values: tuple[Slot, ...]
-    needed: frozenset[int | Slot]
-    call: Call
-    grads: Mapping[PrimalIdx, NodeOutIdx]
-    failure: str
+    primals: tuple[PrimalIdx, ...] = ()
+    values: tuple[Slot, ...] = ()
+    needed: frozenset[int | Slot] = frozenset()
+    call: Call = list
+    grads: Mapping[PrimalIdx, NodeOutIdx] = field(default_factory=dict[PrimalIdx, NodeOutIdx])
+    failure: str = ""
 
     def takes(self, arrived: Arrived) -> bool:
         """Whether it is the derivative for these gradients."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from aotdist.convention.layer import Call
 from aotdist.errors import InternalError
 from aotdist.facts import Untouched
 from aotdist.joint.later_backwards import Derivative, LaterBackwards
@@ -66,26 +65,25 @@ class Derive:
         return found
 
     def _compile(self, derivative: Derivative, arrived: Arrived) -> CompiledDerivative:
+        tangents = {
+            idx: (tangent_like(*named, loose=False), arrived[idx].requires_grad)
+            for idx, named in derivative.tangents.items()
+        }
+        if not derivative.grads:
+            return CompiledDerivative(tangents, failure=derivative.failure)
         kept, first = self.node.again_slots, derivative.plain_ins()
         graph = from_saved(derivative.graph, self.joint, self.split, kept, first)
         rest = graph.ins[len(first) :]
         values = tuple(slot for slot in rest if slot.role not in GRADIENT_ROLES)
-        call: Call = list
-        if derivative.grads:
-            region = self.compiled(self._traced(derivative, graph, values))
-            forward = without_autocast(region.halves.forward.call)
-            call = make_node(region.node, forward, backward_of(region, None, lambda: None), {})
+        region = self.compiled(self._traced(derivative, graph, values))
+        forward = without_autocast(region.halves.forward.call)
         return CompiledDerivative(
+            tangents,
             primals=derivative.primals,
-            tangents={
-                idx: (tangent_like(*named, loose=False), arrived[idx].requires_grad)
-                for idx, named in derivative.tangents.items()
-            },
             values=values,
             needed=frozenset(slot for slot, node in graph.named_placeholders().items() if node.users),
-            call=call,
+            call=make_node(region.node, forward, backward_of(region, None, lambda: None), {}),
             grads=derivative.grads,
-            failure=derivative.failure,
         )
 
     def _traced(self, derivative: Derivative, graph: Graph, values: Sequence[Slot]) -> Traced:

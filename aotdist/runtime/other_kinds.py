@@ -1,4 +1,4 @@
-"""The backward of a node for gradients of other kinds than its results: see `joint/other_tangents.py`."""
+"""The backward of a node for gradients of other kinds than its results: see `joint/later_backwards.py`."""
 
 from __future__ import annotations
 
