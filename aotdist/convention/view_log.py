@@ -20,6 +20,7 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
 from aotdist.convention.naming import another_name
+from aotdist.convention.swapping import Exchange
 from aotdist.convention.version import counting_as_eager
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep, data_of
@@ -329,6 +330,18 @@ class ViewLog(TorchDispatchMode):
                 )
             entry = self._entries.get(id(shown))
             shown = None if entry is None else entry.base
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other: what is known of the one is known of the other."""
+        of = exchange.of
+        entries = [replace(e, view=of(e.view), base=of(e.base)) for e in self._entries.values()]
+        self._entries = {id(entry.view): entry for entry in entries}
+        self._outgrown = {id(tensor): tensor for tensor in map(of, self._outgrown.values())}
+        self._moved = {id(tensor): tensor for tensor in map(of, self._moved.values())}
+        self.changes = [
+            replace(change, tensor=of(change.tensor), args=tuple(map(of, change.args)))
+            for change in self.changes
+        ]
 
     def made(self, tensor: torch.Tensor) -> int:
         """When a view was made, as a number that grows; before all others for what is no view."""

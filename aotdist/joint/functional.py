@@ -13,6 +13,7 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.convention.memory import by_stride, covers
+from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
@@ -78,6 +79,11 @@ class Functionalisation(FunctionalTensorMode):
         if not plain and is_functional_base(tensor):
             self._laid_out[functional_storage_id(tensor)] = tensor
         return tensor
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other."""
+        self._laid_out = {storage: exchange.of(owner) for storage, owner in self._laid_out.items()}
+        self.rebinding.exchange(exchange)
 
     def __torch_dispatch__(
         self,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aotdist.convention.naming import with_history_of
+from aotdist.convention.swapping import Exchange
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
@@ -32,7 +33,6 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam import (
     FunctionalTensor,
     as_parameter,
-    body_id,
     data_writes,
     made_again,
     part_of,
@@ -93,8 +93,7 @@ class Inputs:
         self._aliases = bases.aliases()
         self._views = bases.views()
         self._stand_ins: list[StandIn] = []
-        self._bodies: list[int] = []
-        self._by_example: dict[int, StandIn] = {}
+        self._by_example: dict[int, torch.Tensor] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
@@ -126,9 +125,8 @@ class Inputs:
             if real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
         self._by_tensor[id(stand_in.tensor)] = at
-        self._by_example[id(example)] = stand_in
+        self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
-        self._bodies.append(body_id(stand_in.tensor))
         return stand_in.tensor
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
@@ -179,19 +177,13 @@ class Inputs:
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, view, plains, derived=True)
 
-    def refuse_swapped(self) -> None:
-        """See that each stand-in is the tensor that it was.
-
-        Raises:
-            UnsupportedProgram: the program swapped an input with another tensor.
-        """
-        for stand_in, body in zip(self._stand_ins, self._bodies, strict=True):
-            if body_id(stand_in.tensor) != body:
-                raise UnsupportedProgram(
-                    f"`{stand_in.slot}` is swapped with another tensor by `torch.utils.swap_tensors`",
-                    stage="joint",
-                    fix="swap them outside of the compiled function, or assign `.data`",
-                )
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other: what the one stood for, the other stands for."""
+        self._stand_ins = [
+            replace(stand_in, leaf=exchange.of(stand_in.leaf), tensor=exchange.of(stand_in.tensor))
+            for stand_in in self._stand_ins
+        ]
+        self._by_tensor = {id(stand_in.tensor): PrimalIdx(k) for k, stand_in in enumerate(self._stand_ins)}
 
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""
@@ -207,9 +199,8 @@ class Inputs:
         return None if at is None else str(self._stand_ins[at].slot)
 
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
-        """The stand-in of a real tensor, if it has one."""
-        known = self._by_example.get(id(example))
-        return None if known is None else known.tensor
+        """The object that the program is given for a real one, if it has met it."""
+        return self._by_example.get(id(example))
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:

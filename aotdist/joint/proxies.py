@@ -23,6 +23,7 @@ from aotdist.capture.annotations import current_module, current_tags
 from aotdist.capture.origins import Origins
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.convention.swapping import Exchange
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.random import Draws
@@ -184,6 +185,10 @@ class Recorder:
     def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
         """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`."""
         self._functionalisation.lies_in(span, part, offset)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors of the program have become each other."""
+        self._functionalisation.exchange(exchange)
 
     def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
         """A new argument of the graph that stands for `fake`.

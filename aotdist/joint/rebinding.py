@@ -14,6 +14,7 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.convention.memory import by_stride, extent
+from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import (
     FunctionalTensor,
@@ -45,6 +46,11 @@ class Rebinding:
             _ATEN.resize_as_.default: self.resize_as,
         }
         """What is done for each operator."""
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other."""
+        pairs = [(exchange.of(tensor), whole) for tensor, whole in self._whole.values()]
+        self._whole = {id(tensor): (tensor, whole) for tensor, whole in pairs}
 
     def set_to(self, tensor: FunctionalTensor, source: FunctionalTensor) -> None:
         """Let `tensor` be another name for what `source` is."""

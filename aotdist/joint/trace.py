@@ -56,6 +56,7 @@ from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
+from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.waypoints import Held, Waypoints
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Program, Row, Slot
@@ -71,6 +72,7 @@ from aotdist.torch_seam import (
     custom_functions,
     data_writes,
     functional_value,
+    hearing_of_swaps,
     metadata_written,
     storage_changes,
     storage_id,
@@ -141,25 +143,29 @@ def trace(
 
     log = ViewLog()
     storages = Storages(inputs, log)
+    swaps = Swaps(inputs, log, storages, recorder, stand_in)
     with ExitStack() as stack:
         stack.enter_context(recorder)
         tensors = [
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(log)
+        stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
         lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow)
         with lifting, naming_failures():
             outs = program.fn(*tensors)
         recorder.draws.check()
-        inputs.refuse_swapped()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
+        outs = swaps.seen_outside(outs)
         metadata = Metadata.of(inputs, log, storages.passing())
         outputs = classify(outs, inputs, log, metadata.written)
         for idx, stand_in_ in inputs.row().enumerate():
             _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
         writes, rewinds = _forward_writes(inputs.row(), outputs, metadata, storages)
+        outputs.order = (*outputs.order, *swaps.actions(outs))
+        rewritten = bool(metadata.written) or swaps.some()
         node_tensors = outputs.tensors
         node_outs = Row[NodeOutIdx, NodeOut](
             NodeOut(slot, recipe_of(tensor), training and idx in outputs.with_history)
@@ -174,11 +180,12 @@ def trace(
         results = _value_results(recorder, node_outs, node_tensors)
         sizes, num_changes = storages.sizes(), len(log.changes)
         counters = [(stand_in.writes(), stand_in.bumps()) for stand_in in inputs.row()]
-        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.written else None
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not rewritten else None
         ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
-        held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and is_linear(ends) else []
+        passed = cuts and not rewritten and is_linear(ends)
+        held = _held(outs, outputs, inputs.row(), writes) if passed else []
         waypoints = Waypoints(held, ends)
-        arrivals = {} if metadata.written else find_arrivals(outs, outputs.facts, ends)
+        arrivals = {} if rewritten else find_arrivals(outs, outputs.facts, ends)
         backward = Backward(
             recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting, arrivals
         )
@@ -197,6 +204,7 @@ def trace(
             forward_end.read_late(recorder, inputs.row(), backward_writes)
         backward_storages = tuple(storages.resized_since(sizes))
         _refuse_changes_in_backward(inputs, log.changes[num_changes:])
+        swaps.refuse_with(backward_writes or backward_storages)
     row = inputs.row()
     facts = Facts(
         inputs=writes,
@@ -304,11 +312,8 @@ def _held(
     outputs: NodeOutputs,
     row: Row[PrimalIdx, StandIn],
     writes: Row[PrimalIdx, InputFact],
-    metadata: Metadata,
 ) -> list[Held]:
-    """What the caller will hold of the differentiable tensors; nothing if inputs change shape or history."""
-    if metadata.written:
-        return []
+    """What the caller will hold of the differentiable tensors."""
     held = [
         Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
         for idx in sorted(outputs.with_history)

@@ -216,7 +216,7 @@ def _kept_for_again(
     paths = {slot.path for slot in again.primals}
     kept = tuple(idx for idx, slot in ins.enumerate() if slot.path in paths)
     if not facts.reshaped().isdisjoint(kept):
-        return (), (), "it writes the sizes, strides or storage of an input in place"
+        return (), (), "it writes the sizes, strides or storage of an input in place, or swaps it"
     slots = [Slot("primal", ins[idx].path, inner) for idx in kept for inner, _ in leaves(facts.recipes[idx])]
     return kept, tuple(slots), None
 

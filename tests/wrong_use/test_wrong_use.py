@@ -201,17 +201,6 @@ def test_sparse_results_are_refused_by_name() -> None:
         compiled(lambda x: x.to_sparse())(torch.ones(2, 4))
 
 
-def test_swapping_an_input_is_refused() -> None:
-    def swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        torch.utils.swap_tensors(x, y)
-        return x * 2
-
-    x, y = torch.ones(2), torch.zeros(2)
-    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` is swapped with another tensor"):
-        compiled(swap)(x, y)
-    assert torch.equal(x, torch.ones(2))
-
-
 def test_a_view_of_what_was_detached_and_written_is_refused() -> None:
     def detach(x: torch.Tensor) -> torch.Tensor:
         view = x.squeeze()
