@@ -11,7 +11,6 @@ import copyreg
 import functools
 import inspect
 import logging
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar, copy_context
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -578,6 +578,16 @@ def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:
 # --- joint: functional tensors, nodes, the backward of a trace ------------------------------------
 
 
+def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of `tensor`, on a storage that no other fake has: what tensors share is for traces to say."""
+    converter = mode.fake_tensor_converter.meta_converter
+    known, converter.storage_memo = converter.storage_memo, WeakValueDictionary()
+    try:
+        return mode.from_tensor(tensor, static_shapes=True)
+    finally:
+        converter.storage_memo = known
+
+
 def functional(fake: torch.Tensor) -> FunctionalTensor:
     """A functional tensor around `fake`: writes to it are recorded, and never reach `fake`."""
     return FunctionalTensor.to_functional(fake)
@@ -611,14 +621,15 @@ def part_of(
 ) -> FunctionalTensor:
     """A functional tensor in the memory of a flat one, of which autograd does not know that.
 
-    Where `memory` is bytes and the part something else, `offset` counts bytes, and the part is contiguous:
-    functionalisation writes through `as_strided` only where no other view comes before.
+    Where `memory` is bytes and the part something else, `offset` counts bytes. `as_strided` comes first:
+    functionalisation writes through it only where no other view comes before.
     """
     with torch.no_grad():
         if dtype == memory.dtype:
             return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
-        part = memory.narrow(0, offset, math.prod(size) * dtype.itemsize).view(dtype)
-        return second_shell(part.view(size))  # type: ignore[arg-type]
+        count = dtype.itemsize
+        elements = memory.as_strided((*size, count), (*(step * count for step in stride), 1), offset)
+        return second_shell(elements.view(dtype).squeeze(-1))  # type: ignore[arg-type]
 
 
 def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.overrides import enable_reentrant_dispatch
 
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
+from aotdist.convention.memory import may_repeat
 from aotdist.convention.naming import another_name
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.version import counting_as_eager
@@ -57,6 +58,7 @@ _SETS = frozenset({_SET, torch.ops.aten.set_.default})
 _RESIZE = torch.ops.aten.resize_.default
 _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _GROWING = frozenset[Any]({_RESIZE, resize_as_out})
+_STRIDED = frozenset[Any]({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
 _LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` does with its data; to the program the result is no view of anything."""
 
@@ -320,15 +322,16 @@ class ViewLog(TorchDispatchMode):
         """
         shown = target if isinstance(target, torch.Tensor) else None
         while shown is not None:
-            if _repeats_memory(shown):
+            entry = self._entries.get(id(shown))
+            strided = entry is not None and entry.steps[-1].op in _STRIDED
+            if _repeats_memory(shown) or (strided and may_repeat(shown)):
                 raise UnsupportedProgram(
-                    f"`{func}` writes through an expanded tensor of size {list(shown.size())}, "
+                    f"`{func}` writes through an expanded or strided tensor of size {list(shown.size())}, "
                     "whose elements share memory",
                     where=Origins().current(),
                     stage="joint",
                     fix="write the tensor before it is expanded, or `clone` the expanded one first",
                 )
-            entry = self._entries.get(id(shown))
             shown = None if entry is None else entry.base
 
     def exchange(self, exchange: Exchange) -> None:

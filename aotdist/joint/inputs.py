@@ -24,6 +24,7 @@ from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
+    is_real,
     leaves,
     plain_tensors,
     rebuild,
@@ -55,6 +56,7 @@ class StandIn:
             should the program give it other memory.
         derived: whether it is a base without history, or a view made of another stand-in: what is written to
             it is written to others, and what gradient it gets they get.
+        whole: whether it is a span of a whole storage, of which more is written than any input shows.
         spans: the spans that parts of it lie in, with others.
         version: the version counter of `tensor` before the program ran.
     """
@@ -66,6 +68,7 @@ class StandIn:
     tensor: torch.Tensor
     plains: tuple[FunctionalTensor, ...]
     derived: bool = False
+    whole: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     version: int = 0
 
@@ -120,10 +123,13 @@ class Inputs:
             )
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
             version = 0 if stand_in.tensor.is_inference() else stand_in.tensor._version
-            stand_in = replace(stand_in, derived=is_span, spans=spans, version=version)
+            whole = self._bases.is_whole(at)
+            stand_in = replace(stand_in, derived=is_span, whole=whole, spans=spans, version=version)
         for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
             if real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
+            if is_real(example) and not is_span:
+                self._recorder.strided.is_of_input(plain, example, real)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
@@ -167,7 +173,8 @@ class Inputs:
                 (memory,) = self._stand_ins[place.span].plains
                 member = place.member
                 part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
-                self._recorder.lies_in(memory, part, int(real.storage_offset()))
+                offset, is_whole = int(real.storage_offset()), self._bases.is_whole(place.span)
+                self._recorder.strided.lies_in(memory, part, offset, is_whole=is_whole)
                 found.append(part)
         return found
 

@@ -50,8 +50,7 @@ class Metadata:
                 continue
             if change.moves() and (row[idx].derived or row[idx].spans):
                 raise refuse(row[idx], "and shares memory with another")
-            resized = change.tensor.size() != row[idx].example.size()
-            if change.moves() and resized and row[idx].example.requires_grad:
+            if row[idx].example.requires_grad and _misfits(change, row[idx]):
                 raise refuse(row[idx], "in another size than its gradient is to have")
             changes[idx].append(change)
             if number not in passing:
@@ -146,6 +145,26 @@ def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
         f"`{stand_in.slot}` has its size, strides or storage written in place, {how}",
         stage="joint",
         fix="return the changed tensor instead of writing the input's metadata",
+    )
+
+
+def _misfits(change: Change, stand_in: StandIn) -> bool:
+    """Whether a gradient of the size that a leaf has now does not fit the leaf as autograd knew it."""
+    before, now = stand_in.example.size(), change.tensor.size()
+    if change.moves():
+        return before != now
+    if change.grad or not stand_in.example.is_leaf or not change.reshapes():
+        return False
+    pairs = zip(reversed(before), reversed(now), strict=False)
+    return len(now) < len(before) or any(size not in (1, other) for size, other in pairs)
+
+
+def written_around(stand_in: StandIn, how: str = "with history") -> UnsupportedProgram:
+    """An error for a write to an input and around it, which is one of what the input is a view of."""
+    return UnsupportedProgram(
+        f"`{stand_in.slot}` is written {how}, and so is memory around it",
+        stage="joint",
+        fix="pass the tensor that shows all of that memory, and take the view inside",
     )
 
 

@@ -53,9 +53,10 @@ from aotdist.joint.failures import naming_failures
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
-from aotdist.joint.metadata import Metadata, refuse
+from aotdist.joint.metadata import Metadata, refuse, written_around
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
+from aotdist.joint.strided import Strided
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.waypoints import Held, Waypoints
@@ -163,7 +164,7 @@ def trace(
         outputs = classify(outs, inputs, log, metadata.written)
         for idx, stand_in_ in inputs.row().enumerate():
             _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
-        writes, rewinds = _forward_writes(inputs.row(), outputs, metadata, storages)
+        writes, rewinds = _forward_writes(inputs.row(), outputs, metadata, storages, recorder.strided)
         outputs.order = (*outputs.order, *swaps.actions(outs))
         rewritten = bool(metadata.written) or swaps.some()
         node_tensors = outputs.tensors
@@ -239,7 +240,11 @@ def _resuming(
 
 
 def _forward_writes(
-    row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata, storages: Storages
+    row: Row[PrimalIdx, StandIn],
+    outputs: NodeOutputs,
+    metadata: Metadata,
+    storages: Storages,
+    strided: Strided,
 ) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
     """What the forward did to each input; the new values become node outputs, those with history first.
 
@@ -255,6 +260,9 @@ def _forward_writes(
     repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
     # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
     written = [(idx, s) for idx, s in _written_by_name(row) if all(map(storages.holds, s.plains))]
+    for idx, stand_in in written:
+        if _is_written_around(stand_in, strided, history=metadata.has_new_history(idx, stand_in)):
+            raise written_around(stand_in)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
@@ -269,17 +277,28 @@ def _forward_writes(
     return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
 
 
+def _is_written_around(stand_in: StandIn, strided: Strided, *, history: bool) -> bool:
+    """Whether a write to an input, with history or not, changes what autograd knows of memory around it.
+
+    A view of before, of more than the input, is one of what the input is a view of from then on.
+    """
+    requires_grad = stand_in.example.requires_grad
+    if not history and not requires_grad:
+        return False
+    return any(strided.looks_around(plain, history=not history) for plain in stand_in.plains)
+
+
 def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
     """The inputs to copy new values into.
 
     Of several that share memory, those that were written themselves: the others see it. And those that show
     more than these, since what was done behind autograd's back, by `.data`, has no name.
     """
-    written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and not s.derived]
+    written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and (s.whole or not s.derived)]
     named: dict[int, list[torch.Tensor]] = defaultdict(list)
     for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
         named[storage_id(plain)].append(plain)
-    return [(idx, s) for idx, s in written if s.bumps() or not _is_seen_through(s, named)]
+    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _is_seen_through(s, named)]
 
 
 def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:
@@ -354,6 +373,8 @@ def _backward_writes(
     padded = [*before, *[((), 0)] * (len(row) - len(before))]
     for idx, stand_in in row.enumerate():
         counts, (counted, bumps) = stand_in.writes(), padded[idx]
+        if stand_in.whole and counts != counted:
+            raise written_around(stand_in, "by the backward")
         if stand_in.derived or counts == (counted or (0,) * len(counts)):
             continue
         if not all(map(storages.has_room, stand_in.plains)):

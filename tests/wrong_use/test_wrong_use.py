@@ -94,15 +94,6 @@ def test_growing_under_a_view_is_refused_by_name() -> None:
     assert torch.equal(x, torch.ones(2, 3))
 
 
-def test_overlapping_inputs_of_another_dtype_are_refused_by_name() -> None:
-    base = torch.zeros(4, 4)
-    with pytest.raises(
-        UnsupportedProgram, match=r"`args\[0\]` is written and shares memory with `args\[1\]`"
-    ):
-        compiled(lambda a, b: (a.add_(1), b * 2)[1])(base[:, ::2], base.view(torch.int32)[:, :2])
-    assert torch.equal(base, torch.zeros(4, 4))
-
-
 def test_disjoint_views_of_one_buffer_are_fine() -> None:
     base, expected = torch.zeros(4), torch.tensor([1.0, 1.0, 0.0, 0.0])
     compiled(lambda a, b: a.add_(1) + b)(base[:2], base[2:])
@@ -217,11 +208,10 @@ def test_a_view_of_what_was_detached_and_written_is_refused() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_writing_what_only_as_strided_shows_is_refused(in_place: bool) -> None:
-    def reach(x: torch.Tensor) -> None:
-        shown = (x.as_strided_ if in_place else x.as_strided)((2, 2), (2, 1))
-        shown.add_(1)
+    def reach(x: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided((3, 4), (8, 2)).copy_(x)
+        shown = (made.as_strided_ if in_place else made.as_strided)((2, 2), (2, 1))
+        return shown.add_(1)
 
-    base = torch.zeros(3, 8)
     with pytest.raises(UnsupportedProgram, match="writes memory that `as_strided` shows"):
-        compiled(reach)(base[:, ::2])
-    assert torch.equal(base, torch.zeros(3, 8))
+        compiled(reach)(torch.zeros(3, 4))
