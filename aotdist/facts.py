@@ -346,6 +346,7 @@ class Facts:
         functions: names of the user's autograd functions that gradients pass.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which the backward was traced by itself.
+        early: outputs that are made before anything is written: views of inputs, made before a write.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -362,6 +363,7 @@ class Facts:
     functions: tuple[str, ...] = ()
     passages: Passages = NO_PASSAGES
     choices: tuple[Choice, ...] = ()
+    early: tuple[OutIdx, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward."""

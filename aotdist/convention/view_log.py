@@ -69,6 +69,7 @@ class _Entry:
     base: torch.Tensor
     steps: tuple[ViewStep, ...]
     made: int
+    version: int | None  # of the base then
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,8 @@ class ViewLog(TorchDispatchMode):
         for pick, view in picks:
             if view is not base:
                 step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
-                self._entries[id(view)] = _Entry(view, base, (step,), next(self._serials))
+                made, version = next(self._serials), None if base.is_inference() else base._version
+                self._entries[id(view)] = _Entry(view, base, (step,), made, version)
 
     def made_by_data(self, view: torch.Tensor) -> None:
         """`view` was made by `.data`, which looks like `detach` from here."""
@@ -350,6 +352,23 @@ class ViewLog(TorchDispatchMode):
         """When a view was made, as a number that grows; before all others for what is no view."""
         entry = self._entries.get(id(tensor))
         return -1 if entry is None else entry.made
+
+    def is_outdated(self, tensor: torch.Tensor) -> bool:
+        """Whether a view, or one on the way to it, was made before a write of what it is a view of.
+
+        Autograd makes its history again then, from the base that it knows, whatever was between.
+        """
+        entry = self._entries.get(id(tensor))
+        while entry is not None:
+            if entry.version is not None and entry.base._version > entry.version:
+                return True
+            entry = self._entries.get(id(entry.base))
+        return False
+
+    def has_outdated_views(self, base: torch.Tensor) -> bool:
+        """Whether there are such views of a tensor, with a history."""
+        views = [entry.view for entry in self._entries.values()]
+        return any(v.requires_grad and self._is_view_of(v, base) and self.is_outdated(v) for v in views)
 
     def changes_of(self, tensor: torch.Tensor) -> list[Change]:
         """What was done in place to a tensor, in order."""

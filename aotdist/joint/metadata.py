@@ -38,12 +38,15 @@ class Metadata:
         """What was done to `inputs`, but for changes that leave nothing behind.
 
         Raises:
-            UnsupportedProgram: an input that shares memory with others was given other memory.
+            UnsupportedProgram: an input that shares memory with others was given other memory, or the
+                history of views of one is forgotten.
         """
         row = inputs.row()
         switched_on = tuple(idx for idx, stand_in in row.enumerate() if _is_switched_on(stand_in))
         changes: dict[PrimalIdx, list[Change]] = defaultdict(list)
         written: list[int] = []
+        for stand_in in row:
+            _refuse_forgotten(stand_in, log)
         for number, change in enumerate(log.changes):
             idx = inputs.index_of(change.tensor)
             if idx is None or (idx in switched_on and not change.reshapes()):
@@ -146,6 +149,18 @@ def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
         stage="joint",
         fix="return the changed tensor instead of writing the input's metadata",
     )
+
+
+def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
+    """Refuse views of a leaf, itself a view, from before a write: for autograd they are then its base's."""
+    example = stand_in.example
+    if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
+        if log.has_outdated_views(stand_in.tensor):
+            raise UnsupportedProgram(
+                f"`{stand_in.slot}`, a leaf and a view of another, is written after views of it are made",
+                stage="joint",
+                fix="make the views after the write, or under `no_grad`",
+            )
 
 
 def _misfits(change: Change, stand_in: StandIn) -> bool:

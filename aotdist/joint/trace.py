@@ -222,6 +222,7 @@ def trace(
         functions=tuple(name for name in functions if name != NAMED),
         passages=waypoints.passages(len(node_outs)),
         choices=tuple(choices),
+        early=outputs.early,
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     return Traced(seen, recorder.graph(results + written, symbols), facts, recorder.fake_mode, symbols)

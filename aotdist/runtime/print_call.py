@@ -143,6 +143,9 @@ def print_call(
         _print_sizes(printer, fit.sizes, primals)
         printer.comment("run")
         _print_what_comes_first(printer, plans, primals)
+        do = action_printer(printer, plans.epilogue, primals, fit.ambient)
+        for idx in plans.epilogue.early:
+            do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
             given = list(primals)
             for primal, _, _ in plans.writes.writes:
@@ -157,7 +160,6 @@ def print_call(
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
             for write in plans.writes.writes if gates is None else ():
                 print_write(printer, primals, write)
-        do = action_printer(printer, plans.epilogue, primals, fit.ambient)
         for idx, count in plans.epilogue.rewinds:
             printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
         if gates is None:

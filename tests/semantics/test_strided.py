@@ -64,6 +64,7 @@ REFUSALS = (
     "and so is memory around it",
     "written in place under `no_grad`",
     "in another size than its gradient",
+    "is written after views of it are made",
 )
 
 
