@@ -366,8 +366,10 @@ class Facts:
     early: tuple[OutIdx, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
-        """Inputs whose data is written, in forward or backward."""
+        """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
+        grown = [write.target for write in self.metadata_writes() if write.data is not None]
+        forward |= {target.input for target in grown if isinstance(target, IsInput)}
         return forward | {write.input for write in self.backward_writes}
 
     def reshaped(self) -> Set[PrimalIdx]:

@@ -101,6 +101,10 @@ class Storages(Protocol):
         """A tensor that lies in a storage as `set_` says."""
         ...
 
+    def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        """Let a view lie in the memory that its base has grown to; False if it cannot be."""
+        ...
+
 
 class ViewLog(TorchDispatchMode):
     """Logs views; ask it with `root`."""
@@ -293,12 +297,17 @@ class ViewLog(TorchDispatchMode):
             edge=edge,
         )
         self._note(change)
-        if grown is not None and size.numel() and id(tensor) in self._entries:
+        stays = grown is not None and former is not None and _share_memory(former, tensor)
+        if grown is not None and size.numel() and id(tensor) in self._entries and not stays:
             raise _grows_as_a_view()
-        if grown is not None:
-            views = (entry.view for entry in self._entries.values())
-            self._outgrown |= {id(view): view for view in views if self._is_view_of(view, tensor)}
+        if grown is not None and not stays:
+            views = [e.view for e in self._entries.values() if self._is_view_of(e.view, tensor)]
+            left = [view for view in views if op is not _RESIZE or not self._follow(view, tensor)]
+            self._outgrown |= {id(view): view for view in left}
         return change
+
+    def _follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        return self.storages is not None and self.storages.follow(view, base)
 
     def _note(self, change: Change) -> None:
         self.changes.append(change)
@@ -326,9 +335,11 @@ class ViewLog(TorchDispatchMode):
         while shown is not None:
             entry = self._entries.get(id(shown))
             strided = entry is not None and entry.steps[-1].op in _STRIDED
-            if _repeats_memory(shown) or (strided and may_repeat(shown)):
+            expanded = _repeats_memory(shown)
+            if expanded or (strided and may_repeat(shown)):
+                made = "an expanded" if expanded else "a strided"
                 raise UnsupportedProgram(
-                    f"`{func}` writes through an expanded or strided tensor of size {list(shown.size())}, "
+                    f"`{func}` writes through {made} tensor of size {list(shown.size())}, "
                     "whose elements share memory",
                     where=Origins().current(),
                     stage="joint",

@@ -63,9 +63,9 @@ class Functionalisation(FunctionalTensorMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rebinding = Rebinding()
         self._laid_out: dict[int, FunctionalTensor] = {}
         self.strided = Strided(self)
+        self.rebinding = Rebinding(self.strided)
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
         """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes."""

@@ -16,7 +16,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import PrimalIdx, Row
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
-from aotdist.torch_seam import history_of, sequence_nr
+from aotdist.torch_seam import history_of, memory_of, sequence_nr
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Metadata:
             idx = inputs.index_of(change.tensor)
             if idx is None or (idx in switched_on and not change.reshapes()):
                 continue
-            if change.moves() and (row[idx].derived or row[idx].spans):
+            if change.moves() and not _stays_inside(change, row[idx]):
                 raise refuse(row[idx], "and shares memory with another")
             if row[idx].example.requires_grad and _misfits(change, row[idx]):
                 raise refuse(row[idx], "in another size than its gradient is to have")
@@ -161,6 +161,14 @@ def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
                 stage="joint",
                 fix="make the views after the write, or under `no_grad`",
             )
+
+
+def _stays_inside(change: Change, stand_in: StandIn) -> bool:
+    """Whether an input is alone in its memory, or lies in the same memory as before, in another size."""
+    if not (stand_in.derived or stand_in.spans):
+        return True
+    pairs = zip(plain_tensors(change.tensor), stand_in.plains, strict=False)
+    return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
 
 
 def _misfits(change: Change, stand_in: StandIn) -> bool:

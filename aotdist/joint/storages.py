@@ -19,6 +19,7 @@ from aotdist.convention.naming import another_name
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs
+from aotdist.joint.strided import Strided
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam import (
@@ -51,8 +52,8 @@ class _Memory:
 class Storages:
     """The storages that a program looked at."""
 
-    def __init__(self, inputs: Inputs, log: ViewLog) -> None:
-        self._inputs, self._log = inputs, log
+    def __init__(self, inputs: Inputs, log: ViewLog, strided: Strided) -> None:
+        self._inputs, self._log, self._strided = inputs, log, strided
         self._memories: dict[int, _Memory] = {}
         self._handed_out: dict[int, FunctionalTensor] = {}
         log.storages = self
@@ -126,6 +127,12 @@ class Storages:
     def sizes(self) -> Mapping[int, int]:
         """The bytes of each memory now."""
         return {key: memory.now for key, memory in self._memories.items()}
+
+    def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        """Let a view lie in the memory that its base has grown to; False if it cannot be."""
+        pairs = list(zip(plain_tensors(view), plain_tensors(base), strict=False))
+        plain = all(isinstance(tensor, FunctionalTensor) for pair in pairs for tensor in pair)
+        return plain and all(self._strided.follow(*pair) for pair in pairs)  # type: ignore[arg-type]
 
     def part(
         self, storage: Any, dtype: torch.dtype, offset: int = 0, size: Any = None, stride: Any = None

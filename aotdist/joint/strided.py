@@ -133,6 +133,26 @@ class Strided:
 
         return make_in_place
 
+    def resized(
+        self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]
+    ) -> Callable[[], FunctionalTensor] | None:
+        """How `tensor` is made in another size, from where it begins; None if there is no room for it."""
+        part = None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
+        key = functional_storage_id(tensor)
+        if part is None and key in self._inputs and key not in self._whole:
+            raise LooksAround(self._inputs[key][0])
+        return part
+
+    def follow(self, view: FunctionalTensor, base: FunctionalTensor) -> bool:
+        """Let `view` lie in the memory that `base`, of which it is a view, has now; False if it cannot be."""
+        memory, _ = self._owners.get(functional_storage_id(base), (None, 0))
+        if memory is None or memory.dtype not in (view.dtype, torch.uint8):
+            return False
+        offset = int(view.storage_offset()) * view.element_size() // memory.element_size()
+        with self._mode:
+            rebind(view, part_of(memory, view.dtype, view.size(), view.stride(), offset))
+        return True
+
     def _of_base(
         self, func: OpOverload, tensor: FunctionalTensor, place: _Place
     ) -> Callable[[], FunctionalTensor]:

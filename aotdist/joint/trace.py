@@ -143,7 +143,7 @@ def trace(
         return inputs.add(name_closed_over(example), example) if known is None else known
 
     log = ViewLog()
-    storages = Storages(inputs, log)
+    storages = Storages(inputs, log, recorder.strided)
     swaps = Swaps(inputs, log, storages, recorder, stand_in)
     with ExitStack() as stack:
         stack.enter_context(recorder)
