@@ -302,8 +302,7 @@ class ViewLog(TorchDispatchMode):
             raise _grows_as_a_view()
         if grown is not None and not stays:
             views = [e.view for e in self._entries.values() if self._is_view_of(e.view, tensor)]
-            left = [view for view in views if op is not _RESIZE or not self._follow(view, tensor)]
-            self._outgrown |= {id(view): view for view in left}
+            self._outgrown |= {id(view): view for view in views if not self._follow(view, tensor)}
         return change
 
     def _follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.changes import Change, resize_storage
-from aotdist.convention.memory import covers
+from aotdist.convention.memory import covers, may_repeat
 from aotdist.convention.naming import NAMED
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
@@ -299,7 +299,23 @@ def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, Stan
     named: dict[int, list[torch.Tensor]] = defaultdict(list)
     for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
         named[storage_id(plain)].append(plain)
-    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _is_seen_through(s, named)]
+    once: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for plain in (plain for _, s in written for plain in plain_tensors(s.example) if not may_repeat(plain)):
+        once[storage_id(plain)].append(plain)
+    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _has_another_name(s, named, once)]
+
+
+def _has_another_name(
+    stand_in: StandIn,
+    named: Mapping[int, Sequence[torch.Tensor]],
+    once: Mapping[int, Sequence[torch.Tensor]],
+) -> bool:
+    """Whether all that was written of an input is memory of others, which are written by name.
+
+    What shows elements twice cannot be copied into: then by others that show each `once`.
+    """
+    repeats = any(map(may_repeat, plain_tensors(stand_in.example)))
+    return _is_seen_through(stand_in, named) or (repeats and _is_seen_through(stand_in, once))
 
 
 def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:

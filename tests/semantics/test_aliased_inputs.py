@@ -368,3 +368,15 @@ def test_as_strided_of_shared_memory_counts_from_its_storage() -> None:
         )
 
     same_as_eager(build)
+
+
+def test_what_shows_elements_twice_is_not_copied_into() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.data.add_(1)
+        return x * 2
+
+    def build() -> Scene:
+        x = torch.randn(1, 4).expand(3, 4)
+        return Scene(program, (x, x[0]))
+
+    same_as_eager(build)

@@ -112,6 +112,7 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "out= after a view": lambda x: (x[1], torch.add(new(x, 2), 1, out=x)),
     "an intermediate, resized": lambda x: (x.detach() * 2).resize_(4),
     "an intermediate, larger": lambda x: (x.detach() * 2).resize_(9).fill_(3),
+    "out= larger under a view": lambda x: (v := x[1], torch.add(new(x, 3, 4), 1, out=x), v, v * 2)[2:],
     "an intermediate, larger, its view before": lambda x: (
         y := x.detach() * 2, v := y[1], y.resize_(9), y[6:].zero_(), v.add_(1), v, y,
     )[5:],
