@@ -201,7 +201,22 @@ class MetadataWrite:
     data: NodeOutIdx | None = None
 
 
-Action: TypeAlias = OutIdx | Keep | MetadataWrite
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Two tensors become each other: `torch.utils.swap_tensors`.
+
+    Args:
+        first: an input, or (without steps) an output.
+        second: another.
+        poisoned: of each, whether it is a leaf whose gradient had a way to it by then: that is closed.
+    """
+
+    first: Place
+    second: Place
+    poisoned: tuple[bool, bool]
+
+
+Action: TypeAlias = OutIdx | Keep | MetadataWrite | Swap
 """What is done outside of the region, after it."""
 
 
@@ -333,6 +348,7 @@ class Facts:
         choices: choices of results for which the backward was traced by itself.
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
+        early: outputs that are made before anything is written: views of inputs, made before a write.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -350,16 +366,24 @@ class Facts:
     passages: Passages = NO_PASSAGES
     choices: tuple[Choice, ...] = ()
     related: bool = False
+    early: tuple[OutIdx, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
-        """Inputs whose data is written, in forward or backward."""
+        """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
+        grown = [write.target for write in self.metadata_writes() if write.data is not None]
+        forward |= {target.input for target in grown if isinstance(target, IsInput)}
         return forward | {write.input for write in self.backward_writes}
 
     def reshaped(self) -> Set[PrimalIdx]:
-        """Inputs whose metadata is written."""
-        targets = (write.target for write in self.metadata_writes())
+        """Inputs whose metadata is written, or that become others."""
+        targets = [write.target for write in self.metadata_writes()]
+        targets += [place for swap in self.swaps() for place in (swap.first, swap.second)]
         return {target.input for target in targets if isinstance(target, IsInput)}
+
+    def swaps(self) -> list[Swap]:
+        """Tensors that become each other, in order."""
+        return [item for item in self.order if isinstance(item, Swap)]
 
     def metadata_writes(self) -> list[MetadataWrite]:
         """Writes of metadata, in order."""

@@ -22,6 +22,7 @@ from aotdist.convention.stack import Plans, lower_all
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import AotdistError
 from aotdist.joint.proxies import Recorder
+from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
@@ -122,18 +123,7 @@ def _compile(call: _Call) -> Compilation:
     backend, settings = call.backend, call.settings
     times = StageTimes()
     backend.check()
-    captured, deduped, traced, before = _trace_with_any_sizes(call, times)
-    inputs, bases = _distinct(traced), NO_BASES
-    program = Program(traced.program.fn, *inputs)
-    writes = Writes().and_of(program, traced.facts, bases)
-    call = replace(call, symbolic=bool(tuple(traced.symbols)))
-    while (needed := plan_bases(program, writes)) != bases:
-        # Only a trace tells which inputs are written; where those share memory, the program runs once more,
-        # and again if what was written then brings history to others.
-        bases = needed
-        before.roll_back()
-        captured, deduped, traced, before = _trace(call, times, bases, inputs)
-        writes = writes.and_of(program, traced.facts, bases)
+    captured, deduped, traced, bases = _trace_over_bases(call, times)
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, functional_rng=_takes_seed(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
@@ -158,19 +148,45 @@ def _compile(call: _Call) -> Compilation:
     )
 
 
+def _trace_over_bases(call: _Call, times: StageTimes) -> tuple[Captured, dedupe.DedupePlan, Traced, BasePlan]:
+    """Trace the program over the bases that its inputs need.
+
+    Only a trace tells which inputs are written, and around which the program looks in their storage. Where
+    they share memory, the program runs once more, and again if what was written brings history to others.
+    """
+    bases, writes = NO_BASES, Writes()
+    inputs: _Inputs | None = None
+    while True:
+        try:
+            captured, deduped, traced, before = _trace_with_any_sizes(call, times, bases, inputs)
+        except _LooksAround as found:
+            before, inputs = found.before, found.inputs
+            writes = writes.and_around(found.position)
+            bases = plan_bases(Program(call.run, *inputs), writes)
+        else:
+            inputs = _distinct(traced, bases, inputs)
+            program = Program(call.run, *inputs)
+            writes = writes.and_of(program, traced.facts, bases)
+            needed = plan_bases(program, writes)
+            if needed == bases:
+                return captured, deduped, traced, bases
+            bases, call = needed, replace(call, symbolic=bool(tuple(traced.symbols)))
+        before.roll_back()
+
+
 def _trace_with_any_sizes(
-    call: _Call, times: StageTimes
+    call: _Call, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
 ) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
-    """The first trace: with symbolic sizes where they are asked for, if PyTorch's operators take them.
+    """A trace: with symbolic sizes where they are asked for, if PyTorch's operators take them.
 
     Many of linear algebra, Fourier transforms and losses do not. A program that calls one is compiled for
     each of its sizes.
     """
     try:
-        return _trace(call, times)
+        return _trace(call, times, bases, inputs)
     except _FailsWithSymbols as failure:
         failure.before.roll_back()
-        traced = _trace(replace(call, symbolic=False), times)
+        traced = _trace(replace(call, symbolic=False), times, bases, inputs)
         reason = str(failure.__cause__).partition("\n")[0]
         warnings.warn(
             f"aotdist: `{traced[0].name}` is compiled for the sizes at hand: an operator of PyTorch's does "
@@ -191,8 +207,27 @@ class _FailsWithSymbols(Exception):
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
 
 
+class _LooksAround(Exception):
+    """The program looks around an input in its storage.
+
+    Args:
+        before: how to undo what the program assigned.
+        inputs: the inputs that are known.
+        example: the input; it may be one that only the trace meets.
+        slot: its name.
+    """
+
+    def __init__(self, before: Reassignments, inputs: _Inputs, example: torch.Tensor, slot: Slot) -> None:
+        super().__init__()
+        self.before = before
+        slots, examples = inputs
+        known = [idx for idx, each in examples.enumerate() if each is example]
+        self.inputs = inputs if known else (Row([*slots, slot]), Row([*examples, example]))
+        self.position = known[0] if known else DistinctIdx(len(examples))
+
+
 def _trace(
-    call: _Call, times: StageTimes, bases: BasePlan = NO_BASES, inputs: _Inputs | None = None
+    call: _Call, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
 ) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
     """Capture the call and trace it.
 
@@ -232,6 +267,10 @@ def _trace(
                         cuts=captured.ambient.grad and not call.backend.owns_cut,
                         again=not captured.environment.rules,
                     )
+            except LooksAround as found:
+                known = _with_inputs(distinct, inputs)
+                slot = captured.name_closed_over(found.example)
+                raise _LooksAround(before, (known.ins, known.examples), found.example, slot) from None
             except AotdistError:
                 raise
             except Exception as error:
@@ -255,9 +294,15 @@ def _takes_seed(graph: Graph) -> bool:
     return any(slot.role == "rng" for slot in graph.ins)
 
 
-def _distinct(traced: Traced) -> _Inputs:
-    """The inputs of a trace without bases, which are the distinct tensors of the call."""
-    return Row(traced.program.ins), Row(traced.program.examples)
+def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs:
+    """The distinct tensors of the call: those that are known, and what the trace met besides."""
+    slots, examples = (Row[DistinctIdx, Slot](), Row[DistinctIdx, torch.Tensor]()) if known is None else known
+    seen = {id(example) for example in examples}
+    program = traced.program
+    more = [at for at, ex in program.examples.enumerate() if id(ex) not in seen and not bases.is_new(at)]
+    return Row([*slots, *(program.ins[at] for at in more)]), Row(
+        [*examples, *(program.examples[at] for at in more)]
+    )
 
 
 def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Program[DistinctIdx]:

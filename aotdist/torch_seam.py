@@ -7,10 +7,10 @@ Each re-export says why it is needed. Heavy imports stand inside small functions
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import logging
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar, copy_context
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -258,6 +259,64 @@ def _cond_of_trees(
     return torch.ops.higher_order.cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
 
 
+_swap_hearers: ContextVar[Callable[[torch.Tensor, torch.Tensor], None] | None] = ContextVar(
+    "swap_hearers", default=None
+)
+_swap_bodies = torch._C._swap_tensor_impl
+_num_hearing = 0
+
+
+@contextmanager
+def hearing_of_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> Generator[None]:
+    """Where `torch.utils.swap_tensors` would exchange what two tensors are, in this thread, `hear` is called.
+
+    By then its checks are done, and what the two have of their own as Python objects is exchanged already.
+    """
+    token = _swap_hearers.set(hear)
+    _hook_swaps(+1)
+    try:
+        yield
+    finally:
+        _hook_swaps(-1)
+        _swap_hearers.reset(token)
+
+
+def _hook_swaps(change: int) -> None:
+    global _num_hearing
+    with _hook_lock:
+        _num_hearing += change
+        torch._C._swap_tensor_impl = _tell_of_swap if _num_hearing else _swap_bodies
+
+
+def _tell_of_swap(first: torch.Tensor, second: torch.Tensor) -> None:
+    (_swap_hearers.get() or _swap_bodies)(first, second)
+
+
+def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange what two tensors have of their own as Python objects: class, attributes, slots."""
+    slots = copyreg._slotnames(type(first))
+    held = [{name: getattr(t, name) for name in slots if hasattr(t, name)} for t in (first, second)]
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    for tensor, before, now in ((first, *held), (second, *reversed(held))):
+        for name in before:
+            delattr(tensor, name)
+        for name, value in now.items():
+            setattr(tensor, name, value)
+
+
+def swap_contents(first: torch.Tensor, second: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors` without its checks."""
+    swap_attributes(first, second)
+    _swap_bodies(first, second)
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many hold what a tensor is: its Python object, nodes that saved it, views of it."""
+    with torch_functions_off():
+        return tensor._use_count()
+
+
 _asks_dynamo = torch.compiler.is_dynamo_compiling
 _num_tracing = 0
 _hook_lock = threading.Lock()
@@ -352,11 +411,6 @@ def generator_id(generator: torch.Generator) -> int:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors share exactly when they share their storage."""
     return tensor.untyped_storage()._cdata
-
-
-def body_id(tensor: torch.Tensor) -> int:
-    """A number that a Python object keeps until it is given the body of another by `swap_tensors`."""
-    return tensor._cdata
 
 
 def torch_functions_off() -> AbstractContextManager[Any]:
@@ -524,6 +578,16 @@ def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:
 # --- joint: functional tensors, nodes, the backward of a trace ------------------------------------
 
 
+def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of `tensor`, on a storage that no other fake has: what tensors share is for traces to say."""
+    converter = mode.fake_tensor_converter.meta_converter
+    known, converter.storage_memo = converter.storage_memo, WeakValueDictionary()
+    try:
+        return mode.from_tensor(tensor, static_shapes=True)
+    finally:
+        converter.storage_memo = known
+
+
 def functional(fake: torch.Tensor) -> FunctionalTensor:
     """A functional tensor around `fake`: writes to it are recorded, and never reach `fake`."""
     return FunctionalTensor.to_functional(fake)
@@ -557,14 +621,15 @@ def part_of(
 ) -> FunctionalTensor:
     """A functional tensor in the memory of a flat one, of which autograd does not know that.
 
-    Where `memory` is bytes and the part something else, `offset` counts bytes, and the part is contiguous:
-    functionalisation writes through `as_strided` only where no other view comes before.
+    Where `memory` is bytes and the part something else, `offset` counts bytes. `as_strided` comes first:
+    functionalisation writes through it only where no other view comes before.
     """
     with torch.no_grad():
         if dtype == memory.dtype:
             return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
-        part = memory.narrow(0, offset, math.prod(size) * dtype.itemsize).view(dtype)
-        return second_shell(part.view(size))  # type: ignore[arg-type]
+        count = dtype.itemsize
+        elements = memory.as_strided((*size, count), (*(step * count for step in stride), 1), offset)
+        return second_shell(elements.view(dtype).squeeze(-1))  # type: ignore[arg-type]
 
 
 def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -54,11 +54,11 @@ class Returned:
 
     @classmethod
     def of(cls, facts: Facts) -> Returned:
-        """What a captured program says in the last of its outputs."""
-        *_, last = facts.outputs
-        if not isinstance(last, NotATensor) or not isinstance(last.value, cls):
-            raise InternalError("the program did not say how to put its result back", stage="capture")
-        return last.value
+        """What a captured program says in one of its outputs, behind all that its caller gets."""
+        for fact in facts.outputs:
+            if isinstance(fact, NotATensor) and isinstance(fact.value, cls):
+                return fact.value
+        raise InternalError("the program did not say how to put its result back", stage="capture")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
+from aotdist.convention.swapping import check_swappable, swap
 from aotdist.convention.version import rewind
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import (
@@ -33,6 +34,7 @@ from aotdist.facts import (
     OutputFact,
     Place,
     Step,
+    Swap,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -94,18 +96,27 @@ class EpiloguePlan:
         outputs: what each is.
         order: in which order to make them, and to write metadata.
         rewinds: inputs whose version counters go back first, by as many writes as are repeated.
-        rewinds: by how much to set back version counters first.
+        early: outputs to make before the region runs.
     """
 
     outputs: Row[OutIdx, OutputFact]
     order: tuple[Action, ...]
     rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
+    early: tuple[OutIdx, ...] = ()
+
+    def swapped(self) -> list[PrimalIdx]:
+        """The inputs that become other tensors."""
+        swaps = [action for action in self.order if isinstance(action, Swap)]
+        places = [place for each in swaps for place in (each.first, each.second)]
+        return list(dict.fromkeys(place.input for place in places if isinstance(place, IsInput)))
 
     def lift(self, call: Call) -> Call:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            outs = Outputs(self, primals, call(primals))
+            check_swappable(*(primals[idx] for idx in self.swapped()))
+            outs = Outputs(self, primals)
+            outs.values = call(primals)
             for idx, count in self.rewinds:
                 rewind(primals[idx], count)
             for action in self.order:
@@ -120,29 +131,34 @@ class Outputs:
 
     Args:
         plan: what each is.
-        primals: inputs.
-        values: what the region returns; read when an output is made.
+        primals: inputs, before the region runs.
     """
 
-    def __init__(self, plan: EpiloguePlan, primals: Sequence[Any], values: Sequence[Any]) -> None:
-        self._plan, self._primals, self._values = plan, primals, values
+    def __init__(self, plan: EpiloguePlan, primals: Sequence[Any]) -> None:
+        self._plan, self._primals = plan, primals
+        self.values: Sequence[Any] = ()
+        """What the region returns; read when an output is made."""
         self._built: dict[OutIdx, Any] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._made: dict[int, Any] = {}
+        for idx in plan.early:
+            self.make(idx)
 
     def in_order(self) -> list[Any]:
         """All of them, as the program returns them."""
         return [self.make(idx) for idx in self._plan.outputs.indices()]
 
     def do(self, action: Action) -> None:
-        """Make an output, keep a tensor for later, or write metadata."""
+        """Make an output, keep a tensor for later, write metadata, or exchange two tensors."""
         match action:
             case MetadataWrite():
                 args = [self._at(arg) if isinstance(arg, Place) else arg for arg in action.args]
-                data = None if action.data is None else self._values[action.data]
+                data = None if action.data is None else self.values[action.data]
                 rewrite(self._at(action.target), action, args, data)
             case Keep(number=number, place=place):
                 self._kept[number] = self._at(place)
+            case Swap(first=first, second=second, poisoned=poisoned):
+                swap(self._at(first), self._at(second), *poisoned)
             case _:
                 self.make(action)
 
@@ -156,15 +172,15 @@ class Outputs:
     def _at(self, place: Place) -> torch.Tensor:
         match place:
             case Fresh(value=value):
-                return self._values[value]
+                return self.values[value]
             case IsInput(input=source):
                 return self._primals[source]
             case ViewOfInput(base=base, steps=steps):
-                return replay(self._primals[base], steps, self._values, self._made)
+                return replay(self._primals[base], steps, self.values, self._made)
             case ViewOfIntermediate(base=base, steps=steps):
-                return replay(self._values[base], steps, self._values, self._made)
+                return replay(self.values[base], steps, self.values, self._made)
             case ViewOfOutput(base=base, steps=steps):
-                return replay(self.make(base), steps, self._values, self._made)
+                return replay(self.make(base), steps, self.values, self._made)
             case Kept(number=number):
                 return self._kept[number]
             case _:
@@ -184,7 +200,7 @@ class Epilogue:
             return [held(log, outs, primals) for held in holders]
 
         return Program(fn, program.ins, program.examples), EpiloguePlan(
-            facts.outputs, facts.order, facts.rewinds
+            facts.outputs, facts.order, facts.rewinds, facts.early
         )
 
 

@@ -43,6 +43,29 @@ def covers(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not _has_gaps(a) and start_of(a) <= start_of(b) and ends[1] <= ends[0]
 
 
+def shows(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
+    """Whether a tensor is known to show all that `as_strided` would: it has no gaps, or they lie alike."""
+    start = int(tensor.storage_offset())
+    offset = start if offset is None else offset
+    if 0 in size or (
+        tensor.size() == torch.Size(size) and tensor.stride() == tuple(stride) and offset == start
+    ):
+        return True
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return not _has_gaps(tensor) and start <= offset and last < start + tensor.numel()
+
+
+def may_repeat(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may share memory: its strides do not nest."""
+    last = 0
+    for dim in reversed(by_stride(tensor.size(), tensor.stride())):
+        if tensor.size(dim) > 1:
+            if tensor.stride(dim) <= last:
+                return True
+            last += (tensor.size(dim) - 1) * tensor.stride(dim)
+    return False
+
+
 def _has_gaps(tensor: torch.Tensor) -> bool:
     expected = 1
     for dim in reversed(by_stride(tensor.size(), tensor.stride())):

@@ -6,8 +6,8 @@ See `aotdist.convention.synthetic_base` for what bases there are.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row
 from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam import storage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +27,27 @@ class Writes:
     Args:
         written: inputs that are written, in forward or backward.
         with_history: those of which a write takes part in the backward.
+        reaching: those around which the program looks in their storage, where something is written.
     """
 
     written: frozenset[DistinctIdx] = frozenset()
     with_history: frozenset[DistinctIdx] = frozenset()
+    reaching: frozenset[DistinctIdx] = frozenset()
 
     def and_of(self, program: Program[DistinctIdx], facts: Facts, plan: BasePlan) -> Writes:
         """These, and what a trace of `program` over the bases of `plan` showed."""
         at = {idx: plan.position(idx) for idx in program.ins.indices()}
         written = facts.written()
         with_history = {idx for idx, fact in facts.inputs.enumerate() if _has_history(fact)}
-        return Writes(
-            self.written | {idx for idx, primal in at.items() if primal in written},
-            self.with_history | {idx for idx, primal in at.items() if primal in with_history},
+        return replace(
+            self,
+            written=self.written | {idx for idx, primal in at.items() if primal in written},
+            with_history=self.with_history | {idx for idx, primal in at.items() if primal in with_history},
         )
+
+    def and_around(self, idx: DistinctIdx) -> Writes:
+        """These, and that the program looks around an input in its storage."""
+        return replace(self, reaching=self.reaching | {idx})
 
 
 def _has_history(fact: object) -> bool:
@@ -52,9 +60,10 @@ def plan_bases(program: Program[DistinctIdx], writes: Writes) -> BasePlan:
     Raises:
         UnsupportedProgram: inputs share memory in a way that has no base.
     """
-    if not writes.written:
+    known = writes.written | writes.reaching
+    if not known:
         return NO_BASES
-    groups = [group for group in _groups(program) if any(idx in writes.written for idx, _ in group)]
+    groups = [group for group in _groups(program, writes) if any(idx in known for idx, _ in group)]
     bases: list[Base] = []
     for cluster in _clusters(program, groups):
         bases += _Cluster(program, cluster, writes).bases()
@@ -73,15 +82,24 @@ _Part: TypeAlias = tuple[DistinctIdx, int, bool]
 """A plain tensor, and whether it is one of the tensor that the input is a view of."""
 
 
-def _groups(program: Program[DistinctIdx]) -> Iterator[_Group]:
+def _groups(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group]:
     places: list[_Plain] = []
     plains: list[torch.Tensor] = []
     for idx, example in program.examples.enumerate():
         for leaf, plain in enumerate(plain_tensors(example)):
             places.append((idx, leaf))
-            plains.append(plain)
-    for positions in overlapping_groups(plains):
+            plains.append(_whole(plain) if idx in writes.reaching else plain)
+    groups = overlapping_groups(plains)
+    met = {position for group in groups for position in group}
+    alone = [[k] for k, (idx, _) in enumerate(places) if idx in writes.reaching and k not in met]
+    for positions in (*groups, *alone):
         yield [places[position] for position in positions]
+
+
+def _whole(plain: torch.Tensor) -> torch.Tensor:
+    """The storage of a plain tensor as bytes."""
+    storage: Any = plain.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=plain.device).set_(storage)
 
 
 def _clusters(program: Program[DistinctIdx], groups: Collection[_Group]) -> list[list[_Group]]:
@@ -102,6 +120,12 @@ class _Cluster:
     def __init__(self, program: Program[DistinctIdx], groups: Sequence[_Group], writes: Writes) -> None:
         self._program, self._groups, self._writes = program, groups, writes
         self._inputs = list(dict.fromkeys(idx for group in groups for idx, _ in group))
+        self._taken_whole = {
+            storage_id(plain_tensors(self._example(idx))[leaf])
+            for group in groups
+            for idx, leaf in group
+            if idx in writes.reaching
+        }
 
     def bases(self) -> list[Base]:
         """What to trace the inputs through."""
@@ -113,7 +137,11 @@ class _Cluster:
             met = [other for other in merged if not other.keys().isdisjoint(parts)]
             merged = [other for other in merged if other not in met]
             merged.append({part: None for some in (*met, parts) for part in some})
-        return [*(self._span(list(parts)) for parts in merged if len(parts) > 1), *view_bases]
+        spanned = [list(parts) for parts in merged if len(parts) > 1 or self._is_taken_whole(list(parts))]
+        return [*map(self._span, spanned), *view_bases]
+
+    def _is_taken_whole(self, parts: Sequence[_Part]) -> bool:
+        return any(storage_id(self._plain(part)) in self._taken_whole for part in parts)
 
     def _view_bases(self) -> Iterator[ViewBase]:
         """Of what autograd knows to be views of one tensor, if the history of one may be written."""
@@ -151,12 +179,12 @@ class _Cluster:
 
     def _span(self, parts: Sequence[_Part]) -> Span:
         plains = [self._plain(part) for part in parts]
-        start, num_bytes = span(plains)
+        whole = self._is_taken_whole(parts)
+        start, num_bytes = span([_whole(plains[0])] if whole else plains)
         (dtype, *others) = {plain.dtype for plain in plains}
         if others:
+            num_bytes = self._in_whole_elements(parts, start, num_bytes)
             dtype = torch.uint8
-            if not all(plain.is_contiguous() for plain in plains):
-                raise self._refuse([idx for idx, _, _ in parts], "as another dtype and with gaps")
         members = (
             Member(
                 idx,
@@ -169,7 +197,17 @@ class _Cluster:
             )
             for (idx, leaf, of_base), plain in zip(parts, plains, strict=True)
         )
-        return Span(tuple(members), num_bytes // dtype.itemsize, dtype)
+        return Span(tuple(members), num_bytes // dtype.itemsize, dtype, whole)
+
+    def _in_whole_elements(self, parts: Sequence[_Part], start: int, num_bytes: int) -> int:
+        """As many bytes, or a few more, as each of the dtypes divides."""
+        plains = [self._plain(part) for part in parts]
+        widest = max(plain.element_size() for plain in plains)
+        rounded = -(-num_bytes // widest) * widest
+        if start + rounded > plains[0].untyped_storage().nbytes():
+            inputs = [idx for idx, _, _ in parts]
+            raise self._refuse(inputs, "as another dtype, and the storage ends amid an element")
+        return rounded
 
     def _plain(self, part: _Part) -> torch.Tensor:
         idx, leaf, of_base = part

@@ -19,7 +19,9 @@ from torch.overrides import enable_reentrant_dispatch
 
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
+from aotdist.convention.memory import may_repeat
 from aotdist.convention.naming import another_name
+from aotdist.convention.swapping import Exchange
 from aotdist.convention.version import counting_as_eager
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep, data_of
@@ -56,6 +58,7 @@ _SETS = frozenset({_SET, torch.ops.aten.set_.default})
 _RESIZE = torch.ops.aten.resize_.default
 _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _GROWING = frozenset[Any]({_RESIZE, resize_as_out})
+_STRIDED = frozenset[Any]({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
 _LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` does with its data; to the program the result is no view of anything."""
 
@@ -66,6 +69,7 @@ class _Entry:
     base: torch.Tensor
     steps: tuple[ViewStep, ...]
     made: int
+    version: int | None  # of the base then
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,10 @@ class Storages(Protocol):
 
     def part(self, storage: Any, dtype: torch.dtype, *where: Any, **more: Any) -> torch.Tensor:
         """A tensor that lies in a storage as `set_` says."""
+        ...
+
+    def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        """Let a view lie in the memory that its base has grown to; False if it cannot be."""
         ...
 
 
@@ -158,7 +166,8 @@ class ViewLog(TorchDispatchMode):
         for pick, view in picks:
             if view is not base:
                 step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
-                self._entries[id(view)] = _Entry(view, base, (step,), next(self._serials))
+                made, version = next(self._serials), None if base.is_inference() else base._version
+                self._entries[id(view)] = _Entry(view, base, (step,), made, version)
 
     def made_by_data(self, view: torch.Tensor) -> None:
         """`view` was made by `.data`, which looks like `detach` from here."""
@@ -288,12 +297,16 @@ class ViewLog(TorchDispatchMode):
             edge=edge,
         )
         self._note(change)
-        if grown is not None and size.numel() and id(tensor) in self._entries:
+        stays = grown is not None and former is not None and _share_memory(former, tensor)
+        if grown is not None and size.numel() and id(tensor) in self._entries and not stays:
             raise _grows_as_a_view()
-        if grown is not None:
-            views = (entry.view for entry in self._entries.values())
-            self._outgrown |= {id(view): view for view in views if self._is_view_of(view, tensor)}
+        if grown is not None and not stays:
+            views = [e.view for e in self._entries.values() if self._is_view_of(e.view, tensor)]
+            self._outgrown |= {id(view): view for view in views if not self._follow(view, tensor)}
         return change
+
+    def _follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        return self.storages is not None and self.storages.follow(view, base)
 
     def _note(self, change: Change) -> None:
         self.changes.append(change)
@@ -319,21 +332,53 @@ class ViewLog(TorchDispatchMode):
         """
         shown = target if isinstance(target, torch.Tensor) else None
         while shown is not None:
-            if _repeats_memory(shown):
+            entry = self._entries.get(id(shown))
+            strided = entry is not None and entry.steps[-1].op in _STRIDED
+            expanded = _repeats_memory(shown)
+            if expanded or (strided and may_repeat(shown)):
+                made = "an expanded" if expanded else "a strided"
                 raise UnsupportedProgram(
-                    f"`{func}` writes through an expanded tensor of size {list(shown.size())}, "
+                    f"`{func}` writes through {made} tensor of size {list(shown.size())}, "
                     "whose elements share memory",
                     where=Origins().current(),
                     stage="joint",
                     fix="write the tensor before it is expanded, or `clone` the expanded one first",
                 )
-            entry = self._entries.get(id(shown))
             shown = None if entry is None else entry.base
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other: what is known of the one is known of the other."""
+        of = exchange.of
+        entries = [replace(e, view=of(e.view), base=of(e.base)) for e in self._entries.values()]
+        self._entries = {id(entry.view): entry for entry in entries}
+        self._outgrown = {id(tensor): tensor for tensor in map(of, self._outgrown.values())}
+        self._moved = {id(tensor): tensor for tensor in map(of, self._moved.values())}
+        self.changes = [
+            replace(change, tensor=of(change.tensor), args=tuple(map(of, change.args)))
+            for change in self.changes
+        ]
 
     def made(self, tensor: torch.Tensor) -> int:
         """When a view was made, as a number that grows; before all others for what is no view."""
         entry = self._entries.get(id(tensor))
         return -1 if entry is None else entry.made
+
+    def is_outdated(self, tensor: torch.Tensor) -> bool:
+        """Whether a view, or one on the way to it, was made before a write of what it is a view of.
+
+        Autograd makes its history again then, from the base that it knows, whatever was between.
+        """
+        entry = self._entries.get(id(tensor))
+        while entry is not None:
+            if entry.version is not None and entry.base._version > entry.version:
+                return True
+            entry = self._entries.get(id(entry.base))
+        return False
+
+    def has_outdated_views(self, base: torch.Tensor) -> bool:
+        """Whether there are such views of a tensor, with a history."""
+        views = [entry.view for entry in self._entries.values()]
+        return any(v.requires_grad and self._is_view_of(v, base) and self.is_outdated(v) for v in views)
 
     def changes_of(self, tensor: torch.Tensor) -> list[Change]:
         """What was done in place to a tensor, in order."""

@@ -44,9 +44,7 @@ def refuse_strays(traced: Traced, num_given: int) -> None:
 
 def refuse_metadata_writes(traced: Traced) -> None:
     """Refuse a program that changes more of a tensor than its data."""
-    targets = (write.target for write in traced.facts.metadata_writes())
-    changed = [target.input for target in targets if isinstance(target, IsInput)]
-    for idx in (*changed, *traced.facts.switched_on):
+    for idx in sorted({*traced.facts.reshaped(), *traced.facts.switched_on}):
         raise UnsupportedProgram(
             f"`{traced.program.ins[idx]}` has its size, strides or history written in place",
             stage="export",

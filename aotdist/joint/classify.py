@@ -43,6 +43,7 @@ class NodeOutputs:
         self.tensors: list[torch.Tensor] = []
         self.facts: list[OutputFact] = []
         self.order: tuple[Action, ...] = ()
+        self.early: tuple[OutIdx, ...] = ()
         self.with_history: set[NodeOutIdx] = set()
         self.bumps: Counter[PrimalIdx] = Counter()
         self._known: dict[int, NodeOutIdx] = {}
@@ -115,6 +116,7 @@ class _Classifier:
                 if isinstance(target, ViewOfOutput):
                     self._count_bumps(change)
                 made.append((change.serial, self._write(number, change, target)))
+        node.early = tuple(idx for idx in map(OutIdx, range(len(self._outs))) if self._is_early(idx))
         node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
         return node
 
@@ -219,6 +221,15 @@ class _Classifier:
         steps = (FunctionView(root.steps, value, creation_meta(root.function)), *root.after)
         # The base of what a function returned gets its gradient through the function alone.
         return self._view(position, root.base, steps, history=False)
+
+    def _is_early(self, position: OutIdx) -> bool:
+        """Whether an output is to be made before its base is written, since that changes its history."""
+        out, fact = self._outs[position], self._node.facts[position]
+        if not isinstance(fact, ViewOfInput) or not out.requires_grad:
+            return False
+        replayed = all(isinstance(step, ViewStep) for step in fact.steps)
+        base = self._log.root(out, ()).base
+        return replayed and not self._log.changes_of(base) and self._log.is_outdated(out)
 
     def _view(
         self, position: OutIdx, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -20,6 +21,10 @@ _ASKS_FOR_DATA = (
 
 _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 """How autograd says that it would make a view's history again, and its base has none any more."""
+
+
+_NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
+"""How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
 
 
 @contextmanager
@@ -64,17 +69,23 @@ def naming_failures_of_backward() -> Generator[None]:
         try:
             yield
         except NotImplementedError as error:
-            raise UnsupportedProgram(
-                f"the program has no backward, in eager neither ({error})",
-                stage="joint",
-                fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
-            ) from error
+            raise _no_backward(error) from error
         except RuntimeError as error:
+            if _NO_FORMULA.match(str(error)):
+                raise _no_backward(error) from error
             if "modified by an inplace operation" in str(error):
                 raise _written_too_early(error) from error
             if "returned an invalid gradient" in str(error):
                 raise _reshaped_unseen(error) from error
             raise
+
+
+def _no_backward(error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the program has no backward, in eager neither ({error})",
+        stage="joint",
+        fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
+    )
 
 
 def _written_too_early(error: RuntimeError) -> UnsupportedProgram:

@@ -6,16 +6,18 @@ nor the order in which random numbers are drawn. Both show: sums run in another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from aotdist.capture.origins import Origins
-from aotdist.convention.memory import by_stride, covers
+from aotdist.convention.memory import by_stride
+from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
+from aotdist.joint.strided import Strided
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam import (
     FunctionalTensor,
@@ -50,7 +52,6 @@ _MATMULS: Mapping[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], torch
     torch.ops.aten.mm.out: lambda args, kwargs: kwargs["out"],
 }
 """Products that are written, and where."""
-_AS_STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default})
 _FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
 
@@ -62,15 +63,9 @@ class Functionalisation(FunctionalTensorMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rebinding = Rebinding()
         self._laid_out: dict[int, FunctionalTensor] = {}
-        self._spans: dict[int, tuple[FunctionalTensor, int]] = {}
-        self._shown_beyond: set[int] = set()
-
-    def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
-        """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`."""
-        if part.dtype == span.dtype:
-            self._spans[functional_storage_id(span)] = span, offset - int(part.storage_offset())
+        self.strided = Strided(self)
+        self.rebinding = Rebinding(self.strided)
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
         """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes."""
@@ -78,6 +73,11 @@ class Functionalisation(FunctionalTensorMode):
         if not plain and is_functional_base(tensor):
             self._laid_out[functional_storage_id(tensor)] = tensor
         return tensor
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other."""
+        self._laid_out = {storage: exchange.of(owner) for storage, owner in self._laid_out.items()}
+        self.rebinding.exchange(exchange)
 
     def __torch_dispatch__(
         self,
@@ -129,29 +129,26 @@ class Functionalisation(FunctionalTensorMode):
         """Let PyTorch's mode run an operator."""
         if torch.is_inference_mode_enabled():
             keep_bases_of_views(self, [*args, *kwargs.values()])
-        strided = func in _AS_STRIDED and isinstance(args[0], FunctionalTensor)
-        whole = functional_value(args[0]) if strided else None
+        if getattr(func, "is_view", False) and isinstance(args[0], FunctionalTensor):
+            self.strided.is_viewed(args[0])
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
             # torch 2.11 looks every argument up in the innermost tracer, and fails for want of it.
             foreign = unknown_to_the_innermost_tracer([*args, *kwargs.values()])
             if foreign is None:
                 raise
             raise computed_elsewhere(foreign) from error
-        if whole is not None and not covers(whole, functional_value(result)):
-            # What is written there would go to a copy of the storage; of it, what `whole` shows is kept.
-            self._shown_beyond.add(functional_storage_id(result))
-        return result
 
     def _special(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
         """How an operator is run that PyTorch's mode does not run as eager does; None for all others."""
-        if func is torch.ops.aten.as_strided.default and _is_view_in(self._spans, args[0]):
-            return lambda: self._part_of_span(*args, **kwargs)
-        if func is _FILL_DIAGONAL or (func in _AS_STRIDED and _counts_from_the_storage(args, kwargs)):
-            _refuse_lost_offset(func, args[0])
+        strided = self.strided.instead(func, args, kwargs)
+        if strided is not None:
+            return lambda: self._by_itself(strided)
+        if func is _FILL_DIAGONAL and args[0].storage_offset() != functional_value(args[0]).storage_offset():
+            self.strided.refuse_lost_offset(func, args[0])
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             return lambda: self._draw_in_memory_order(func, *args, **kwargs)
         if func in _MATMULS and _memory_order(_MATMULS[func](args, kwargs)) == [1, 0]:
@@ -200,31 +197,10 @@ class Functionalisation(FunctionalTensorMode):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
-                    if storage in self._shown_beyond and not is_functional_base(tensor):
-                        raise _written_beyond(func)
+                    self.strided.refuse_write(func, tensor)
                     owner = self._laid_out.get(storage, tensor)
                     if is_functional_base(owner):
                         yield owner
-
-    def _part_of_span(
-        self, tensor: FunctionalTensor, size: Any, stride: Any, storage_offset: int | None = None
-    ) -> torch.Tensor:
-        """`as_strided` of what lies in a span, which is a view of the span already.
-
-        Functionalisation writes through `as_strided` only where no other view comes before.
-        """
-        span, shift = self._spans[functional_storage_id(tensor)]
-        start = int(tensor.storage_offset()) if storage_offset is None else storage_offset - shift
-        last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-        if start < 0 or last >= span.numel():
-            raise UnsupportedProgram(
-                "`as_strided` reaches beyond the memory that inputs share",
-                where=Origins().current() or None,
-                stage="joint",
-                fix="pass what it reaches as an input too, or a clone",
-            )
-        with self:
-            return span.as_strided(size, stride, start)
 
     def _multiply_transposed(
         self, func: Callable[..., Any], *tensors: torch.Tensor, **kwargs: Any
@@ -294,38 +270,6 @@ def _one_by_one(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Write one tensor of a list after the other, as eager does: each may show what was written before."""
     for position in range(len(args[0])):
         func(*([arg[position : position + 1] if isinstance(arg, list) else arg for arg in args]), **kwargs)
-
-
-def _is_view_in(spans: Container[int], tensor: FunctionalTensor) -> bool:
-    """Whether a tensor is a view of one of the spans."""
-    return functional_storage_id(tensor) in spans and not is_functional_base(tensor)
-
-
-def _counts_from_the_storage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `as_strided` says where in the storage to begin, rather than in the tensor."""
-    return (args[3] if len(args) > 3 else kwargs.get("storage_offset")) is not None
-
-
-def _refuse_lost_offset(func: OpOverload, tensor: torch.Tensor) -> None:
-    """Raise where the value of `tensor`, written since, does not lie as far into its storage as it did."""
-    if isinstance(tensor, FunctionalTensor) and (
-        tensor.storage_offset() != functional_value(tensor).storage_offset()
-    ):
-        raise UnsupportedProgram(
-            f"`{func}` is called on a part of a storage that was written before",
-            where=Origins().current() or None,
-            stage="joint",
-            fix="use `select`, `diagonal` or slices, which count from the tensor",
-        )
-
-
-def _written_beyond(func: OpOverload) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`{func}` writes memory that `as_strided` shows, and the tensor that it was called on does not",
-        where=Origins().current() or None,
-        stage="joint",
-        fix="call `as_strided` on a tensor that shows all of that memory, or pass it as an input too",
-    )
 
 
 def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:

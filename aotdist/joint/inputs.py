@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aotdist.convention.naming import with_history_of
+from aotdist.convention.swapping import Exchange
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
@@ -23,6 +24,7 @@ from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
+    is_real,
     leaves,
     plain_tensors,
     rebuild,
@@ -32,7 +34,6 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam import (
     FunctionalTensor,
     as_parameter,
-    body_id,
     data_writes,
     made_again,
     part_of,
@@ -55,6 +56,7 @@ class StandIn:
             should the program give it other memory.
         derived: whether it is a base without history, or a view made of another stand-in: what is written to
             it is written to others, and what gradient it gets they get.
+        whole: whether it is a span of a whole storage, of which more is written than any input shows.
         spans: the spans that parts of it lie in, with others.
         version: the version counter of `tensor` before the program ran.
     """
@@ -66,6 +68,7 @@ class StandIn:
     tensor: torch.Tensor
     plains: tuple[FunctionalTensor, ...]
     derived: bool = False
+    whole: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     version: int = 0
 
@@ -93,8 +96,7 @@ class Inputs:
         self._aliases = bases.aliases()
         self._views = bases.views()
         self._stand_ins: list[StandIn] = []
-        self._bodies: list[int] = []
-        self._by_example: dict[int, StandIn] = {}
+        self._by_example: dict[int, torch.Tensor] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
@@ -121,14 +123,16 @@ class Inputs:
             )
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
             version = 0 if stand_in.tensor.is_inference() else stand_in.tensor._version
-            stand_in = replace(stand_in, derived=is_span, spans=spans, version=version)
+            whole = self._bases.is_whole(at)
+            stand_in = replace(stand_in, derived=is_span, whole=whole, spans=spans, version=version)
         for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
             if real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
+            if is_real(example) and not is_span:
+                self._recorder.strided.is_of_input(plain, example, real)
         self._by_tensor[id(stand_in.tensor)] = at
-        self._by_example[id(example)] = stand_in
+        self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
-        self._bodies.append(body_id(stand_in.tensor))
         return stand_in.tensor
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
@@ -169,7 +173,8 @@ class Inputs:
                 (memory,) = self._stand_ins[place.span].plains
                 member = place.member
                 part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
-                self._recorder.lies_in(memory, part, int(real.storage_offset()))
+                offset, is_whole = int(real.storage_offset()), self._bases.is_whole(place.span)
+                self._recorder.strided.lies_in(memory, part, offset, is_whole=is_whole)
                 found.append(part)
         return found
 
@@ -179,19 +184,13 @@ class Inputs:
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, view, plains, derived=True)
 
-    def refuse_swapped(self) -> None:
-        """See that each stand-in is the tensor that it was.
-
-        Raises:
-            UnsupportedProgram: the program swapped an input with another tensor.
-        """
-        for stand_in, body in zip(self._stand_ins, self._bodies, strict=True):
-            if body_id(stand_in.tensor) != body:
-                raise UnsupportedProgram(
-                    f"`{stand_in.slot}` is swapped with another tensor by `torch.utils.swap_tensors`",
-                    stage="joint",
-                    fix="swap them outside of the compiled function, or assign `.data`",
-                )
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other: what the one stood for, the other stands for."""
+        self._stand_ins = [
+            replace(stand_in, leaf=exchange.of(stand_in.leaf), tensor=exchange.of(stand_in.tensor))
+            for stand_in in self._stand_ins
+        ]
+        self._by_tensor = {id(stand_in.tensor): PrimalIdx(k) for k, stand_in in enumerate(self._stand_ins)}
 
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""
@@ -207,9 +206,8 @@ class Inputs:
         return None if at is None else str(self._stand_ins[at].slot)
 
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
-        """The stand-in of a real tensor, if it has one."""
-        known = self._by_example.get(id(example))
-        return None if known is None else known.tensor
+        """The object that the program is given for a real one, if it has met it."""
+        return self._by_example.get(id(example))
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:

@@ -14,7 +14,7 @@ from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs, StandIn
-from aotdist.joint.storages import Storages, TracedStorage
+from aotdist.joint.storages import Storages
 from aotdist.torch_seam import FunctionalTensor, HigherOrderOperator, pytree, rebind
 
 _GRAD: Any = torch.Tensor.grad
@@ -97,7 +97,7 @@ class Lifting(TorchFunctionMode):
 
     def _storage(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, FunctionalTensor):
-            return TracedStorage(self._storages, tensor)
+            return self._storages.of(tensor)
         return tensor.untyped_storage()
 
     def _typed_storage(self, tensor: torch.Tensor) -> Any:

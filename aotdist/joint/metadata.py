@@ -16,7 +16,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import PrimalIdx, Row
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
-from aotdist.torch_seam import history_of, sequence_nr
+from aotdist.torch_seam import history_of, memory_of, sequence_nr
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,22 @@ class Metadata:
         """What was done to `inputs`, but for changes that leave nothing behind.
 
         Raises:
-            UnsupportedProgram: an input that shares memory with others was given other memory.
+            UnsupportedProgram: an input that shares memory with others was given other memory, or the
+                history of views of one is forgotten.
         """
         row = inputs.row()
         switched_on = tuple(idx for idx, stand_in in row.enumerate() if _is_switched_on(stand_in))
         changes: dict[PrimalIdx, list[Change]] = defaultdict(list)
         written: list[int] = []
+        for stand_in in row:
+            _refuse_forgotten(stand_in, log)
         for number, change in enumerate(log.changes):
             idx = inputs.index_of(change.tensor)
             if idx is None or (idx in switched_on and not change.reshapes()):
                 continue
-            if change.moves() and (row[idx].derived or row[idx].spans):
+            if change.moves() and not _stays_inside(change, row[idx]):
                 raise refuse(row[idx], "and shares memory with another")
-            resized = change.tensor.size() != row[idx].example.size()
-            if change.moves() and resized and row[idx].example.requires_grad:
+            if row[idx].example.requires_grad and _misfits(change, row[idx]):
                 raise refuse(row[idx], "in another size than its gradient is to have")
             changes[idx].append(change)
             if number not in passing:
@@ -146,6 +148,46 @@ def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
         f"`{stand_in.slot}` has its size, strides or storage written in place, {how}",
         stage="joint",
         fix="return the changed tensor instead of writing the input's metadata",
+    )
+
+
+def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
+    """Refuse views of a leaf, itself a view, from before a write: for autograd they are then its base's."""
+    example = stand_in.example
+    if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
+        if log.has_outdated_views(stand_in.tensor):
+            raise UnsupportedProgram(
+                f"`{stand_in.slot}`, a leaf and a view of another, is written after views of it are made",
+                stage="joint",
+                fix="make the views after the write, or under `no_grad`",
+            )
+
+
+def _stays_inside(change: Change, stand_in: StandIn) -> bool:
+    """Whether an input is alone in its memory, or lies in the same memory as before, in another size."""
+    if not (stand_in.derived or stand_in.spans):
+        return True
+    pairs = zip(plain_tensors(change.tensor), stand_in.plains, strict=False)
+    return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
+
+
+def _misfits(change: Change, stand_in: StandIn) -> bool:
+    """Whether a gradient of the size that a leaf has now does not fit the leaf as autograd knew it."""
+    before, now = stand_in.example.size(), change.tensor.size()
+    if change.moves():
+        return before != now
+    if change.grad or not stand_in.example.is_leaf or not change.reshapes():
+        return False
+    pairs = zip(reversed(before), reversed(now), strict=False)
+    return len(now) < len(before) or any(size not in (1, other) for size, other in pairs)
+
+
+def written_around(stand_in: StandIn, how: str = "with history") -> UnsupportedProgram:
+    """An error for a write to an input and around it, which is one of what the input is a view of."""
+    return UnsupportedProgram(
+        f"`{stand_in.slot}` is written {how}, and so is memory around it",
+        stage="joint",
+        fix="pass the tensor that shows all of that memory, and take the view inside",
     )
 
 

@@ -23,6 +23,7 @@ from aotdist.capture.annotations import current_module, current_tags
 from aotdist.capture.origins import Origins
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.convention.swapping import Exchange
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.random import Draws
@@ -40,6 +41,7 @@ from aotdist.torch_seam import (
     calling_to_be_traced,
     decomposing,
     expression,
+    fake_of_its_own,
     functional,
     functional_storage_id,
     functional_value,
@@ -111,6 +113,7 @@ class Recorder:
         self._decompositions = decompositions
         self.draws = Draws()
         self._functionalisation = Functionalisation()
+        self.strided = self._functionalisation.strided
         self.backward_autocast = backward_autocast
         self._functional_rng = functional_rng
         stream = Stream(self._rng_state) if functional_rng else None
@@ -173,7 +176,7 @@ class Recorder:
         if isinstance(example, FunctionalTensor):
             return self.fake_like(Plain(example.size(), example.stride(), example.dtype), example.device)
         with torch.no_grad(), no_modes():
-            return self.fake_mode.from_tensor(example.detach(), static_shapes=True)
+            return fake_of_its_own(self.fake_mode, example.detach())
 
     def fake_like(self, plain: Plain, device: torch.device) -> torch.Tensor:
         """A new fake with the metadata of a recipe's leaf."""
@@ -184,9 +187,9 @@ class Recorder:
         """Another tensor of the value that `tensor` has: of the memory too, if it is a part of some."""
         return functional(fake) if is_functional_base(tensor) else second_shell(tensor)
 
-    def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
-        """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`."""
-        self._functionalisation.lies_in(span, part, offset)
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors of the program have become each other."""
+        self._functionalisation.exchange(exchange)
 
     def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
         """A new argument of the graph that stands for `fake`.

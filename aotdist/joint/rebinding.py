@@ -14,7 +14,9 @@ import torch
 
 from aotdist.capture.origins import Origins
 from aotdist.convention.memory import by_stride, extent
+from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.strided import Strided
 from aotdist.torch_seam import (
     FunctionalTensor,
     OpOverload,
@@ -32,9 +34,14 @@ _ATEN = torch.ops.aten
 
 
 class Rebinding:
-    """Does it; called with the functionalisation mode on."""
+    """Does it; called with the functionalisation mode on.
 
-    def __init__(self) -> None:
+    Args:
+        strided: knows who owns which memory.
+    """
+
+    def __init__(self, strided: Strided) -> None:
+        self._strided = strided
         self._whole: dict[int, tuple[FunctionalTensor, FunctionalTensor]] = {}
         self.in_more: set[int] = set()
         """Storages that hold more than the tensors of theirs that the program has."""
@@ -45,6 +52,11 @@ class Rebinding:
             _ATEN.resize_as_.default: self.resize_as,
         }
         """What is done for each operator."""
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other."""
+        pairs = [(exchange.of(tensor), whole) for tensor, whole in self._whole.values()]
+        self._whole = {id(tensor): (tensor, whole) for tensor, whole in pairs}
 
     def set_to(self, tensor: FunctionalTensor, source: FunctionalTensor) -> None:
         """Let `tensor` be another name for what `source` is."""
@@ -86,10 +98,14 @@ class Rebinding:
         """Let `tensor` have another size and other, dense, strides."""
         whole = self._whole.get(id(tensor), (tensor, tensor))[1]
         numel, room = math.prod(size), whole.numel()
-        if extent(whole) != room:
-            raise _refuse("it has gaps")
-        if numel > room and not self._is_all_of_its_storage(whole):
-            raise _refuse("it grows into memory around it")
+        grows_around = numel > room and not self._is_all_of_its_storage(whole)
+        if extent(whole) != room or grows_around:
+            part = self._strided.resized(tensor, size, stride)
+            if part is None:
+                raise _refuse("it grows into memory around it" if grows_around else "it has gaps")
+            rebind(tensor, part())
+            self._whole.pop(id(tensor), None)
+            return
         whole = second_shell(whole)
         flat = _flat(whole)
         if numel > room:

@@ -19,6 +19,7 @@ from aotdist.convention.naming import another_name
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs
+from aotdist.joint.strided import Strided
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam import (
@@ -51,10 +52,16 @@ class _Memory:
 class Storages:
     """The storages that a program looked at."""
 
-    def __init__(self, inputs: Inputs, log: ViewLog) -> None:
-        self._inputs, self._log = inputs, log
+    def __init__(self, inputs: Inputs, log: ViewLog, strided: Strided) -> None:
+        self._inputs, self._log, self._strided = inputs, log, strided
         self._memories: dict[int, _Memory] = {}
+        self._handed_out: dict[int, FunctionalTensor] = {}
         log.storages = self
+
+    def of(self, tensor: FunctionalTensor) -> TracedStorage:
+        """What the program is given for the storage of a tensor."""
+        self._handed_out[id(tensor)] = tensor
+        return TracedStorage(self, tensor)
 
     def memory(self, tensor: FunctionalTensor) -> _Memory:
         """The one that a tensor lies in."""
@@ -94,6 +101,11 @@ class Storages:
                 if functional_storage_id(plain) in self._memories:
                     yield idx, leaf
 
+    def has_looked_at(self, tensor: torch.Tensor) -> bool:
+        """Whether the program asked for the storage of a tensor."""
+        plains = [plain for plain in plain_tensors(tensor) if isinstance(plain, FunctionalTensor)]
+        return any(functional_storage_id(p) in self._memories or id(p) in self._handed_out for p in plains)
+
     def holds(self, plain: FunctionalTensor) -> bool:
         """Whether the storage of an input's plain tensor had room for it before, and has it now."""
         memory = self._memories.get(functional_storage_id(plain))
@@ -115,6 +127,12 @@ class Storages:
     def sizes(self) -> Mapping[int, int]:
         """The bytes of each memory now."""
         return {key: memory.now for key, memory in self._memories.items()}
+
+    def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        """Let a view lie in the memory that its base has grown to; False if it cannot be."""
+        pairs = list(zip(plain_tensors(view), plain_tensors(base), strict=False))
+        plain = all(isinstance(tensor, FunctionalTensor) for pair in pairs for tensor in pair)
+        return plain and all(self._strided.follow(*pair) for pair in pairs)  # type: ignore[arg-type]
 
     def part(
         self, storage: Any, dtype: torch.dtype, offset: int = 0, size: Any = None, stride: Any = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.changes import Change, resize_storage
-from aotdist.convention.memory import covers
+from aotdist.convention.memory import covers, may_repeat
 from aotdist.convention.naming import NAMED
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
@@ -55,9 +55,11 @@ from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.joint.lifting import Lifting
-from aotdist.joint.metadata import Metadata, refuse
+from aotdist.joint.metadata import Metadata, refuse, written_around
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
+from aotdist.joint.strided import Strided
+from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.waypoints import Held, Waypoints
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Program, Row, Slot
@@ -73,6 +75,7 @@ from aotdist.torch_seam import (
     custom_functions,
     data_writes,
     functional_value,
+    hearing_of_swaps,
     metadata_written,
     storage_changes,
     storage_id,
@@ -146,26 +149,30 @@ def trace(
         return inputs.add(name_closed_over(example), example) if known is None else known
 
     log = ViewLog()
-    storages = Storages(inputs, log)
+    storages = Storages(inputs, log, recorder.strided)
+    swaps = Swaps(inputs, log, storages, recorder, stand_in)
     with ExitStack() as stack:
         stack.enter_context(recorder)
         tensors = [
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(log)
+        stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
         lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow)
         with lifting, naming_failures():
             outs = program.fn(*tensors)
         recorder.draws.check()
-        inputs.refuse_swapped()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
+        outs = swaps.seen_outside(outs)
         metadata = Metadata.of(inputs, log, storages.passing())
         outputs = classify(outs, inputs, log, metadata.written)
         for idx, stand_in_ in inputs.row().enumerate():
             _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
-        writes, rewinds = _forward_writes(inputs.row(), outputs, metadata, storages)
+        writes, rewinds = _forward_writes(inputs.row(), outputs, metadata, storages, recorder.strided)
+        outputs.order = (*outputs.order, *swaps.actions(outs))
+        rewritten = bool(metadata.written) or swaps.some()
         node_tensors = outputs.tensors
         node_outs = Row[NodeOutIdx, NodeOut](
             NodeOut(slot, recipe_of(tensor), training and idx in outputs.with_history)
@@ -180,11 +187,12 @@ def trace(
         results = value_results(recorder, node_outs, node_tensors)
         sizes, num_changes = storages.sizes(), len(log.changes)
         counters = [(stand_in.writes(), stand_in.bumps()) for stand_in in inputs.row()]
-        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not metadata.written else None
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not rewritten else None
         ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
-        held = _held(outs, outputs, inputs.row(), writes, metadata) if cuts and is_linear(ends) else []
+        passed = cuts and not rewritten and is_linear(ends)
+        held = _held(outs, outputs, inputs.row(), writes) if passed else []
         waypoints = Waypoints(held, ends)
-        arrivals = {} if metadata.written else find_arrivals(outs, outputs.facts, ends)
+        arrivals = {} if rewritten else find_arrivals(outs, outputs.facts, ends)
         backward = Backward(
             recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting, arrivals
         )
@@ -203,6 +211,7 @@ def trace(
             forward_end.read_late(recorder, inputs.row(), backward_writes)
         backward_storages = tuple(storages.resized_since(sizes))
         _refuse_changes_in_backward(inputs, log.changes[num_changes:])
+        swaps.refuse_with(backward_writes or backward_storages)
     row = inputs.row()
     facts = Facts(
         inputs=writes,
@@ -219,6 +228,7 @@ def trace(
         functions=tuple(name for name in functions if name != NAMED),
         passages=waypoints.passages(len(node_outs)),
         choices=tuple(choices),
+        early=outputs.early,
     )
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     later = None
@@ -242,7 +252,11 @@ def _resuming(
 
 
 def _forward_writes(
-    row: Row[PrimalIdx, StandIn], outputs: NodeOutputs, metadata: Metadata, storages: Storages
+    row: Row[PrimalIdx, StandIn],
+    outputs: NodeOutputs,
+    metadata: Metadata,
+    storages: Storages,
+    strided: Strided,
 ) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
     """What the forward did to each input; the new values become node outputs, those with history first.
 
@@ -258,6 +272,9 @@ def _forward_writes(
     repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
     # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
     written = [(idx, s) for idx, s in _written_by_name(row) if all(map(storages.holds, s.plains))]
+    for idx, stand_in in written:
+        if _is_written_around(stand_in, strided, history=metadata.has_new_history(idx, stand_in)):
+            raise written_around(stand_in)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
@@ -272,17 +289,44 @@ def _forward_writes(
     return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
 
 
+def _is_written_around(stand_in: StandIn, strided: Strided, *, history: bool) -> bool:
+    """Whether a write to an input, with history or not, changes what autograd knows of memory around it.
+
+    A view of before, of more than the input, is one of what the input is a view of from then on.
+    """
+    requires_grad = stand_in.example.requires_grad
+    if not history and not requires_grad:
+        return False
+    return any(strided.looks_around(plain, history=not history) for plain in stand_in.plains)
+
+
 def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
     """The inputs to copy new values into.
 
     Of several that share memory, those that were written themselves: the others see it. And those that show
     more than these, since what was done behind autograd's back, by `.data`, has no name.
     """
-    written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and not s.derived]
+    written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and (s.whole or not s.derived)]
     named: dict[int, list[torch.Tensor]] = defaultdict(list)
     for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
         named[storage_id(plain)].append(plain)
-    return [(idx, s) for idx, s in written if s.bumps() or not _is_seen_through(s, named)]
+    once: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for plain in (plain for _, s in written for plain in plain_tensors(s.example) if not may_repeat(plain)):
+        once[storage_id(plain)].append(plain)
+    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _has_another_name(s, named, once)]
+
+
+def _has_another_name(
+    stand_in: StandIn,
+    named: Mapping[int, Sequence[torch.Tensor]],
+    once: Mapping[int, Sequence[torch.Tensor]],
+) -> bool:
+    """Whether all that was written of an input is memory of others, which are written by name.
+
+    What shows elements twice cannot be copied into: then by others that show each `once`.
+    """
+    repeats = any(map(may_repeat, plain_tensors(stand_in.example)))
+    return _is_seen_through(stand_in, named) or (repeats and _is_seen_through(stand_in, once))
 
 
 def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:
@@ -315,11 +359,8 @@ def _held(
     outputs: NodeOutputs,
     row: Row[PrimalIdx, StandIn],
     writes: Row[PrimalIdx, InputFact],
-    metadata: Metadata,
 ) -> list[Held]:
-    """What the caller will hold of the differentiable tensors; nothing if inputs change shape or history."""
-    if metadata.written:
-        return []
+    """What the caller will hold of the differentiable tensors."""
     held = [
         Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
         for idx in sorted(outputs.with_history)
@@ -349,6 +390,8 @@ def _backward_writes(
     padded = [*before, *[((), 0)] * (len(row) - len(before))]
     for idx, stand_in in row.enumerate():
         counts, (counted, bumps) = stand_in.writes(), padded[idx]
+        if stand_in.whole and counts != counted:
+            raise written_around(stand_in, "by the backward")
         if stand_in.derived or counts == (counted or (0,) * len(counts)):
             continue
         if not all(map(storages.has_room, stand_in.plains)):

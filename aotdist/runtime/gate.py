@@ -174,10 +174,10 @@ class Gates:
         """Lead the node's values through the gates, write inputs and make outputs: the reference."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
+            outs = Outputs(plans.epilogue, primals)
             given, rests = plans.writes.taken(primals)
-            values = list(call(given))
+            outs.values = values = list(call(given))
             shield(*(values[idx] for idx in self.at_once()))
-            outs = Outputs(plans.epilogue, primals, values)
             before = None
             for step in self.steps:
                 match step:

@@ -244,7 +244,7 @@ def _obstacle(traced: Traced, again: Again) -> str | None:
             return f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
     paths = {slot.path for slot in again.primals}
     if any(ins[idx].path in paths for idx in facts.reshaped()):
-        return "it writes the sizes, strides or storage of an input in place"
+        return "it writes the sizes, strides or storage of an input in place, or swaps it"
     return again.obstacle
 
 

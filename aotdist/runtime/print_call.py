@@ -20,6 +20,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.put import take
 from aotdist.convention.stack import Plans
+from aotdist.convention.swapping import check_swappable
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
 from aotdist.convention.version import rewind
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
@@ -141,8 +142,10 @@ def print_call(
         primals = fit.primal_variables()
         _print_sizes(printer, fit.sizes, primals)
         printer.comment("run")
-        for idx in plans.switched_on.inputs:
-            printer.line(f"{primals[idx]}.requires_grad_()")
+        _print_what_comes_first(printer, plans, primals)
+        do = action_printer(printer, plans.epilogue, primals, fit.ambient)
+        for idx in plans.epilogue.early:
+            do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
             given = list(primals)
             for primal, _, _ in plans.writes.writes:
@@ -157,7 +160,6 @@ def print_call(
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
             for write in plans.writes.writes if gates is None else ():
                 print_write(printer, primals, write)
-        do = action_printer(printer, plans.epilogue, primals, fit.ambient)
         for idx, count in plans.epilogue.rewinds:
             printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
         if gates is None:
@@ -166,6 +168,14 @@ def print_call(
         else:
             print_steps(printer, gates, primals, do)
         print_return(printer, returned)
+
+
+def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[str]) -> None:
+    if swapped := plans.epilogue.swapped():
+        names = ", ".join(primals[idx] for idx in swapped)
+        printer.line(f"{printer.bind('check_swappable', check_swappable)}({names})")
+    for idx in plans.switched_on.inputs:
+        printer.line(f"{primals[idx]}.requires_grad_()")
 
 
 def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:

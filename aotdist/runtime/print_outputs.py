@@ -15,6 +15,7 @@ from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
 from aotdist.convention.put import put
+from aotdist.convention.swapping import swap
 from aotdist.facts import (
     Action,
     Fresh,
@@ -28,6 +29,7 @@ from aotdist.facts import (
     OutputView,
     Place,
     Step,
+    Swap,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -78,7 +80,7 @@ def _point(place: HeldPlace, primals: Sequence[str]) -> str:
 def action_printer(
     printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient
 ) -> Callable[[Action], None]:
-    """What prints that an output is made, after those that it is made of, or metadata written; each once."""
+    """What prints one thing that is done outside: an output is made, each once, or an input written."""
     printed: set[OutIdx] = set()
     made: dict[int, str] = {}
 
@@ -95,25 +97,29 @@ def action_printer(
             make(place.base)
         return _at(printer, place, primals, modes, made)
 
-    def write(change: MetadataWrite) -> None:
-        args = [at(arg) if isinstance(arg, Place) else _literal(printer, arg) for arg in change.args]
-        data = [] if change.data is None else [f"values[{change.data}]"]
-        name = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
-        if is_symbolic(change.kwargs):
-            name = f"{printer.bind('concrete', concrete)}({name}, symbols)"
-        given = ", ".join([at(change.target), name, sequence(args), *data])
-        printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
-
     def do(action: Action) -> None:
         match action:
             case MetadataWrite():
-                write(action)
+                _print_rewrite(printer, action, at)
             case Keep(number=number, place=place):
                 printer.line(f"kept_{number} = {at(place)}")
+            case Swap(first=first, second=second, poisoned=poisoned):
+                given = ", ".join([at(first), at(second), *map(repr, poisoned)])
+                printer.line(f"{printer.bind('swap', swap)}({given})")
             case _:
                 make(action)
 
     return do
+
+
+def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place], str]) -> None:
+    args = [at(arg) if isinstance(arg, Place) else _literal(printer, arg) for arg in change.args]
+    data = [] if change.data is None else [f"values[{change.data}]"]
+    name = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
+    if is_symbolic(change.kwargs):
+        name = f"{printer.bind('concrete', concrete)}({name}, symbols)"
+    given = ", ".join([at(change.target), name, sequence(args), *data])
+    printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
 
 
 def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]) -> str:

@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
+from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import plain_tensors
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Scene, play, same_as_eager
+from tests.semantics.observation import Scene, assert_both_give_the_same, play, same_as_eager
 
 
 def leaf(*size: int) -> torch.Tensor:
@@ -368,3 +369,60 @@ def test_as_strided_of_shared_memory_counts_from_its_storage() -> None:
         )
 
     same_as_eager(build)
+
+
+def test_what_shows_elements_twice_is_not_copied_into() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.data.add_(1)
+        return x * 2
+
+    def build() -> Scene:
+        x = torch.randn(1, 4).expand(3, 4)
+        return Scene(program, (x, x[0]))
+
+    same_as_eager(build)
+
+
+def quietly(op: Callable[..., Any], *args: Any) -> Any:
+    with torch.no_grad():
+        return op(*args)
+
+
+OTHER_HISTORY: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "the view read before": lambda b, v: (v * 1, b.mul_(2))[0],
+    "the view read after, detached": lambda b, v: (b.mul_(2), v.detach() * 1)[1],
+    "the view written": lambda b, v: (quietly(v.mul_, 2), b * 1)[1],
+    "the base written": lambda b, v: (quietly(b.mul_, 2), b * 1, v.detach() * 2)[1:],
+    "the base written with what is made of the view": lambda b, v: (b.mul_(v.detach().sum()), b * 1)[1],
+    "the base written with history of the view": lambda b, v: (w := v * 2, b.mul_(w.sum()), b * 1)[2],
+}
+
+
+VIEWS: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
+    "under no_grad": lambda: (base := torch.randn(4, 3).requires_grad_() * 1.5, quietly(lambda: base[1:])),
+    "a leaf of its own": lambda: (base := torch.randn(4, 3), base[1:].requires_grad_()),
+    "of what is detached": lambda: (base := torch.randn(4, 3).requires_grad_() * 1.5, base.detach()[1:]),
+}
+
+
+@pytest.mark.parametrize("program", OTHER_HISTORY)
+@pytest.mark.parametrize("make", VIEWS)
+def test_a_view_that_requires_grad_where_its_base_does_not(make: str, program: str) -> None:
+    """The one that is refused has no backward in eager: a leaf comes to have a history there."""
+
+    def use(call: Any) -> list[torch.Tensor | None]:
+        base, view = VIEWS[make]()
+        has_grad = view.is_leaf and view.requires_grad
+        results = call(base, view)
+        outs = results if isinstance(results, tuple) else (results,)
+        ends = [out.sum() for out in outs if out.requires_grad]
+        if ends:
+            torch.autograd.backward(ends)
+        flags = torch.tensor([out.requires_grad for out in (*outs, base)])
+        return [*outs, base.detach(), flags, view.grad if has_grad else None]
+
+    if make == "a leaf of its own" and program == "the base written with history of the view":
+        with pytest.raises(UnsupportedProgram, match="but not its `requires_grad`"):
+            aotdist.compile(OTHER_HISTORY[program], backend="fx")(*VIEWS[make]())
+    else:
+        assert_both_give_the_same(OTHER_HISTORY[program], use)

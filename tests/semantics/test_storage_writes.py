@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
+import aotdist
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.observation import Scene, play, same_as_eager
 
@@ -58,6 +59,21 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "resize_ larger, filled": lambda x: x.resize_(3, 4).fill_(2) * 2,
     "resize_ larger keeps the beginning": lambda x: (x.resize_(10)[6:].zero_(), x * 2)[1],
     "resize_ larger, then its shape": lambda x: (x.resize_(12).fill_(2), x.resize_(3, 4).t_())[1] * 2,
+    "resize_ larger under a view": lambda x: (v := x[1], x.resize_(12), x[6:].zero_(), v * 2, x * 1)[3:],
+    "resize_ larger under a written view": lambda x: (
+        v := x[1], x.resize_(12), x[6:].zero_(), quietly(v.mul_, 2), x * 1,
+    )[4],
+    "resize_ larger under a returned view": lambda x: (v := x[1], x.resize_(12), x[6:].zero_(), v, x[:2])[3:],
+    "resize_ larger twice under a view": lambda x: (
+        v := x[1], x.resize_(8), x[6:].fill_(2), w := x[4:], x.resize_(12), x[8:].zero_(), w.add_(1), v * 2,
+    )[7],
+    "resize_ larger under what is detached": lambda x: (
+        v := x.detach().view(-1), x.resize_(12), x[6:].zero_(), v.add_(1), x * 1,
+    )[4],
+    "a view resized inside": lambda x: (v := x.detach()[0], v.resize_(5), v.mul_(2), v, x * 1)[3:],
+    "a view resized inside, seen by its views": lambda x: (
+        v := x.detach()[0], v.resize_(5), v[1:].add_(1), x * 1,
+    )[3],
     "resize_as_": lambda x: x.resize_as_(new(x, 4)) * 2,
     "resize_ after a write": lambda x: (x.add_(1), x.resize_(4))[1] * 2,
     "resize_ before a write": lambda x: x.resize_(4).add_(1) * 2,
@@ -96,6 +112,10 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "out= after a view": lambda x: (x[1], torch.add(new(x, 2), 1, out=x)),
     "an intermediate, resized": lambda x: (x.detach() * 2).resize_(4),
     "an intermediate, larger": lambda x: (x.detach() * 2).resize_(9).fill_(3),
+    "out= larger under a view": lambda x: (v := x[1], torch.add(new(x, 3, 4), 1, out=x), v, v * 2)[2:],
+    "an intermediate, larger, its view before": lambda x: (
+        y := x.detach() * 2, v := y[1], y.resize_(9), y[6:].zero_(), v.add_(1), v, y,
+    )[5:],
     "an intermediate, its view before": lambda x: ((y := x.detach() * 2)[0], y.resize_(4)),
     "an intermediate, set to the input": lambda x: (y := x * 2, quietly(y.set_, x.detach()), x * 3)[::2],
     "an intermediate, data =": lambda x: assign(x * 2, new(x, 2, 3)),
@@ -108,7 +128,7 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "a view, set_": lambda x: (v := x.detach()[0], v.set_(new(x, 4)))[1],
     "detached, set_": lambda x: x.detach().set_(new(x, 4)),
     "detached, resized": lambda x: (x.detach().resize_(2), x * 2),
-}
+}  # fmt: skip
 
 
 REFUSALS = (
@@ -212,3 +232,29 @@ def test_of_what_a_wrapper_computes() -> None:
         return Scene(lambda x, y: (torch.sin(x, out=y), y)[1], (two(), torch.randn(2, 3)))
 
     same_as_eager(build)
+
+
+@pytest.mark.parametrize("size", [(3,), (5,), (2, 4), (14,), (16,), (30,)])
+@pytest.mark.parametrize("place", [slice(0, 4), slice(2, 6), slice(1, 9, 2)])
+def test_growth_into_memory_around_an_input(place: slice, size: tuple[int, ...]) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        view = x[1:]
+        x.resize_(size).mul_(2)
+        return x + 1, view * y.sum()
+
+    def build() -> Scene:
+        memory = torch.randn(16)
+        return Scene(program, (memory[place], memory.detach()[3:5]), held={"memory": memory})
+
+    compare(build, "it grows into memory around it", "it has gaps")
+
+
+def test_growth_out_of_memory_that_inputs_share_is_refused() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.resize_(20).fill_(2)
+        return y * 1
+
+    memory = torch.randn(16)
+    with pytest.raises(UnsupportedProgram, match="it grows into memory around it"):
+        aotdist.compile(program, backend="fx")(memory, memory.detach()[3:6])
+    assert memory.size() == (16,)

@@ -1,11 +1,14 @@
 """What the program writes: arguments, through views, with and without history, under every mode."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
-from tests.semantics.observation import Scene, same_as_eager
+from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
 
 
 def plain(*size: int) -> torch.Tensor:
@@ -182,3 +185,41 @@ def test_other_tensors_keep_their_version():
     compiled(x, w)
     assert w._version == 0 and x._version == 1
     y.sum().backward()
+
+
+BEFORE_A_WRITE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "a view": lambda x, w: (v := x.t(), x.add_(1), v)[2],
+    "a view of a view": lambda x, w: (v := x.t()[1:], x.mul_(w), v, v * 2)[2:],
+    "a view of a view of before": lambda x, w: (v := x.t(), x.mul_(w), v[0])[2],
+    "without history": lambda x, w: (v := x.t(), without_grad(x), v, v.sin() * w.t())[2:],
+    "detached": lambda x, w: (v := x.detach(), x.mul_(w), v[0], x[0])[2:],
+    "and one of after": lambda x, w: (v := x[0], x.mul_(w), v, x[0], x * 2)[2:],
+}
+
+
+def without_grad(x: torch.Tensor) -> None:
+    with torch.no_grad():
+        x.mul_(2)
+
+
+@pytest.mark.parametrize("program", BEFORE_A_WRITE)
+@pytest.mark.parametrize("make", ["view of a non-leaf", "non-leaf", "plain", "part"])
+def test_views_of_before_a_write(make: str, program: str) -> None:
+    """Autograd makes their history again from the base that it knows: no gradient passes the input itself."""
+    makers: dict[str, Callable[[], torch.Tensor]] = {
+        "view of a non-leaf": lambda: (torch.randn(3, 4, requires_grad=True) * 1.5).view(4, 3),
+        "non-leaf": lambda: torch.randn(4, 3, requires_grad=True) * 1.5,
+        "plain": lambda: torch.randn(4, 3),
+        "part": lambda: torch.randn(6, 3)[1:5],
+    }
+
+    def use(call: Any) -> list[torch.Tensor | None]:
+        x, w = makers[make](), torch.randn(4, 3, requires_grad=True)
+        ends = [x] if x._base is None else [x, x._base]
+        results = call(x, w)
+        outs = results if isinstance(results, tuple) else (results,)
+        total = sum((out * (k + 2)).sum() for k, out in enumerate(outs)) + w.sum()
+        wanted = [end for end in (*ends, w) if end.requires_grad]
+        return [*outs, *torch.autograd.grad(total, wanted, allow_unused=True)]
+
+    assert_both_give_the_same(BEFORE_A_WRITE[program], use)

@@ -81,26 +81,17 @@ def test_a_leaf_that_cannot_be_lifted() -> None:
         compiled(lambda x, options: x)(torch.ones(1), options={"mode": Opaque()})
 
 
-def test_growing_under_a_view_is_refused_by_name() -> None:
-    def grow(x: torch.Tensor) -> torch.Tensor:
-        view = x.view(3, 2)
-        x.resize_(10)
-        return view.add_(1)
+def test_views_of_what_lies_elsewhere_now_are_refused_by_name() -> None:
+    def move(x: torch.Tensor) -> torch.Tensor:
+        row = x[0]
+        part = row[1:]
+        row.data = torch.zeros(4)
+        return part
 
     x = torch.ones(2, 3)
-    with pytest.raises(UnsupportedProgram, match="a view is used of a tensor whose size grew in place"):
-        compiled(grow)(x)
-    assert x.shape == (2, 3)
+    with pytest.raises(UnsupportedProgram, match="a view is used of a tensor .* whose storage was replaced"):
+        compiled(move)(x)
     assert torch.equal(x, torch.ones(2, 3))
-
-
-def test_overlapping_inputs_of_another_dtype_are_refused_by_name() -> None:
-    base = torch.zeros(4, 4)
-    with pytest.raises(
-        UnsupportedProgram, match=r"`args\[0\]` is written and shares memory with `args\[1\]`"
-    ):
-        compiled(lambda a, b: (a.add_(1), b * 2)[1])(base[:, ::2], base.view(torch.int32)[:, :2])
-    assert torch.equal(base, torch.zeros(4, 4))
 
 
 def test_disjoint_views_of_one_buffer_are_fine() -> None:
@@ -203,17 +194,6 @@ def test_sparse_results_are_refused_by_name() -> None:
         compiled(lambda x: x.to_sparse())(torch.ones(2, 4))
 
 
-def test_swapping_an_input_is_refused() -> None:
-    def swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        torch.utils.swap_tensors(x, y)
-        return x * 2
-
-    x, y = torch.ones(2), torch.zeros(2)
-    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` is swapped with another tensor"):
-        compiled(swap)(x, y)
-    assert torch.equal(x, torch.ones(2))
-
-
 def test_a_view_of_what_was_detached_and_written_is_refused() -> None:
     def detach(x: torch.Tensor) -> torch.Tensor:
         view = x.squeeze()
@@ -230,11 +210,10 @@ def test_a_view_of_what_was_detached_and_written_is_refused() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_writing_what_only_as_strided_shows_is_refused(in_place: bool) -> None:
-    def reach(x: torch.Tensor) -> None:
-        shown = (x.as_strided_ if in_place else x.as_strided)((2, 2), (2, 1))
-        shown.add_(1)
+    def reach(x: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided((3, 4), (8, 2)).copy_(x)
+        shown = (made.as_strided_ if in_place else made.as_strided)((2, 2), (2, 1))
+        return shown.add_(1)
 
-    base = torch.zeros(3, 8)
     with pytest.raises(UnsupportedProgram, match="writes memory that `as_strided` shows"):
-        compiled(reach)(base[:, ::2])
-    assert torch.equal(base, torch.zeros(3, 8))
+        compiled(reach)(torch.zeros(3, 4))

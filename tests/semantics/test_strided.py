@@ -1,0 +1,222 @@
+"""`as_strided` and `unfold`: views that count from the storage, and show what is around an input in it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.two_tensor import TwoTensor
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from tests.semantics.makers import leaf, non_leaf, plain, two, two_non_leaf
+from tests.semantics.meshes import sharded
+from tests.semantics.observation import Scene, play, same_as_eager
+
+
+def quietly(op: Callable[..., Any], *args: Any) -> Any:
+    with torch.no_grad():
+        return op(*args)
+
+
+AROUND: dict[str, Callable[[torch.Tensor], Any]] = {
+    "read": lambda x: x.as_strided((5,), (1,)) * 2,
+    "read after a write": lambda x: (quietly(x.mul_, 2), x.as_strided((5,), (1,)) * 1)[1],
+    "written, read by a view of before": lambda x: (v := x.as_strided((5,), (1,)), quietly(x.mul_, 2), v * 1)[
+        2
+    ],
+    "written through": lambda x: (quietly(x.as_strided((5,), (1,)).mul_, 2), x * 1)[1],
+    "written through a view": lambda x: (quietly(x[1:].as_strided((2, 2), (2, 1)).mul_, 2), x * 1)[1],
+    "written from the start": lambda x: (quietly(x.as_strided((6,), (1,), 0).mul_, 2), x * 1)[1],
+    "both written": lambda x: (
+        v := x.as_strided((6,), (2,), 1),
+        quietly(v.add_, 1),
+        quietly(x.mul_, 2),
+        v * x[0],
+    )[3],
+    "returned": lambda x: (v := x.as_strided((5,), (1,)), quietly(v.mul_, 2), v)[2],
+    "in place": lambda x: quietly(x.as_strided_, (5,), (1,)) * 2,
+    "in place, then written": lambda x: (quietly(lambda: x.as_strided_((5,), (1,)).mul_(2)), x * 1)[1],
+    "in place after a write": lambda x: (quietly(lambda: x.mul_(2).as_strided_((5,), (1,))), x * 1)[1],
+    "in place with an offset": lambda x: (quietly(lambda: x.as_strided_((5,), (1,), 1).mul_(2)), x * 1)[1],
+    "detached": lambda x: (x.detach().as_strided((5,), (1,)).mul_(2), x * 1)[1],
+    "filled": lambda x: (quietly(lambda: x.as_strided((2, 3), (4, 1)).fill_diagonal_(3.0)), x * 1)[1],
+    "written with history": lambda x: (x.as_strided((5,), (1,)).mul_(2), x * 1)[1],
+    "too far": lambda x: quietly(x.as_strided((500,), (1,)).mul_, 2),
+}
+
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the beginning": lambda memory: memory[:3],
+    "the middle": lambda memory: memory[2:5],
+    "with gaps": lambda memory: memory[1:8:2],
+    "all": lambda memory: memory[:],
+}
+
+MEMORIES: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: plain(16),
+    "leaf": lambda: leaf(16),
+    "non-leaf": lambda: non_leaf(16),
+}
+
+
+REFUSALS = (
+    "and so is memory around it",
+    "written in place under `no_grad`",
+    "in another size than its gradient",
+    "is written after views of it are made",
+)
+
+
+def compare(build: Callable[[], Scene], *refusals: str, **options: Any) -> None:
+    try:
+        eager = build()
+        play(eager, eager.fn)
+    except Exception as error:
+        reason = str(error)
+        with pytest.raises(Exception):  # noqa: B017  # in our words, or in eager's
+            ours = build()
+            play(ours, aotdist.compile(ours.fn, backend="fx"))
+        pytest.skip(f"eager refuses it: {reason[:60]}")
+    try:
+        same_as_eager(build, **options)
+    except UnsupportedProgram as refusal:
+        if not any(reason in refusal.what for reason in refusals):
+            raise
+
+
+@pytest.mark.parametrize("program", AROUND)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("make", MEMORIES)
+def test_around_an_input(make: str, part: str, program: str) -> None:
+    def build() -> Scene:
+        memory = MEMORIES[make]()
+        return Scene(AROUND[program], (PARTS[part](memory),), held={"memory": memory})
+
+    compare(build, *REFUSALS)
+
+
+@pytest.mark.parametrize("program", AROUND)
+@pytest.mark.parametrize("part", PARTS)
+def test_around_a_leaf(part: str, program: str) -> None:
+    def build() -> Scene:
+        memory = plain(16)
+        return Scene(AROUND[program], (PARTS[part](memory).requires_grad_(),), held={"memory": memory})
+
+    compare(build, *REFUSALS)
+
+
+@pytest.mark.parametrize("program", AROUND)
+@pytest.mark.parametrize("part", PARTS)
+def test_around_what_is_in_a_wrapper(part: str, program: str) -> None:
+    def build() -> Scene:
+        memories = plain(16), plain(16)
+        return Scene(AROUND[program], (TwoTensor(*map(PARTS[part], memories)),), held={"memory": memories})
+
+    compare(build, *REFUSALS)
+
+
+@pytest.mark.parametrize("program", AROUND)
+def test_around_an_input_that_shares_memory(program: str) -> None:
+    def build() -> Scene:
+        memory = plain(16)
+        other = memory.detach()[4:9]
+        return Scene(lambda x, y: (AROUND[program](x), y * 2), (memory[2:5], other), held={"memory": memory})
+
+    compare(build)
+
+
+def test_around_what_the_program_closes_over() -> None:
+    def build() -> Scene:
+        memory = plain(16)
+        part = memory[2:5]
+        return Scene(
+            lambda x: (part.as_strided((5,), (1,)).add_(x), part * 2)[1], (plain(5),), held={"m": memory}
+        )
+
+    same_as_eager(build)
+
+
+def test_another_storage_is_another_signature() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x.as_strided((5,), (1,)).mul_(2)
+        return x * 1
+
+    def build() -> list[Scene]:
+        memories = plain(16), plain(16), plain(8)
+        return [Scene(program, (m[2:5],), held={"memory": m}) for m in memories]
+
+    same_as_eager(build, compilations=2)
+
+
+UNFOLDED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "read": lambda x: x.unfold(1, 2, 1) * 2,
+    "with a rest": lambda x: (x.unfold(1, 3, 3).mul_(3), x * 1)[1],
+    "with gaps": lambda x: (x.unfold(1, 1, 2).mul_(3), x * 1)[1],
+    "with gaps, from the end": lambda x: (x.unfold(-1, 1, 3).mul_(3), x * 1)[1],
+    "of rows": lambda x: (x.unfold(0, 2, 2).mul_(3), x * 1)[1],
+    "of a part": lambda x: (x[1:].unfold(1, 1, 2).mul_(3), x * 1)[1],
+    "of what is transposed": lambda x: (x.t().unfold(0, 1, 2).mul_(3), x * 1)[1],
+    "of what is made inside": lambda x: ((y := x * 2).unfold(1, 1, 3).mul_(3), y)[1],
+    "of a part of what is made inside": lambda x: ((y := x * 2)[1:].unfold(1, 1, 3).mul_(3), y)[1],
+    "returned": lambda x: ((v := x.unfold(1, 1, 2)).mul_(3), v)[1],
+    "as_strided of a part": lambda x: (x[1:].as_strided((2, 2), (4, 2), 4).mul_(3), x * 1)[1],
+    "as_strided of what is made inside": lambda x: ((y := x * 2)[1:].as_strided((2, 2), (4, 2)).mul_(3), y)[
+        1
+    ],
+    "as_strided twice": lambda x: (x.as_strided((2, 3), (4, 1)).as_strided((2,), (3,)).mul_(3), x * 1)[1],
+}
+
+
+@pytest.mark.parametrize("program", UNFOLDED)
+@pytest.mark.parametrize(
+    "make",
+    [plain, leaf, non_leaf, lambda: plain(5, 4)[1:4], lambda: non_leaf(4, 3).t(), two, two_non_leaf],
+    ids=["plain", "leaf", "non-leaf", "view", "view of a non-leaf", "two", "two, non-leaf"],
+)
+def test_unfold(make: Callable[[], torch.Tensor], program: str) -> None:
+    def build() -> list[Scene]:
+        return [Scene(UNFOLDED[program], (make(),))]
+
+    compare_all(build)
+
+
+@pytest.mark.parametrize("program", UNFOLDED)
+def test_unfold_of_dtensors(mesh: DeviceMesh, program: str) -> None:
+    compare_all(lambda: [Scene(UNFOLDED[program], (sharded(mesh, plain()) * 1.5,))])
+
+
+def compare_all(build: Callable[[], list[Scene]]) -> None:
+    try:
+        for scene in build():
+            play(scene, scene.fn)
+    except Exception as error:  # wrappers refuse in many words
+        pytest.skip(f"eager refuses it: {str(error)[:60]}")
+    same_as_eager(build)
+
+
+def test_what_shows_an_element_twice_is_not_written() -> None:
+    for write in (lambda x: x.unfold(1, 2, 1).mul_(3), lambda x: x.as_strided((3, 4), (1, 1)).mul_(3)):
+        with pytest.raises(UnsupportedProgram, match="whose elements share memory"):
+            aotdist.compile(write, backend="fx")(plain())
+
+
+TWO_DTYPES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "one written": lambda u, v: (u.add_(1), v * 2)[1],
+    "the other written": lambda u, v: (v.add_(1), u * 2)[1],
+    "both written": lambda u, v: (u.mul_(2), v.mul_(3), u * 1, v.clone())[2:],
+    "written through a view": lambda u, v: (u[1].mul_(2), v[:, 1].add_(3), u * 1)[2],
+    "written through as_strided": lambda u, v: (u.as_strided((2, 2), (8, 2)).mul_(2), v * 1)[1],
+}
+
+
+@pytest.mark.parametrize("program", TWO_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float64, torch.int16])
+def test_inputs_of_two_dtypes_with_gaps(dtype: torch.dtype, program: str) -> None:
+    def build() -> Scene:
+        memory = torch.arange(24.0).view(3, 8)
+        return Scene(
+            TWO_DTYPES[program], (memory[:, ::2], memory.view(dtype)[:, :2]), held={"memory": memory}
+        )
+
+    same_as_eager(build)
