@@ -277,6 +277,8 @@ def _trace(
                 if not dims:
                     raise
                 raise _FailsWithSymbols(before) from error
+    if traced.later_backwards is not None:
+        traced.later_backwards.find_at(captured.sources(traced.program.examples))
     return captured, deduped, traced, before
 
 

@@ -34,7 +34,7 @@ from aotdist.capture.reassign import Reassignments
 from aotdist.capture.source import Source
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
-from aotdist.program import ArgIdx, Program, Row, Slot
+from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
 from aotdist.torch_seam import marked_dims, pytree
@@ -124,6 +124,12 @@ class Captured:
     def name_closed_over(self, real: torch.Tensor) -> Slot:
         """The slot of a tensor that the trace met."""
         return Slot("primal", self.source_of(real).path)
+
+    def sources(self, tensors: Row[I, torch.Tensor]) -> dict[I, Source]:
+        """Where those of `tensors` are read that are no arguments."""
+        known = {id(tensor.value): tensor.source() for tensor in self.environment.state}
+        known.update(self.closed_over)
+        return {idx: known[id(tensor)] for idx, tensor in tensors.enumerate() if id(tensor) in known}
 
     def source_of(self, real: torch.Tensor) -> Source:
         """Where to read a tensor that the trace met; one without a known place is kept as it is."""

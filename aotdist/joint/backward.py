@@ -21,8 +21,6 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward
-from aotdist.joint.inputs import StandIn
-from aotdist.joint.lifting import Recalling
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
@@ -115,10 +113,6 @@ class Backward:
         if not 1 < len(indices) <= _MOST_CHOICES or (is_linear(self._ends) and not _mixes_kinds(tensors)):
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
-
-    def forget_inputs(self, stand_ins: Iterable[StandIn]) -> None:
-        """Keep no tensor of the user's alive; later runs meet none that has no stand-in."""
-        self.mode = Recalling(stand_ins)
 
     def is_differentiable(self) -> bool:
         """Whether what it computes may have a history; that of a reentrant checkpoint has none."""

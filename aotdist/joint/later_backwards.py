@@ -16,9 +16,11 @@ from typing import TypeVar
 
 import torch
 
+from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.facts import Facts, Fresh, NodeOut, OutputFact, Untouched
 from aotdist.joint.backward import Backward, Wanted, grad_results, new_tangent, value_results
+from aotdist.joint.lifting import Recalling
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import (
@@ -91,7 +93,8 @@ class LaterBackwards:
 
     Args:
         recorder: of the trace; it goes on.
-        backward: of the trace; it keeps no tensor of the caller's alive.
+        backward: of the trace, which keeps no tensor of the caller's.
+        recalling: the mode that it runs in.
         node_outs: what the program returns.
         ins: names of the inputs.
         recipes: how they are put together.
@@ -103,6 +106,7 @@ class LaterBackwards:
         self,
         recorder: Recorder,
         backward: Backward,
+        recalling: Recalling,
         node_outs: Row[NodeOutIdx, NodeOut],
         ins: Row[PrimalIdx, Slot],
         recipes: Row[PrimalIdx, Recipe],
@@ -110,9 +114,14 @@ class LaterBackwards:
         serials: Iterator[int] | None = None,
     ) -> None:
         self._recorder, self._backward, self._node_outs = recorder, backward, node_outs
+        self._recalling = backward.mode = recalling
         self._ins, self._recipes = ins, recipes
         self._wanted = [(idx, ends) for idx, ends in backward.wanted() if idx in grads]
         self._serials, self._serial = serials or itertools.count(1), 0
+
+    def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:
+        """Where inputs are read that are no arguments."""
+        self._recalling.find_at(sources)
 
     def is_differentiable(self) -> bool:
         """Whether gradients may have a history."""
@@ -200,9 +209,7 @@ class LaterBackwards:
             NodeOut(self._grad_slot(idx), recipe_of(grad), grad.requires_grad) for idx, grad in grads.items()
         )
         ends = [(NodeOutIdx(k), grad) for k, grad in enumerate(grads.values()) if grad.requires_grad]
-        backward = Backward(
-            recorder, node_outs, ends, self._wanted_of_derivative(given), self._backward.mode, {}
-        )
+        backward = Backward(recorder, node_outs, ends, self._wanted_of_derivative(given), self._recalling, {})
         found, failure = _tried(backward, [tensor for _, tensor in ends])
         has_history = bool(ends) and not failure
         facts = Facts(
@@ -224,7 +231,9 @@ class LaterBackwards:
             grads={idx: NodeOutIdx(k) for k, idx in enumerate(grads)} if has_history else {},
             failure=failure,
             facts=facts,
-            later=LaterBackwards(recorder, backward, node_outs, ins, facts.recipes, found, self._serials),
+            later=LaterBackwards(
+                recorder, backward, self._recalling, node_outs, ins, facts.recipes, found, self._serials
+            ),
         )
 
     def _grad_slot(self, idx: PrimalIdx) -> Slot:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.capture.origins import Origins
+from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.inputs import Inputs, StandIn
+from aotdist.joint.inputs import Inputs
 from aotdist.joint.storages import Storages
+from aotdist.program import PrimalIdx
+from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import FunctionalTensor, HigherOrderOperator, pytree, rebind
 
 _GRAD: Any = torch.Tensor.grad
@@ -134,15 +136,21 @@ class Lifting(TorchFunctionMode):
 class Recalling(TorchFunctionMode):
     """Puts stand-ins in the place of tensors that a program closed over, when it is gone through later.
 
-    A backward that computes something again (a checkpoint's) meets them. Nobody is kept alive for that.
+    A backward that computes something again (a checkpoint's) meets them. They are known by where they are
+    read: the tensors of the trace are not kept, and may be others by now.
 
     Args:
         stand_ins: those of the trace.
     """
 
-    def __init__(self, stand_ins: Iterable[StandIn]) -> None:
+    def __init__(self, stand_ins: Mapping[PrimalIdx, torch.Tensor]) -> None:
         super().__init__()
-        self._known = [(weakref.ref(one.example), one.tensor) for one in stand_ins]
+        self._stand_ins = stand_ins
+        self._sources: Mapping[PrimalIdx, Source] = {}
+
+    def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:
+        """Where inputs are read that are no arguments."""
+        self._sources = sources
 
     def __torch_function__(
         self,
@@ -157,7 +165,10 @@ class Recalling(TorchFunctionMode):
         return func(*met, **named)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        return next((stand_in for known, stand_in in self._known if known() is tensor), tensor)
+        if not is_real(tensor):
+            return tensor
+        found = (idx for idx, source in self._sources.items() if source.read() is tensor)
+        return next((self._stand_ins[idx] for idx in found), tensor)
 
 
 def _refuse_as_eager(tensor: torch.Tensor, source: torch.Tensor) -> None:

@@ -91,6 +91,10 @@ class Strided:
         """Note that a plain tensor stands for `real`, which is one of those beneath the input `example`."""
         self._inputs[functional_storage_id(plain)] = example, real
 
+    def forget_inputs(self) -> None:
+        """Keep none of the tensors that plain ones stand for."""
+        self._inputs.clear()
+
     def looks_around(self, plain: FunctionalTensor, *, history: bool) -> bool:
         """Whether views were made that show more than an input, whose plain tensor this is.
 

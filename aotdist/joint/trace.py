@@ -54,7 +54,7 @@ from aotdist.joint.failures import naming_failures
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.later_backwards import LaterBackwards
-from aotdist.joint.lifting import Lifting
+from aotdist.joint.lifting import Lifting, Recalling
 from aotdist.joint.metadata import Metadata, refuse, written_around
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
@@ -233,8 +233,9 @@ def trace(
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     later = None
     if cuts and again and not backward_writes:
-        backward.forget_inputs(row)
-        later = LaterBackwards(recorder, backward, node_outs, seen.ins, facts.recipes, grads)
+        recorder.strided.forget_inputs()
+        recalling = Recalling({idx: one.tensor for idx, one in row.enumerate()})
+        later = LaterBackwards(recorder, backward, recalling, node_outs, seen.ins, facts.recipes, grads)
     graph = recorder.graph(results + written, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
 

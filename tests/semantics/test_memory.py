@@ -142,6 +142,27 @@ def test_arguments_are_let_go_where_the_backward_may_be_traced_again():
     assert alive(references) == 0
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_arguments_are_let_go_where_gradients_may_be_differentiated_by_autograd():
+    program = compiled(lambda x: Twice.apply(x).sin())
+    x = torch.ones(3, requires_grad=True)
+    reference = weakref.ref(x)
+    (grad,) = torch.autograd.grad(program(x).sum(), x, create_graph=True)
+    grad.sum().backward()
+    del x, grad
+    gc.collect()
+    assert reference() is None
+
+
 def test_a_module_dies_with_its_last_reference():
     model = compiled(nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
