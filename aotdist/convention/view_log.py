@@ -136,7 +136,7 @@ class ViewLog(TorchDispatchMode):
         if self._outgrown:
             self._refuse_outgrown((*args, *kwargs.values()))
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
-            with _as_what_is_viewed(func, args):
+            with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = func(*args, **kwargs)
             if not whole or _share_memory(args[0], result):  # `reshape`, `to`, `dropout` do where they can
                 self._log(func, args, kwargs, result)

@@ -9,7 +9,9 @@ decided only among plain tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -99,6 +101,10 @@ class Inputs:
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         """What the traced function is given in place of `example`."""
+        with _mode_of(example):
+            return self._add(slot, example)
+
+    def _add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         refuse_unknown_subclass(example, slot.path)
         _refuse_layout(example, slot)
         at = PrimalIdx(len(self._stand_ins))
@@ -210,6 +216,13 @@ class Inputs:
         """The stand-in of a real tensor, if it has one."""
         known = self._by_example.get(id(example))
         return None if known is None else known.tensor
+
+
+def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
+    """In inference mode, a tensor from outside of it is a normal one still: operators tell them apart."""
+    if torch.is_inference_mode_enabled() and not example.is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:

@@ -58,6 +58,7 @@ OUTPUTS: dict[str, Program] = {
     "a function's view, and what it shows": lambda x: ((y := x * 2), Transposed.apply(y)),
     "a view of a function's view": lambda x: Alias.apply(x)[0],
     "what a function was given": lambda x: Identity.apply(x * 2),
+    "what a function was given, a view of an input": lambda x: Identity.apply(x[0]),
     "a function's detached": lambda x: Detached.apply(x),
     "several of one function": lambda x: Several.apply(x)[::2],
     "a function's constant": lambda x: WithConstant.apply(x)[0],
@@ -85,6 +86,7 @@ OUTPUTS: dict[str, Program] = {
     "as_strided": lambda x: x.as_strided((2, 2), (1, 4), 1),
     "unfold": lambda x: x.unfold(1, 2, 1),
     "composites": lambda x: (x.movedim(0, 1), x.flatten(), x.view_as(x), x.to(torch.float32), x.mT),
+    "who asks for inference tensors": lambda x: x[0] * (2 if x.is_inference() else 3),
     "dropout in evaluation": lambda x: torch.nn.functional.dropout(x, 0.5, False),
 }
 
