@@ -34,7 +34,6 @@ from aotdist.torch_seam import (
     out_names,
     pytree,
     replace_functional_value,
-    uncached_fake,
     unknown_to_the_innermost_tracer,
     with_defaults,
     writes_arguments,
@@ -340,20 +339,14 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
         value = torch.ops.aten._neg_view.default(torch.ops.aten.neg.default(value))
         replace_functional_value(tensor, value)
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
-    if _strides(value) != _strides(before) or _has_gaps(before):
-        with uncached_fake(before):  # the cache forgets where in its storage a copy starts
-            value = torch.ops.aten.copy.default(before, value)
+    if value.stride() != before.stride() or _has_gaps(before):
+        value = torch.ops.aten.copy.default(before, value)
         replace_functional_value(tensor, value)
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return tensor.numel() > 0 and span > tensor.numel()
-
-
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """The strides that tell: those of dimensions with several elements."""
-    return [stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1]
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:

@@ -19,7 +19,7 @@ from torch import nn
 import aotdist
 from aotdist.api import Compiled, compiled_call
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of, tangent_recipe
-from aotdist.torch_seam import pytree, storage_id
+from aotdist.torch_seam import history_of, pytree, storage_id
 
 Sight: TypeAlias = dict[str, Any]
 """What is seen at one moment, by name."""
@@ -37,6 +37,8 @@ class Scene:
         kwargs: keyword arguments.
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
+        may_round: gradients are the same but for rounding where they meet outside of `fn`: at the base of an
+            argument that was written.
     """
 
     fn: Any
@@ -44,6 +46,7 @@ class Scene:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     held: Mapping[str, Any] = field(default_factory=dict)
     left_out: frozenset[int] = frozenset()
+    may_round: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the user holds, by name."""
@@ -123,14 +126,44 @@ def versions(named: Mapping[str, torch.Tensor]) -> Sight:
     return {f"{name} version": None if t.is_inference() else t._version for name, t in named.items()}
 
 
-def gradients(named: Mapping[str, torch.Tensor]) -> Sight:
+class Rounded:
+    """Numbers that equal others which differ in the last bits.
+
+    Args:
+        tensor: holds them.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._plains = [plain.detach().clone() for plain in plain_tensors(tensor)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rounded) and all(map(_close, self._plains, other._plains))
+
+    def __repr__(self) -> str:
+        return f"about {[plain.tolist() for plain in self._plains]}"
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    largest = a.abs().nan_to_num(0, 0, 0).amax().item() if a.numel() else 0.0
+    bound = 16 * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=bound, atol=bound * largest, equal_nan=True)
+
+
+def gradients(named: Mapping[str, torch.Tensor], *, rounded: bool = False) -> Sight:
     """What hangs on `.grad` of every leaf; of a gradient without elements not its strides.
 
     A leaf whose sizes were written under `no_grad` is known to the node in its sizes of before. A gradient
     of another size is copied into one laid out like the leaf, where `unsqueeze_` made a stride 0.
+
+    Args:
+        named: the tensors.
+        rounded: say what the numbers are but for rounding.
     """
     leaves = {name: t for name, t in named.items() if t.is_leaf}
     seen = {f"{name}.grad": None if t.grad is None else look(t.grad) for name, t in leaves.items()}
+    if rounded:
+        grads = {f"{name}.grad": t.grad for name, t in leaves.items() if t.grad is not None}
+        seen |= {name: seen[name] | {"numbers": Rounded(t), "bits": None} for name, t in grads.items()}
     return {name: one | {"stride": None} if one and 0 in one["size"] else one for name, one in seen.items()}
 
 
@@ -182,6 +215,8 @@ def play(
     """Call, look, differentiate, look; as often as asked."""
     sights: list[Sight] = []
     for _ in range(calls):
+        arguments = list(scene.arguments().values())
+        history = list(map(history_of, arguments))
         with around():
             counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
@@ -191,17 +226,36 @@ def play(
         if counts_writes:
             sights.append(versions(scene.tensors()))
         if backward:
-            arguments = list(scene.arguments().values())
             ends = differentiable(outputs | scene.arguments())
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
-            sights += differentiate(everything, ends, arguments)
+            rounded = scene.may_round and meet_outside(arguments, history)
+            sights += differentiate(everything, ends, arguments, rounded=rounded)
     return sights
+
+
+def meet_outside(arguments: Sequence[torch.Tensor], history: Sequence[Any]) -> bool:
+    """Whether gradients meet at a tensor that is no argument: an argument is a view of it, and was written.
+
+    Eager adds up there what the write passes on, and the sum of what else used the argument before; a
+    compiled call returns the sum of all. Of three numbers, they may differ in the last bit.
+
+    Args:
+        arguments: after the call.
+        history: what made each, before the call.
+    """
+    given = set(map(id, arguments))
+    return any(
+        t._base is not None and id(t._base) not in given and t.requires_grad and history_of(t) is not before
+        for t, before in zip(arguments, history, strict=True)
+    )
 
 
 def differentiate(
     everything: Mapping[str, torch.Tensor],
     ends: Sequence[torch.Tensor],
     arguments: Sequence[torch.Tensor],
+    *,
+    rounded: bool = False,
 ) -> list[Sight]:
     """Run autograd from several ends at once, then one by one from those that share memory with another.
 
@@ -213,6 +267,7 @@ def differentiate(
         everything: what to look at.
         ends: where to start.
         arguments: what the function was given.
+        rounded: whether gradients are compared but for rounding.
     """
     taken = {owner for tensor in arguments for owner in _memory(tensor)}
     counts = Counter(owner for end in ends for owner in _memory(end))
@@ -227,11 +282,11 @@ def differentiate(
         else:
             alone.append([end])
     return [
-        _seen_after(everything, together),
+        _seen_after(everything, together, rounded=rounded),
         {
             f"from end {position}: {name}": seen
             for position, group in enumerate(alone)
-            for name, seen in _seen_after(everything, group).items()
+            for name, seen in _seen_after(everything, group, rounded=rounded).items()
         },
     ]
 
@@ -240,9 +295,11 @@ def _memory(tensor: torch.Tensor) -> set[int]:
     return {storage_id(plain) for plain in plain_tensors(tensor)}
 
 
-def _seen_after(everything: Mapping[str, torch.Tensor], ends: Sequence[torch.Tensor]) -> Sight:
+def _seen_after(
+    everything: Mapping[str, torch.Tensor], ends: Sequence[torch.Tensor], *, rounded: bool
+) -> Sight:
     backward_through(ends, retain_graph=True)
-    seen = gradients(everything) | observe(everything)
+    seen = gradients(everything, rounded=rounded) | observe(everything)
     for tensor in everything.values():
         if tensor.is_leaf:
             tensor.grad = None
