@@ -163,6 +163,11 @@ def is_left_whole_in_inference(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+def makes_views(op: OpOverload) -> bool:
+    """Whether autograd sees to it, for an operator as a whole, that what it returns are views."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "ADInplaceOrView")
+
+
 def broken_up(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """What an operator computes by the operators that eager breaks it up into.
 

@@ -33,6 +33,7 @@ from aotdist.torch_seam import (
     history_of,
     is_left_whole_in_inference,
     is_operator,
+    makes_views,
     memory_of,
     out_names,
     out_of_place,
@@ -126,8 +127,8 @@ class ViewLog(TorchDispatchMode):
         whole = is_left_whole_in_inference(func)
         if whole and not any(map(is_wrapper, args)):
             # Elsewhere autograd has broken `view_as` and `reshape` up before they come here. Wrappers
-            # get to see `view_as` itself, as in eager.
-            with self:
+            # get to see `view_as` itself, as in eager. What it is broken up into is not inside of anything.
+            with self, nullcontext() if makes_views(func) else enable_reentrant_dispatch():
                 return broken_up(func, *args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
             first = args[0]

@@ -332,16 +332,26 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
     value = functional_value(tensor)
     if value.size() != before.size():
         return
-    if value.is_conj() != before.is_conj():
-        value = torch.ops.aten._conj.default(torch.ops.aten.conj_physical.default(value))
-        replace_functional_value(tensor, value)
-    if value.is_neg() != before.is_neg():
-        value = torch.ops.aten._neg_view.default(torch.ops.aten.neg.default(value))
+    if (value.is_conj(), value.is_neg()) != (before.is_conj(), before.is_neg()):
+        value = _with_bits_of(before, value)
         replace_functional_value(tensor, value)
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
     if value.stride() != before.stride() or _has_gaps(before):
         value = torch.ops.aten.copy.default(before, value)
         replace_functional_value(tensor, value)
+
+
+def _with_bits_of(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A tensor equal to `value` that is to be read as its conjugate, or negated, where `before` is."""
+    if not before.is_conj() and not before.is_neg():
+        return torch.ops.aten.clone.default(value)
+    if before.is_conj():
+        value = torch.ops.aten.conj_physical.default(value)
+    if before.is_neg():
+        value = torch.ops.aten.neg.default(value)
+    if before.is_conj():
+        value = torch.ops.aten._conj.default(value)
+    return torch.ops.aten._neg_view.default(value) if before.is_neg() else value
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -97,13 +98,15 @@ class Metadata:
         Raises:
             UnsupportedProgram: it did, and the input is a view, or a wrapper.
         """
-        moves = [change for change in self.changes.get(idx, ()) if change.moves()]
+        changes = self.changes.get(idx, [])
+        moves = [change for change in changes if change.moves()]
         now = history_of(stand_in.tensor)
         if not moves or now is None or not stand_in.tensor.requires_grad or "NotImplemented" in now.name():
             return False
         former = moves[-1].former
         before = None if former is None else named_history(former)
-        if before is not None and sequence_nr(before) == sequence_nr(now):
+        now = _without_repeated(now, [change for change in changes if change.serial > moves[-1].serial])
+        if before is not None and now is not None and sequence_nr(before) == sequence_nr(now):
             return False
         if stand_in.example._base is not None or is_wrapper(stand_in.example):
             raise refuse(stand_in, "before a write that takes part in the backward")
@@ -147,6 +150,14 @@ def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
         stage="joint",
         fix="return the changed tensor instead of writing the input's metadata",
     )
+
+
+def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:
+    """A history without the nodes of the last of these changes, which come again where those are repeated."""
+    for change in reversed(changes):
+        if history is not None and change.grad and change.reshapes() and not change.moves():
+            history = history.next_functions[0][0]
+    return history
 
 
 def _is_switched_on(stand_in: StandIn) -> bool:

@@ -37,8 +37,9 @@ class Scene:
         kwargs: keyword arguments.
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
-        may_round: gradients are the same but for rounding where they meet outside of `fn`: at the base of an
-            argument that was written.
+        lenient: two things are not compared. The last bits of gradients that meet outside of `fn`, at a base
+            of an argument that was written; and strides of dimensions of one element, which PyTorch's fakes
+            have wrong (torch 2.13: those of `x * 2` and `torch.empty_like(x)`): a write keeps what they say.
     """
 
     fn: Any
@@ -46,7 +47,7 @@ class Scene:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     held: Mapping[str, Any] = field(default_factory=dict)
     left_out: frozenset[int] = frozenset()
-    may_round: bool = False
+    lenient: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the user holds, by name."""
@@ -228,9 +229,21 @@ def play(
         if backward:
             ends = differentiable(outputs | scene.arguments())
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
-            rounded = scene.may_round and meet_outside(arguments, history)
+            rounded = scene.lenient and meet_outside(arguments, history)
             sights += differentiate(everything, ends, arguments, rounded=rounded)
-    return sights
+    return [without_idle_strides(sight) for sight in sights] if scene.lenient else sights
+
+
+def without_idle_strides(sight: Sight) -> Sight:
+    """The same without the strides that say nothing about where elements lie."""
+    return {name: _without_idle_strides(seen) for name, seen in sight.items()}
+
+
+def _without_idle_strides(seen: Any) -> Any:
+    if not isinstance(seen, dict) or seen.get("stride") is None:
+        return seen
+    strides = zip(seen["size"], seen["stride"], strict=True)
+    return seen | {"stride": tuple(None if size == 1 else stride for size, stride in strides)}
 
 
 def meet_outside(arguments: Sequence[torch.Tensor], history: Sequence[Any]) -> bool:

@@ -87,7 +87,7 @@ class Program:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.retain_grad()
         leaves = {f"behind {name}": leaf for name, t in arguments.items() for leaf in leaves_behind(t)}
-        return Scene(fn, tuple(arguments.values()), held=leaves, left_out=self.left_out, may_round=True)
+        return Scene(fn, tuple(arguments.values()), held=leaves, left_out=self.left_out, lenient=True)
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""

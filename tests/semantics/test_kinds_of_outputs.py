@@ -59,6 +59,7 @@ OUTPUTS: dict[str, Program] = {
     "a view of a function's view": lambda x: Alias.apply(x)[0],
     "what a function was given": lambda x: Identity.apply(x * 2),
     "what a function was given, a view of an input": lambda x: Identity.apply(x[0]),
+    "what a function was given, a part": lambda x: Identity.apply(x.tensor_split(2)[1]),
     "a function's detached": lambda x: Detached.apply(x),
     "several of one function": lambda x: Several.apply(x)[::2],
     "a function's constant": lambda x: WithConstant.apply(x)[0],

@@ -168,6 +168,23 @@ def test_a_row_keeps_the_strides_that_tell_nothing(made, write):
     same_as_eager(lambda: Scene(lambda x: write(made(x[:1])), (torch.randn(4, 3).t(),)))
 
 
+def imaginary_parts(x):
+    x.unsqueeze(0).imag[0] = 0.5
+    x.imag[0].mul_(2)
+    return x * 2
+
+
+@pytest.mark.parametrize("disabled", [frozenset(), frozenset({"cleanup"})])
+@pytest.mark.parametrize(
+    "bits", [torch.clone, torch.conj, torch._neg_view, lambda x: torch._neg_view(x.conj())]
+)
+def test_what_is_to_be_read_as_conjugate_or_negated_stays_so(bits, disabled):
+    def scene():
+        return Scene(imaginary_parts, (bits(torch.randn(3, 4, dtype=torch.complex64)),))
+
+    same_as_eager(scene, disabled_passes=disabled)
+
+
 def into_a_slice(x):
     x[1:] = x[1:] + 1
     return x[1:] * 2
