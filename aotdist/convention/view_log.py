@@ -70,25 +70,41 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor on the way from a base to a view, with a history that replaying views would lose.
+
+    Args:
+        tensor: the tensor: a user's `autograd.Function` made it, say.
+        after: how, from there, to the next such tensor, or to the view.
+    """
+
+    tensor: torch.Tensor
+    after: tuple[ViewStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Root:
     """Where a view comes from.
 
     Args:
         base: the tensor that it is a view of in the end.
-        steps: how, from there, to `function`, or to the view itself.
-        function: the last tensor on the way that has a history of its own: a user's `autograd.Function` made
-            it, say, whose backward would be lost by replaying only the operations inside.
-        after: how, from `function`, to the view.
+        steps: how, from there, to the first of `made`, or to the view itself.
+        made: the tensors on the way with histories of their own: all that are no views to autograd, which may
+            be the base of others, and the last that is one.
     """
 
     base: torch.Tensor
     steps: tuple[ViewStep, ...] = ()
-    function: torch.Tensor | None = None
-    after: tuple[ViewStep, ...] = ()
+    made: tuple[Made, ...] = ()
 
     def all_steps(self) -> tuple[ViewStep, ...]:
         """How, from the base to the view."""
-        return (*self.steps, *self.after)
+        return (*self.steps, *(step for made in self.made for step in made.after))
+
+    def passing(self) -> Root:
+        """The same, where the tensor at which it has arrived so far is one of `made`, if it has to be."""
+        matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
+        return replace(self, steps=(), made=(Made(self.base, self.steps), *self.made)) if matters else self
 
 
 class Storages(Protocol):
@@ -360,8 +376,7 @@ class ViewLog(TorchDispatchMode):
         found = Root(tensor)
         entry = self._entries.get(id(tensor))
         while entry is not None:
-            if found.function is None and has_history_of_its_own(found.base):
-                found = replace(found, function=found.base, steps=(), after=found.steps)
+            found = found.passing()
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise _outgrown()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))

@@ -213,10 +213,16 @@ class _Classifier:
         slot = Slot("output", f"out[{position}]")
         if root.base is out:
             return Fresh(self._value(slot, out, history=out.requires_grad))
-        if root.function is None:
+        if not root.made:
             return self._view(position, root.base, root.steps, history=out.requires_grad)
-        value = self._node.add(slot, root.function, history=True)
-        steps = (FunctionView(root.steps, value, creation_meta(root.function)), *root.after)
+        steps: tuple[Step, ...] = ()
+        inside = root.steps
+        for number, made in enumerate(root.made):
+            own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
+            value = self._node.add(own, made.tensor, history=True)
+            steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
+            inside = made.after
+        steps = (*steps, *inside)
         # The base of what a function returned gets its gradient through the function alone.
         return self._view(position, root.base, steps, history=False)
 

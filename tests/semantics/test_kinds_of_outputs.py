@@ -63,6 +63,12 @@ OUTPUTS: dict[str, Program] = {
     "a function's detached": lambda x: Detached.apply(x),
     "several of one function": lambda x: Several.apply(x)[::2],
     "a function's constant": lambda x: WithConstant.apply(x)[0],
+    "views of a function's detached": lambda x: (
+        Transposed.apply(y := Detached.apply(x)),
+        y.t(),
+        Alias.apply(y),
+    ),
+    "a view of a function's view, and its use": lambda x: ((y := Transposed.apply(x)[:, None]), y * 2),
     "a function's view of a function's view": lambda x: (Transposed.apply(y := Identity.apply(x)), y),
     "a view under no_grad of a function's view": lambda x: without_grad(lambda v: v[0], Alias.apply(x)),
     "detach beside its source": lambda x: ((y := x * 2), y.detach()),
