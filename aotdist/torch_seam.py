@@ -694,6 +694,15 @@ def next_sequence_nr() -> int:
     return torch.autograd._get_sequence_nr()
 
 
+def takes_gradients_of(tensor: torch.Tensor) -> bool:
+    """Whether the node that made a tensor takes a gradient of its sizes.
+
+    The history of a view that was reshaped in place under `no_grad` may be that of before.
+    """
+    node = tensor.grad_fn
+    return node is not None and list(node._input_metadata[tensor.output_nr].shape) == list(tensor.size())
+
+
 def sequence_nr(node: Any) -> int:
     """The number of an autograd node: no two that one thread makes have the same."""
     return node._sequence_nr()

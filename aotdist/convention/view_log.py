@@ -207,7 +207,9 @@ class ViewLog(TorchDispatchMode):
             rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
             self._entries[id(other.view)] = rebased
         if entry is not None and twin is not None:
-            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, change.grad, change.serial),)
+            # Autograd makes the history of a view again after any write: grad mode matters when it is made.
+            grad = entry.steps[-1].grad if changed._is_view() else change.grad
+            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial),)
             if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
                 steps = (*steps, ViewStep(_DETACH, (), (), None, change.grad, next(self._serials)))
             self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))

@@ -34,6 +34,7 @@ from aotdist.torch_seam import (
     out_names,
     pytree,
     replace_functional_value,
+    second_shell,
     unknown_to_the_innermost_tracer,
     with_defaults,
     writes_arguments,
@@ -72,7 +73,10 @@ class Functionalisation(FunctionalTensorMode):
             self._spans[functional_storage_id(span)] = span, offset - int(part.storage_offset())
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
-        """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes."""
+        """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes.
+
+        The layout of what is viewed is kept, whichever it is: a write through a view may lay it out anew.
+        """
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if not plain and is_functional_base(tensor):
             self._laid_out[functional_storage_id(tensor)] = tensor
@@ -118,9 +122,17 @@ class Functionalisation(FunctionalTensorMode):
             # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
             plains = [t for t in args[0] if isinstance(t, FunctionalTensor) and not t.is_inference()]
             torch.autograd.graph.increment_version(plains)
-        if isinstance(result, FunctionalTensor):
-            self.remember(result)
-        return result
+        if getattr(func, "is_view", False):
+            self._remember_viewed(args[0])
+        return self.remember(result) if isinstance(result, FunctionalTensor) else result
+
+    def _remember_viewed(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, FunctionalTensor) or not is_functional_base(tensor):
+            return
+        storage = functional_storage_id(tensor)
+        if storage not in self._laid_out:
+            with self:
+                self._laid_out[storage] = second_shell(tensor)
 
     def _functionalise(
         self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

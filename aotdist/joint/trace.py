@@ -44,6 +44,7 @@ from aotdist.joint.backward import (
     choice_results,
     grad_results,
     is_linear,
+    refuse_unfit,
     requires_grad_by_itself,
 )
 from aotdist.joint.body import Around
@@ -185,6 +186,7 @@ def trace(
         wanted = backward.choices() if cuts else []
         with waypoints.watched(recorder):
             grads = backward.run(again=bool(wanted))
+        refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         results += grad_results(recorder, inputs.row(), grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, storages)
         choices: list[Choice] = []

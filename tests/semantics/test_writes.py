@@ -168,6 +168,16 @@ def test_a_row_keeps_the_strides_that_tell_nothing(made, write):
     same_as_eager(lambda: Scene(lambda x: write(made(x[:1])), (torch.randn(4, 3).t(),)))
 
 
+def test_a_write_through_a_view_leaves_the_layout_of_its_base():
+    def program(x):
+        y = x * 2
+        part = y.t()
+        part.masked_fill_(part > 0, -1)
+        return y.view(-1)
+
+    same_as_eager(lambda: Scene(program, (plain(),)))
+
+
 def imaginary_parts(x):
     x.unsqueeze(0).imag[0] = 0.5
     x.imag[0].mul_(2)
