@@ -223,8 +223,9 @@ class _Classifier:
             steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
             inside = made.after
         steps = (*steps, *inside)
-        # The base of what a function returned gets its gradient through the function alone.
-        return self._view(position, root.base, steps, history=False)
+        # The base of what a function returned gets its gradient through the function alone. But what is made
+        # under `no_grad` has no gradient, and requires one if its base does.
+        return self._view(position, root.base, steps, history=out.requires_grad and out.is_leaf)
 
     def _view(
         self, position: OutIdx, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool

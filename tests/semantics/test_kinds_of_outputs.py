@@ -71,6 +71,9 @@ OUTPUTS: dict[str, Program] = {
     "a view of a function's view, and its use": lambda x: ((y := Transposed.apply(x)[:, None]), y * 2),
     "a function's view of a function's view": lambda x: (Transposed.apply(y := Identity.apply(x)), y),
     "a view under no_grad of a function's view": lambda x: without_grad(lambda v: v[0], Alias.apply(x)),
+    "a view under no_grad of a function's view of an intermediate": lambda x: without_grad(
+        lambda v: v[0], Alias.apply(x * 2)
+    ),
     "detach beside its source": lambda x: ((y := x * 2), y.detach()),
     "detach of an input": lambda x: (x.detach(), x),
     "views of a detached tensor": lambda x: ((d := x.detach()), d[0], d.t()),
