@@ -38,8 +38,9 @@ class Scene:
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
         lenient: two things are not compared. The last bits of gradients that meet outside of `fn`, at a base
-            of an argument that was written; and strides of dimensions of one element, which PyTorch's fakes
-            have wrong (torch 2.13: those of `x * 2` and `torch.empty_like(x)`): a write keeps what they say.
+            of an argument that was written. And strides of dimensions of one element and of what is empty:
+            PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and `torch.empty_like(x)`); a write keeps
+            what they say.
     """
 
     fn: Any
@@ -242,8 +243,8 @@ def without_idle_strides(sight: Sight) -> Sight:
 def _without_idle_strides(seen: Any) -> Any:
     if not isinstance(seen, dict) or seen.get("stride") is None:
         return seen
-    strides = zip(seen["size"], seen["stride"], strict=True)
-    return seen | {"stride": tuple(None if size == 1 else stride for size, stride in strides)}
+    strides, is_empty = zip(seen["size"], seen["stride"], strict=True), 0 in seen["size"]
+    return seen | {"stride": tuple(None if is_empty or size == 1 else stride for size, stride in strides)}
 
 
 def meet_outside(arguments: Sequence[torch.Tensor], history: Sequence[Any]) -> bool:
