@@ -164,6 +164,11 @@ def is_left_whole_in_inference(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+def makes_views(op: OpOverload) -> bool:
+    """Whether autograd sees to it, for an operator as a whole, that what it returns are views."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "ADInplaceOrView")
+
+
 def broken_up(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """What an operator computes by the operators that eager breaks it up into.
 
@@ -752,6 +757,15 @@ def node_of(fake: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Node | None
 def next_sequence_nr() -> int:
     """The number that the next autograd node made by this thread will carry."""
     return torch.autograd._get_sequence_nr()
+
+
+def takes_gradients_of(tensor: torch.Tensor) -> bool:
+    """Whether the node that made a tensor takes a gradient of its sizes.
+
+    The history of a view that was reshaped in place under `no_grad` may be that of before.
+    """
+    node = tensor.grad_fn
+    return node is not None and list(node._input_metadata[tensor.output_nr].shape) == list(tensor.size())
 
 
 def sequence_nr(node: Any) -> int:

@@ -225,9 +225,9 @@ def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact
     if isinstance(fact, ViewOfIntermediate):
         found.setdefault(fact.base, functools.partial(_base_of_output, idx))
     if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
-        for step in fact.steps:
-            if isinstance(step, FunctionView):
-                found.setdefault(step.value, functools.partial(_from_function, idx))
+        views = [step for step in fact.steps if isinstance(step, FunctionView)]
+        for number, view in enumerate(views):
+            found.setdefault(view.value, functools.partial(_from_function, idx, number))
 
 
 def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
@@ -256,8 +256,10 @@ def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[
     return log.as_made(log.root(outs[idx], set(map(id, outs))).base)
 
 
-def _from_function(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> Any:
-    return log.root(outs[idx], set(map(id, outs))).function
+def _from_function(
+    idx: OutIdx, number: int, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]
+) -> torch.Tensor:
+    return log.root(outs[idx], set(map(id, outs))).made[number].tensor
 
 
 def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:

@@ -35,6 +35,7 @@ from aotdist.torch_seam import (
     history_of,
     is_left_whole_in_inference,
     is_operator,
+    makes_views,
     memory_of,
     out_names,
     out_of_place,
@@ -73,25 +74,41 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor on the way from a base to a view, with a history that replaying views would lose.
+
+    Args:
+        tensor: the tensor: a user's `autograd.Function` made it, say.
+        after: how, from there, to the next such tensor, or to the view.
+    """
+
+    tensor: torch.Tensor
+    after: tuple[ViewStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Root:
     """Where a view comes from.
 
     Args:
         base: the tensor that it is a view of in the end.
-        steps: how, from there, to `function`, or to the view itself.
-        function: the last tensor on the way that has a history of its own: a user's `autograd.Function` made
-            it, say, whose backward would be lost by replaying only the operations inside.
-        after: how, from `function`, to the view.
+        steps: how, from there, to the first of `made`, or to the view itself.
+        made: the tensors on the way with histories of their own: all that are no views to autograd, which may
+            be the base of others, and the last that is one.
     """
 
     base: torch.Tensor
     steps: tuple[ViewStep, ...] = ()
-    function: torch.Tensor | None = None
-    after: tuple[ViewStep, ...] = ()
+    made: tuple[Made, ...] = ()
 
     def all_steps(self) -> tuple[ViewStep, ...]:
         """How, from the base to the view."""
-        return (*self.steps, *self.after)
+        return (*self.steps, *(step for made in self.made for step in made.after))
+
+    def passing(self) -> Root:
+        """The same, where the tensor at which it has arrived so far is one of `made`, if it has to be."""
+        matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
+        return replace(self, steps=(), made=(Made(self.base, self.steps), *self.made)) if matters else self
 
 
 class Storages(Protocol):
@@ -134,8 +151,8 @@ class ViewLog(TorchDispatchMode):
         whole = is_left_whole_in_inference(func)
         if whole and not any(map(is_wrapper, args)):
             # Elsewhere autograd has broken `view_as` and `reshape` up before they come here. Wrappers
-            # get to see `view_as` itself, as in eager.
-            with self:
+            # get to see `view_as` itself, as in eager. What it is broken up into is not inside of anything.
+            with self, nullcontext() if makes_views(func) else enable_reentrant_dispatch():
                 return broken_up(func, *args, **kwargs)
         if args and is_operator(func) and writes_arguments(func):
             first = args[0]
@@ -144,7 +161,7 @@ class ViewLog(TorchDispatchMode):
         if self._outgrown:
             self._refuse_outgrown((*args, *kwargs.values()))
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
-            with _as_what_is_viewed(func, args):
+            with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = func(*args, **kwargs)
             if not whole or _share_memory(args[0], result):  # `reshape`, `to`, `dropout` do where they can
                 self._log(func, args, kwargs, result)
@@ -199,7 +216,9 @@ class ViewLog(TorchDispatchMode):
             rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
             self._entries[id(other.view)] = rebased
         if entry is not None and twin is not None:
-            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, change.grad, change.serial),)
+            # Autograd makes the history of a view again after any write: grad mode matters when it is made.
+            grad = entry.steps[-1].grad if changed._is_view() else change.grad
+            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial),)
             if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
                 steps = (*steps, ViewStep(_DETACH, (), (), None, change.grad, next(self._serials)))
             self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))
@@ -404,8 +423,7 @@ class ViewLog(TorchDispatchMode):
         found = Root(tensor)
         entry = self._entries.get(id(tensor))
         while entry is not None:
-            if found.function is None and has_history_of_its_own(found.base):
-                found = replace(found, function=found.base, steps=(), after=found.steps)
+            found = found.passing()
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise _outgrown()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))

@@ -16,7 +16,7 @@ import torch
 
 from aotdist.facts import OutputFact, ViewOfIntermediate
 from aotdist.program import NodeOutIdx
-from aotdist.torch_seam import nodes_behind
+from aotdist.torch_seam import nodes_behind, takes_gradients_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,11 @@ def find_arrivals(
 def _arrival(base: torch.Tensor, views: Sequence[torch.Tensor], used: Collection[Any]) -> Arrival | None:
     node = views[0].grad_fn
     assert node is not None, "views without history are left out"
-    if node in used or any(view.grad_fn is not node or view._backward_hooks for view in views):
+    if (
+        not takes_gradients_of(views[0])
+        or node in used
+        or any(view.grad_fn is not node or view._backward_hooks for view in views)
+    ):
         return None
     edges = list(node.next_functions)
     edge = (base.grad_fn, base.output_nr)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch.autograd.graph import GradientEdge
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
-from aotdist.joint.failures import naming_failures_of_backward
+from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen
+from aotdist.joint.inputs import StandIn
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
@@ -187,6 +188,24 @@ def new_tangent(
         for (inner, leaf), plain in zip(leaves(recipe), plain_tensors(like), strict=True)
     ]
     return rebuild(recipe, plains)
+
+
+def refuse_unfit(
+    row: Row[PrimalIdx, StandIn],
+    grads: Mapping[PrimalIdx, torch.Tensor],
+    reshaped: Callable[[PrimalIdx], bool],
+) -> None:
+    """Raise where an input that was reshaped unseen has a gradient that its node would not take.
+
+    Args:
+        row: the inputs.
+        grads: their gradients.
+        reshaped: whether an input shows its elements in another way now.
+    """
+    for idx, grad in grads.items():
+        size = row[idx].example.size()
+        if reshaped(idx) and grad.size()[max(grad.dim() - len(size), 0) :] != size:
+            raise reshaped_unseen(f"`{row[idx].slot}` is known as {list(size)}, and gets {list(grad.size())}")
 
 
 Result = tuple[Slot, torch.fx.Node | None]

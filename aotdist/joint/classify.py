@@ -215,12 +215,19 @@ class _Classifier:
         slot = Slot("output", f"out[{position}]")
         if root.base is out:
             return Fresh(self._value(slot, out, history=out.requires_grad))
-        if root.function is None:
+        if not root.made:
             return self._view(position, root.base, root.steps, history=out.requires_grad)
-        value = self._node.add(slot, root.function, history=True)
-        steps = (FunctionView(root.steps, value, creation_meta(root.function)), *root.after)
-        # The base of what a function returned gets its gradient through the function alone.
-        return self._view(position, root.base, steps, history=False)
+        steps: tuple[Step, ...] = ()
+        inside = root.steps
+        for number, made in enumerate(root.made):
+            own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
+            value = self._node.add(own, made.tensor, history=True)
+            steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
+            inside = made.after
+        steps = (*steps, *inside)
+        # The base of what a function returned gets its gradient through the function alone. But what is made
+        # under `no_grad` has no gradient, and requires one if its base does.
+        return self._view(position, root.base, steps, history=out.requires_grad and out.is_leaf)
 
     def _is_early(self, position: OutIdx) -> bool:
         """Whether an output is to be made before its base is written, since that changes its history."""

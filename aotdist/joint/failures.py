@@ -76,7 +76,7 @@ def naming_failures_of_backward() -> Generator[None]:
             if "modified by an inplace operation" in str(error):
                 raise _written_too_early(error) from error
             if "returned an invalid gradient" in str(error):
-                raise _reshaped_unseen(error) from error
+                raise reshaped_unseen(str(error)) from error
             raise
 
 
@@ -97,10 +97,11 @@ def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
     )
 
 
-def _reshaped_unseen(error: RuntimeError) -> UnsupportedProgram:
+def reshaped_unseen(how: str) -> UnsupportedProgram:
+    """An error for a gradient that has other sizes than autograd knows of; `how` says which."""
     return UnsupportedProgram(
         "a tensor with history has its sizes written in place under `no_grad`, so that the gradient does not "
-        f"fit any more ({error})",
+        f"fit any more ({how})",
         stage="joint",
         fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
     )

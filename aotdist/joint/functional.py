@@ -36,7 +36,7 @@ from aotdist.torch_seam import (
     out_names,
     pytree,
     replace_functional_value,
-    uncached_fake,
+    second_shell,
     unknown_to_the_innermost_tracer,
     with_defaults,
     writes_arguments,
@@ -68,7 +68,10 @@ class Functionalisation(FunctionalTensorMode):
         self.rebinding = Rebinding(self.strided)
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
-        """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes."""
+        """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes.
+
+        The layout of what is viewed is kept, whichever it is: a write through a view may lay it out anew.
+        """
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if not plain and is_functional_base(tensor):
             self._laid_out[functional_storage_id(tensor)] = tensor
@@ -119,9 +122,17 @@ class Functionalisation(FunctionalTensorMode):
             # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
             plains = [t for t in args[0] if isinstance(t, FunctionalTensor) and not t.is_inference()]
             torch.autograd.graph.increment_version(plains)
-        if isinstance(result, FunctionalTensor):
-            self.remember(result)
-        return result
+        if getattr(func, "is_view", False):
+            self._remember_viewed(args[0])
+        return self.remember(result) if isinstance(result, FunctionalTensor) else result
+
+    def _remember_viewed(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, FunctionalTensor) or not is_functional_base(tensor):
+            return
+        storage = functional_storage_id(tensor)
+        if storage not in self._laid_out:
+            with self:
+                self._laid_out[storage] = second_shell(tensor)
 
     def _functionalise(
         self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -277,27 +288,31 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
     value = functional_value(tensor)
     if value.size() != before.size():
         return
-    if value.is_conj() != before.is_conj():
-        value = torch.ops.aten._conj.default(torch.ops.aten.conj_physical.default(value))
-        replace_functional_value(tensor, value)
-    if value.is_neg() != before.is_neg():
-        value = torch.ops.aten._neg_view.default(torch.ops.aten.neg.default(value))
+    if (value.is_conj(), value.is_neg()) != (before.is_conj(), before.is_neg()):
+        value = _with_bits_of(before, value)
         replace_functional_value(tensor, value)
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
-    if _strides(value) != _strides(before) or _has_gaps(before):
-        with uncached_fake(before):  # the cache forgets where in its storage a copy starts
-            value = torch.ops.aten.copy.default(before, value)
+    if value.stride() != before.stride() or _has_gaps(before):
+        value = torch.ops.aten.copy.default(before, value)
         replace_functional_value(tensor, value)
+
+
+def _with_bits_of(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A tensor equal to `value` that is to be read as its conjugate, or negated, where `before` is."""
+    if not before.is_conj() and not before.is_neg():
+        return torch.ops.aten.clone.default(value)
+    if before.is_conj():
+        value = torch.ops.aten.conj_physical.default(value)
+    if before.is_neg():
+        value = torch.ops.aten.neg.default(value)
+    if before.is_conj():
+        value = torch.ops.aten._conj.default(value)
+    return torch.ops.aten._neg_view.default(value) if before.is_neg() else value
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return tensor.numel() > 0 and span > tensor.numel()
-
-
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """The strides that tell: those of dimensions with several elements."""
-    return [stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1]
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:

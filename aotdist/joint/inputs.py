@@ -9,7 +9,9 @@ decided only among plain tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -101,6 +103,10 @@ class Inputs:
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         """What the traced function is given in place of `example`."""
+        with _mode_of(example):
+            return self._add(slot, example)
+
+    def _add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         refuse_unknown_subclass(example, slot.path)
         _refuse_layout(example, slot)
         at = PrimalIdx(len(self._stand_ins))
@@ -208,6 +214,13 @@ class Inputs:
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
         """The object that the program is given for a real one, if it has met it."""
         return self._by_example.get(id(example))
+
+
+def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
+    """In inference mode, a tensor from outside of it is a normal one still: operators tell them apart."""
+    if torch.is_inference_mode_enabled() and not example.is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -53,7 +54,8 @@ class Metadata:
                 continue
             if change.moves() and not _stays_inside(change, row[idx]):
                 raise refuse(row[idx], "and shares memory with another")
-            if row[idx].example.requires_grad and _misfits(change, row[idx]):
+            example = row[idx].example
+            if example.requires_grad and change.moves() and change.tensor.size() != example.size():
                 raise refuse(row[idx], "in another size than its gradient is to have")
             changes[idx].append(change)
             if number not in passing:
@@ -99,13 +101,15 @@ class Metadata:
         Raises:
             UnsupportedProgram: it did, and the input is a view, or a wrapper.
         """
-        moves = [change for change in self.changes.get(idx, ()) if change.moves()]
+        changes = self.changes.get(idx, [])
+        moves = [change for change in changes if change.moves()]
         now = history_of(stand_in.tensor)
         if not moves or now is None or not stand_in.tensor.requires_grad or "NotImplemented" in now.name():
             return False
         former = moves[-1].former
         before = None if former is None else named_history(former)
-        if before is not None and sequence_nr(before) == sequence_nr(now):
+        now = _without_repeated(now, [change for change in changes if change.serial > moves[-1].serial])
+        if before is not None and now is not None and sequence_nr(before) == sequence_nr(now):
             return False
         if stand_in.example._base is not None or is_wrapper(stand_in.example):
             raise refuse(stand_in, "before a write that takes part in the backward")
@@ -171,17 +175,6 @@ def _stays_inside(change: Change, stand_in: StandIn) -> bool:
     return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
 
 
-def _misfits(change: Change, stand_in: StandIn) -> bool:
-    """Whether a gradient of the size that a leaf has now does not fit the leaf as autograd knew it."""
-    before, now = stand_in.example.size(), change.tensor.size()
-    if change.moves():
-        return before != now
-    if change.grad or not stand_in.example.is_leaf or not change.reshapes():
-        return False
-    pairs = zip(reversed(before), reversed(now), strict=False)
-    return len(now) < len(before) or any(size not in (1, other) for size, other in pairs)
-
-
 def written_around(stand_in: StandIn, how: str = "with history") -> UnsupportedProgram:
     """An error for a write to an input and around it, which is one of what the input is a view of."""
     return UnsupportedProgram(
@@ -189,6 +182,14 @@ def written_around(stand_in: StandIn, how: str = "with history") -> UnsupportedP
         stage="joint",
         fix="pass the tensor that shows all of that memory, and take the view inside",
     )
+
+
+def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:
+    """A history without the nodes of the last of these changes, which come again where those are repeated."""
+    for change in reversed(changes):
+        if history is not None and change.grad and change.reshapes() and not change.moves():
+            history = history.next_functions[0][0]
+    return history
 
 
 def _is_switched_on(stand_in: StandIn) -> bool:

@@ -39,6 +39,7 @@ from aotdist.torch_seam import (
     pytree,
     track,
     track_number,
+    uncached_fake,
     writes_arguments,
 )
 
@@ -48,6 +49,16 @@ _ASK_THE_GENERAL_MODE = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 )
+_KEEP_OFFSETS = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
+"""What makes a new tensor that starts as far into its storage as the old one did into its own."""
 _VIEW_AS_REAL = torch.ops.aten.view_as_real.default
 _ATOMS = (
     int,
@@ -119,6 +130,9 @@ class Recording(ProxyTorchDispatchMode):
             # A written base has lost its bit when its views are made again; it gets it back after that.
             with self:
                 return func(args[0].resolve_conj())
+        if func in _KEEP_OFFSETS and args[0].storage_offset() != 0:
+            with uncached_fake(args[0]):  # the cache forgets offsets of what is no view
+                return self._dispatch(func, types, args, kwargs, direct=direct)
         return self._dispatch(func, types, args, kwargs, direct=direct)
 
     def _draw(

@@ -44,6 +44,7 @@ from aotdist.joint.backward import (
     choice_results,
     grad_results,
     is_linear,
+    refuse_unfit,
     requires_grad_by_itself,
     value_results,
 )
@@ -199,6 +200,7 @@ def trace(
         wanted = backward.choices() if cuts else []
         with waypoints.watched(recorder):
             grads = backward.run(again=again or bool(wanted))
+        refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         slots = inputs.row().map(lambda one: one.slot)
         results += grad_results(recorder, slots, grads) + waypoints.results(recorder)
         backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, storages)

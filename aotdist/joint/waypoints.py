@@ -167,7 +167,9 @@ def _noting(sources: Sequence[_Passing | None]) -> Any:
 def _cutting(passing: _Passing, recorder: Recorder) -> Any:
     """A hook of a tensor that notes its gradient, and puts a new argument of the graph in its place."""
 
-    def cut(total: torch.Tensor) -> torch.Tensor:
+    def cut(total: torch.Tensor | None) -> torch.Tensor | None:
+        if total is None:  # of lists, some items' gradients may stay away (`torch._foreach_mul`)
+            return None
         passing.total = total
         recipe = recipe_of(total)
         plains = [

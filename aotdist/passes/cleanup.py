@@ -160,5 +160,6 @@ def _same_layout(node: Node, source: Node) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     same = (a.dtype, a.device) == (b.dtype, b.device)
+    same = same and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())  # a copy takes them at their word
     same = same and surely_equal((*a.shape, *a.stride()), (*b.shape, *b.stride()))
     return same and not node.kwargs.get("pin_memory")

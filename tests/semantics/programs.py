@@ -31,6 +31,7 @@ from tests.semantics.vocabulary import (
     SCOPE,
     VIEWS,
     WRITES,
+    WRITES_BOTH,
 )
 
 _serial = itertools.count()
@@ -94,6 +95,7 @@ class Program:
             held=leaves,
             left_out=self.left_out,
             other_kinds=self.other_kinds,
+            lenient=True,
         )
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
@@ -158,12 +160,17 @@ class _Rehearsal:
         owners = [{storage_id(plain) for plain in plain_tensors(tensor)} for tensor in (first, second)]
         return a != b and not owners[0].isdisjoint(owners[1])
 
-    def try_statement(self, statement: str, names: Sequence[str]) -> None:
+    def runs(self, statement: str) -> bool:
+        """Run a statement; whether eager takes it."""
         try:
             with _warnings_are_errors():
                 exec(statement, self.scope)
         except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning):
-            return
+            return False
+        return True
+
+    def add(self, statement: str, names: Sequence[str]) -> None:
+        """Make a statement that was run a part of the program; it defines `names`."""
         self.statements.append(statement)
         self.names += names
 
@@ -171,6 +178,8 @@ class _Rehearsal:
         """Whether the statement means the same to eager every time."""
         if "view(torch." in template and self.scope[a].dtype is torch.bool:
             return False  # written through such a view, a boolean is neither true nor false
+        if template == WRITES_BOTH and a == b:
+            return False  # where it is a view, its history and its base's are not the same afterwards
         if template == EMPTY_SPLIT and self.scope[a].shape[:1] == (0,):
             return False
         return not (writes and "{b}" in template and self.writes_what_it_reads(a, b))
@@ -222,11 +231,12 @@ def programs(draw: st.DrawFn, vocabulary: Vocabulary | None = None, **options: A
     other = draw(_inputs(words, count)) if words.other_layouts else ()
     program = Program(inputs, (), (), other)
     try:
-        rehearsal = _Rehearsal(program.arguments())
+        rehearsals = [_Rehearsal(program.arguments(inputs)) for inputs in dict.fromkeys(program.layouts())]
     except (RuntimeError, IndexError):
         reject()
     for position in range(draw(st.integers(1, words.max_statements))):
-        _draw_statement(draw, words, rehearsal, f"t{position}")
+        _draw_statement(draw, words, rehearsals, f"t{position}")
+    rehearsal = rehearsals[0]
     returned = draw(st.lists(st.sampled_from(rehearsal.names), max_size=4))
     some = st.frozensets(st.integers(0, 3), max_size=3)
     return replace(
@@ -250,17 +260,17 @@ def _inputs(draw: st.DrawFn, words: Vocabulary, count: int) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _draw_statement(draw: st.DrawFn, words: Vocabulary, rehearsal: _Rehearsal, name: str) -> None:
+def _draw_statement(draw: st.DrawFn, words: Vocabulary, rehearsals: Sequence[_Rehearsal], name: str) -> None:
     kinds = [*words.values, words.several, words.writes]
     template = draw(st.one_of(*(st.sampled_from(kind) for kind in kinds if kind)))
-    a, b = draw(st.sampled_from(rehearsal.names)), draw(st.sampled_from(rehearsal.names))
+    names = rehearsals[0].names
+    a, b = draw(st.sampled_from(names)), draw(st.sampled_from(names))
     writes = template in words.writes
-    if not rehearsal.allows(template, a, b, writes=writes):
+    if not all(rehearsal.allows(template, a, b, writes=writes) for rehearsal in rehearsals):
         return
     text, mode = template.format(a=a, b=b), draw(st.sampled_from(words.modes))
-    if writes:
-        rehearsal.try_statement(f"{mode}{text}", ())
-    elif template in words.several:
-        rehearsal.try_statement(f"{mode}{name}, {name}b, *_ = {text}", (name, f"{name}b"))
-    else:
-        rehearsal.try_statement(f"{mode}{name} = {text}", (name,))
+    new = (name, f"{name}b") if template in words.several else () if writes else (name,)
+    text = f"{', '.join(new)}, *_ = {text}" if len(new) > 1 else f"{name} = {text}" if new else text
+    if all(rehearsal.runs(f"{mode}{text}") for rehearsal in rehearsals):
+        for rehearsal in rehearsals:
+            rehearsal.add(f"{mode}{text}", new)

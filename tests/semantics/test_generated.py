@@ -38,8 +38,14 @@ REFUSALS = (
 )
 """What a random program may be refused for."""
 
-OF_BACKWARD = ("the backward of the program fails, as in eager",)
-"""What it may be refused for besides, if eager is not asked for all gradients."""
+OF_BACKWARD = (
+    "the backward of the program fails, as in eager",
+    "the program has no backward, in eager neither",
+)
+"""What it may be refused for besides, if eager is not asked for all gradients.
+
+A view made under `no_grad` has none to ask for; its base, which the caller gets with it, has.
+"""
 
 WATCHED = ("gradients of other kinds than the results arrive",)
 """What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes."""
@@ -68,7 +74,8 @@ def compare(program: Program, around: Around = nullcontext, **options) -> None:
         same_as_eager(program.scenes, around=around, seed=1, compilations=compilations, **options)
     except UnsupportedProgram as refusal:
         event(f"refused: {refusal.what}")
-        reasons = (*REFUSALS, *OF_BACKWARD) if program.left_out else REFUSALS
+        without_grad = around is not nullcontext or any("no_grad" in line for line in program.statements)
+        reasons = (*REFUSALS, *OF_BACKWARD) if program.left_out or without_grad else REFUSALS
         reasons = (*reasons, *WATCHED) if program.other_kinds else reasons
         known = any(reason in refusal.what for reason in reasons)
         assert known, _explained(program, around, refusal, options)

@@ -58,11 +58,22 @@ OUTPUTS: dict[str, Program] = {
     "a function's view, and what it shows": lambda x: ((y := x * 2), Transposed.apply(y)),
     "a view of a function's view": lambda x: Alias.apply(x)[0],
     "what a function was given": lambda x: Identity.apply(x * 2),
+    "what a function was given, a view of an input": lambda x: Identity.apply(x[0]),
+    "what a function was given, a part": lambda x: Identity.apply(x.tensor_split(2)[1]),
     "a function's detached": lambda x: Detached.apply(x),
     "several of one function": lambda x: Several.apply(x)[::2],
     "a function's constant": lambda x: WithConstant.apply(x)[0],
+    "views of a function's detached": lambda x: (
+        Transposed.apply(y := Detached.apply(x)),
+        y.t(),
+        Alias.apply(y),
+    ),
+    "a view of a function's view, and its use": lambda x: ((y := Transposed.apply(x)[:, None]), y * 2),
     "a function's view of a function's view": lambda x: (Transposed.apply(y := Identity.apply(x)), y),
     "a view under no_grad of a function's view": lambda x: without_grad(lambda v: v[0], Alias.apply(x)),
+    "a view under no_grad of a function's view of an intermediate": lambda x: without_grad(
+        lambda v: v[0], Alias.apply(x * 2)
+    ),
     "detach beside its source": lambda x: ((y := x * 2), y.detach()),
     "detach of an input": lambda x: (x.detach(), x),
     "views of a detached tensor": lambda x: ((d := x.detach()), d[0], d.t()),
@@ -85,6 +96,7 @@ OUTPUTS: dict[str, Program] = {
     "as_strided": lambda x: x.as_strided((2, 2), (1, 4), 1),
     "unfold": lambda x: x.unfold(1, 2, 1),
     "composites": lambda x: (x.movedim(0, 1), x.flatten(), x.view_as(x), x.to(torch.float32), x.mT),
+    "who asks for inference tensors": lambda x: x[0] * (2 if x.is_inference() else 3),
     "dropout in evaluation": lambda x: torch.nn.functional.dropout(x, 0.5, False),
 }
 

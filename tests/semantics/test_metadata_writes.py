@@ -46,6 +46,8 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "data without history": lambda x: _doubled(x.transpose_(0, 2)) * 2,
     "under no_grad": lambda x: _without_grad(x) * 2,
     "a view of it": lambda x: (x[0].transpose_(0, 1), x * 2)[1],
+    "a view of it, under no_grad": lambda x: _without_grad(x[:]),
+    "a view of what is made of it, under no_grad": lambda x: _without_grad((x * 2)[:]),
     "detach_": lambda x: (x * 2, x.detach_())[0],
     "detach_ then used": lambda x: (x * 2, x.detach_(), x * 3)[::2],
 }

@@ -189,6 +189,13 @@ TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "data = for a while, written": lambda x, y: (
         old := x.data, assign(x, y), quietly(x.add_, 1), assign(x, old), quietly(x.mul_, 3), x * y,
     )[5],
+    "data = , then seen in another way": lambda x, y: (assign(x, y), x.squeeze_(), x * 2)[2],
+    "data = , then seen in another way, written": lambda x, y: (
+        assign(x, y),
+        x.squeeze_(),
+        quietly(x.add_, 1),
+        x * 2,
+    )[3],
     "data = what is made of both": lambda x, y: (assign(x, x.detach() + y.detach()), x * y)[1],
     "exchanged by data": lambda x, y: (old := x.data, assign(x, y.data), assign(y, old), x * 2, y * 3)[3:],
     "out= resized": lambda x, y: torch.mm(y.detach(), y.detach().t(), out=x),

@@ -18,11 +18,13 @@ from aotdist.runtime import on_demand
 from tests.semantics.makers import leaf, non_leaf, two_non_leaf
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import (
+    Scene,
     Sight,
     assert_both_give_the_same,
     assert_same,
     bits,
     look,
+    same_as_eager,
     tangent_for,
     tensors_in,
 )
@@ -323,6 +325,17 @@ def test_hooks_on_what_gets_no_gradient_are_not_called() -> None:
         return x.sin(), x.exp()
 
     assert use(program) == use(aotdist.compile(program, backend="fx")) == []
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, lambda x: x.t()])
+def test_a_list_of_which_only_some_are_differentiated(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The one node of a list sends None to an item whose result nobody uses."""
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        y = make(x)
+        return [y, torch._foreach_mul([y, x], 2.0)[1]]
+
+    same_as_eager(lambda: Scene(program, (leaf(),)))
 
 
 def test_a_model_that_returns_its_hidden_states() -> None:

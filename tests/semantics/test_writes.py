@@ -8,6 +8,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
+from aotdist.torch_seam import FakeTensorMode
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
 
 
@@ -163,15 +164,58 @@ def test_what_follows_a_write_sees_the_layout_that_was_there(make):
     same_as_eager(lambda: Scene(program, (make(),)), calls=2)
 
 
-def test_two_inner_tensors_start_where_they_did_after_a_write():
-    """PyTorch remembers a fake copy without where it starts, and wrappers compare that."""
+@pytest.mark.parametrize("made", [lambda x: x * 2, lambda x: x.clone()])
+@pytest.mark.parametrize("write", [torch.relu_, torch.sin_, lambda x: x.add_(1)])
+def test_a_row_keeps_the_strides_that_tell_nothing(made, write):
+    """Those of a dimension of one element; a functional operator drops them."""
+    same_as_eager(lambda: Scene(lambda x: write(made(x[:1])), (torch.randn(4, 3).t(),)))
 
+
+def test_a_write_through_a_view_leaves_the_layout_of_its_base():
     def program(x):
-        x[1:] = x[1:] + 1
-        return x[1:] * 2
+        y = x * 2
+        part = y.t()
+        part.masked_fill_(part > 0, -1)
+        return y.view(-1)
+
+    same_as_eager(lambda: Scene(program, (plain(),)))
+
+
+def imaginary_parts(x):
+    x.unsqueeze(0).imag[0] = 0.5
+    x.imag[0].mul_(2)
+    return x * 2
+
+
+@pytest.mark.parametrize("disabled", [frozenset(), frozenset({"cleanup"})])
+@pytest.mark.parametrize(
+    "bits", [torch.clone, torch.conj, torch._neg_view, lambda x: torch._neg_view(x.conj())]
+)
+def test_what_is_to_be_read_as_conjugate_or_negated_stays_so(bits, disabled):
+    def scene():
+        return Scene(imaginary_parts, (bits(torch.randn(3, 4, dtype=torch.complex64)),))
+
+    same_as_eager(scene, disabled_passes=disabled)
+
+
+def into_a_slice(x):
+    x[1:] = x[1:] + 1
+    return x[1:] * 2
+
+
+def into_a_row_of_another_view(x):
+    x.t()[0].mul_(3)
+    return x.t() * 2
+
+
+@pytest.mark.parametrize("make", [lambda: torch.randn(4, 3).t(), lambda: torch.randn(3, 4)])
+@pytest.mark.parametrize("program", [into_a_slice, into_a_row_of_another_view])
+def test_two_inner_tensors_start_where_they_did_after_a_write(program, make):
+    """PyTorch remembers a fake copy without where it starts, and wrappers compare that."""
+    FakeTensorMode.cache_clear()
 
     def scene():
-        two = TwoTensor(torch.randn(4, 3).t(), torch.randn(4, 3).t())
+        two = TwoTensor(make(), make())
         return Scene(program, (two[1:],), held={"two": two})
 
     same_as_eager(scene, calls=2)

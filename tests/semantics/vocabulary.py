@@ -149,6 +149,9 @@ COMPLEX_VIEWS = (
 EMPTY_SPLIT = "{a}.split(2)[0]" if torch.__version__ < "2.12" else None
 """On fake tensors torch 2.11 fails to split what is empty."""
 
+WRITES_BOTH = "torch._foreach_mul_([{a}, {b}], 2.0)"
+"""Eager is at odds with itself where both are views of one tensor."""
+
 WRITES = (
     "{a}.add_(1)",
     "{a}.mul_({b})",
@@ -170,7 +173,7 @@ WRITES = (
     "torch.sin({b}, out={a})",
     "torch.add({b}, 1, out={a})",
     "torch._foreach_add_([{a}], 1.0)",
-    "torch._foreach_mul_([{a}, {b}], 2.0)",
+    WRITES_BOTH,
     "torch._foreach_copy_([{a}], [{b}])",
     "{a}.index_put_((torch.tensor([0]),), {b}[:1])",
 )
