@@ -13,6 +13,7 @@ import torch
 
 from aotdist.convention.changes import Change, give_history
 from aotdist.convention.view_log import ViewLog
+from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
     Fresh,
@@ -198,10 +199,18 @@ class _Classifier:
         made = self._log.made(out)
         root = self._log.root(out, ())
         steps = root.all_steps()
-        changed = [change.serial for change in self._log.changes_of(root.base)]
-        if steps and any(steps[0].serial < serial < made for serial in changed):
-            return steps[0].serial
-        return made
+        changes = self._log.changes_of(root.base)
+        since = [change.serial for change in changes if steps and steps[0].serial < change.serial < made]
+        if not since:
+            return made
+        for step in steps:
+            if step.pick is not None and step.serial > since[0]:
+                raise UnsupportedProgram(
+                    f"`{step.op}` is applied to a view whose base was reshaped in place after it was made",
+                    stage="joint",
+                    fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+                )
+        return steps[0].serial
 
     def _output(self, position: OutIdx, out: Any) -> OutputFact:
         if not isinstance(out, torch.Tensor):

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from aotdist.capture.origins import raised_at
+from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import DataDependentOutputException, DynamicOutputShapeException
 
@@ -18,13 +19,34 @@ _ASKS_FOR_DATA = (
 )
 """How errors of PyTorch's say that a traced tensor has no data."""
 
-
 _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 """How autograd says that it would make a view's history again, and its base has none any more."""
 
+_CANNOT_VIEW = "Cannot view a tensor with shape"
+"""How PyTorch's fakes say that a tensor's strides do not allow a view."""
 
 _NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
 """How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
+
+
+@contextmanager
+def naming_outdated_views(log: ViewLog) -> Generator[None]:
+    """What fails because a view is used whose base was reshaped in place since becomes an error of ours.
+
+    Autograd makes the history of such a view again; where it cannot look at memory, by the view's own operator,
+    which may not do for the new shape.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if not any(change.reshapes() for change in log.changes) or _CANNOT_VIEW not in str(error):
+            raise
+        raise UnsupportedProgram(
+            f"a view is used whose base was reshaped in place after it was made ({error})",
+            where=raised_at(error.__traceback__),
+            stage="joint",
+            fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+        ) from error
 
 
 @contextmanager

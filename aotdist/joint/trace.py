@@ -51,7 +51,7 @@ from aotdist.joint.backward import (
 from aotdist.joint.body import Around
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.control_flow import ControlFlow
-from aotdist.joint.failures import naming_failures
+from aotdist.joint.failures import naming_failures, naming_outdated_views
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.later_backwards import LaterBackwards
@@ -161,7 +161,7 @@ def trace(
         stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
         lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow)
-        with lifting, naming_failures():
+        with lifting, naming_failures(), naming_outdated_views(log):
             outs = program.fn(*tensors)
         recorder.draws.check()
         foreign = recorder.is_foreign

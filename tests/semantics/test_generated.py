@@ -35,6 +35,7 @@ REFUSALS = (
     "a tensor with history has its sizes written in place under `no_grad`",
     "writes memory that `as_strided` shows",
     "a view is used of a tensor that was detached",
+    "whose base was reshaped in place after it was made",
 )
 """What a random program may be refused for."""
 

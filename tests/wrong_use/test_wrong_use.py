@@ -119,6 +119,20 @@ class Cube(torch.autograd.Function):
         return grads[0] * 3 * x * x
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: ((view := x.view(-1)), x.t_(), view * 2)[2],
+        lambda x: ((view := x.t()), x.t_(), view.split(1)[0])[2],
+    ],
+)
+def test_a_view_from_before_its_base_was_reshaped(program: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(3, 4, requires_grad=True) * 1.5
+    with pytest.raises(UnsupportedProgram, match="whose base was reshaped in place after it was made"):
+        compiled(program)(x)
+    assert x.shape == (3, 4)
+
+
 def test_double_backward_through_a_custom_function_is_refused_with_symbolic_sizes() -> None:
     x = torch.ones(2, requires_grad=True)
     settings = aotdist.Settings(dynamic=True)
