@@ -33,8 +33,8 @@ _NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
 def naming_outdated_views(log: ViewLog) -> Generator[None]:
     """What fails because a view is used whose base was reshaped in place since becomes an error of ours.
 
-    Autograd makes the history of such a view again; where it cannot look at memory, by the view's own operator,
-    which may not do for the new shape.
+    Autograd makes the history of such a view again; where it cannot look at memory, by the view's own
+    operator, which may not do for the new shape.
     """
     try:
         yield
