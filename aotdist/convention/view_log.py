@@ -72,6 +72,9 @@ class _Entry:
     made: int
     version: int | None  # of the base then
 
+    def is_outdated(self) -> bool:
+        return self.version is not None and self.base._version > self.version
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
@@ -389,10 +392,15 @@ class ViewLog(TorchDispatchMode):
         """
         entry = self._entries.get(id(tensor))
         while entry is not None:
-            if entry.version is not None and entry.base._version > entry.version:
+            if entry.is_outdated():
                 return True
             entry = self._entries.get(id(entry.base))
         return False
+
+    def was_made_before_a_write(self, tensor: torch.Tensor) -> bool:
+        """Whether a view itself was made before a write of what it is a view of."""
+        entry = self._entries.get(id(tensor))
+        return entry is not None and entry.is_outdated()
 
     def has_outdated_views(self, base: torch.Tensor) -> bool:
         """Whether there are such views of a tensor, with a history."""

@@ -243,7 +243,9 @@ class _Classifier:
         out, fact = self._outs[position], self._node.facts[position]
         if not isinstance(fact, ViewOfInput) or not out.requires_grad:
             return False
-        replayed = all(isinstance(step, ViewStep) for step in fact.steps)
+        # A view that is made under `no_grad` after the write is one of what was there by then.
+        before = self._log.was_made_before_a_write(out)
+        replayed = all(isinstance(step, ViewStep) and (step.grad or before) for step in fact.steps)
         base = self._log.root(out, ()).base
         return replayed and not self._log.changes_of(base) and self._log.is_outdated(out)
 

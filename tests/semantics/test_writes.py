@@ -267,3 +267,18 @@ def test_views_of_before_a_write(make: str, program: str) -> None:
         return [*outs, *torch.autograd.grad(total, wanted, allow_unused=True)]
 
     assert_both_give_the_same(BEFORE_A_WRITE[program], use)
+
+
+def view_of_before_without_grad(x):
+    view = x.t()
+    x.detach().mul_(2)
+    with torch.no_grad():
+        return view.t()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.randn(3, 4), lambda: TwoTensor(torch.randn(3), torch.randn(3))[None]]
+)
+def test_a_view_under_no_grad_of_one_of_before_a_write(make):
+    """It is one of what was there by then: made before the write, autograd would forbid it."""
+    same_as_eager(lambda: Scene(view_of_before_without_grad, (make().detach().requires_grad_(),)))
