@@ -61,6 +61,7 @@ _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _GROWING = frozenset[Any]({_RESIZE, resize_as_out})
 _STRIDED = frozenset[Any]({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
 _LIFT = torch.ops.aten.lift_fresh.default
+_VIEW_AS_DTYPE = torch.ops.aten.view.dtype
 """What `torch.tensor` does with its data; to the program the result is no view of anything."""
 
 
@@ -166,7 +167,8 @@ class ViewLog(TorchDispatchMode):
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = func(*args, **kwargs)
-            if not whole or _share_memory(args[0], result):  # `reshape`, `to`, `dropout` do where they can
+            # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
+            if isinstance(args[0], torch.Tensor) and (not whole or _share_memory(args[0], result)):
                 self._log(func, args, kwargs, result)
             return result
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
@@ -495,8 +497,9 @@ def _outgrown() -> UnsupportedProgram:
 
 
 def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:
-    """In inference mode, a view of a tensor from outside of it is a normal tensor too."""
-    if torch.is_inference_mode_enabled() and getattr(func, "is_view", False) and not args[0].is_inference():
+    """In inference mode, a view of a tensor from outside of it is a normal tensor too, if its dtype is."""
+    is_view = getattr(func, "is_view", False) and func is not _VIEW_AS_DTYPE
+    if torch.is_inference_mode_enabled() and is_view and not args[0].is_inference():
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

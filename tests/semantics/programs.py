@@ -24,6 +24,7 @@ from aotdist.torch_seam import storage_id
 from tests.semantics.observation import Around, Scene, play
 from tests.semantics.vocabulary import (
     ARITHMETIC,
+    COPIES_EACH,
     EMPTY_SPLIT,
     INPUTS,
     MODES,
@@ -180,6 +181,8 @@ class _Rehearsal:
             return False  # written through such a view, a boolean is neither true nor false
         if template == WRITES_BOTH and a == b:
             return False  # where it is a view, its history and its base's are not the same afterwards
+        if template == COPIES_EACH and self.scope[b].requires_grad:
+            return False  # it has no derivative: what it writes has a history that nobody can go through
         if template == EMPTY_SPLIT and self.scope[a].shape[:1] == (0,):
             return False
         return not (writes and "{b}" in template and self.writes_what_it_reads(a, b))

@@ -282,3 +282,29 @@ def view_of_before_without_grad(x):
 def test_a_view_under_no_grad_of_one_of_before_a_write(make):
     """It is one of what was there by then: made before the write, autograd would forbid it."""
     same_as_eager(lambda: Scene(view_of_before_without_grad, (make().detach().requires_grad_(),)))
+
+
+def test_a_write_by_an_imaginary_number():
+    """Its backward conjugates the number, by the operator that makes views of tensors."""
+
+    def build():
+        x = torch.randn(3, 4, dtype=torch.complex64, requires_grad=True) * 1.5
+        return Scene(lambda x: x.mul_(1j), (x,))
+
+    same_as_eager(build)
+
+
+def test_in_inference_mode_a_view_of_another_dtype_is_no_view_to_autograd():
+    """So a write through it is not counted, and a view that was written keeps its history."""
+
+    def use(call):
+        x = (torch.randn(4, 3, requires_grad=True) * 1.5).t()
+        history, version = x.grad_fn, x._version
+        with torch.inference_mode():
+            call(x)
+        return x.grad_fn is history, x._version - version
+
+    def program(x):
+        x.view(torch.int32).add_(1)
+
+    assert use(aotdist.compile(program, backend="fx")) == use(program)

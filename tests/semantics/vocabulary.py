@@ -149,6 +149,7 @@ COMPLEX_VIEWS = (
 EMPTY_SPLIT = "{a}.split(2)[0]" if torch.__version__ < "2.12" else None
 """On fake tensors torch 2.11 fails to split what is empty."""
 
+COPIES_EACH = "torch._foreach_copy_([{a}], [{b}])"
 WRITES_BOTH = "torch._foreach_mul_([{a}, {b}], 2.0)"
 """Eager is at odds with itself where both are views of one tensor."""
 
@@ -174,7 +175,7 @@ WRITES = (
     "torch.add({b}, 1, out={a})",
     "torch._foreach_add_([{a}], 1.0)",
     WRITES_BOTH,
-    "torch._foreach_copy_([{a}], [{b}])",
+    COPIES_EACH,
     "{a}.index_put_((torch.tensor([0]),), {b}[:1])",
 )
 
