@@ -32,6 +32,7 @@ from aotdist.facts import (
     IsInput,
     NodeOut,
     OutputView,
+    Passages,
     Untouched,
     ViewOfInput,
     ViewOfIntermediate,
@@ -40,6 +41,7 @@ from aotdist.facts import (
 from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
     Backward,
+    End,
     Result,
     choice_results,
     grad_results,
@@ -152,6 +154,7 @@ def trace(
     log = ViewLog()
     storages = Storages(inputs, log, recorder.strided)
     swaps = Swaps(inputs, log, storages, recorder, stand_in)
+    halves = _Halves(recorder, inputs, log, storages, swaps, training, cuts)
     with ExitStack() as stack:
         stack.enter_context(recorder)
         tensors = [
@@ -166,80 +169,192 @@ def trace(
         recorder.draws.check()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
-        outs = swaps.seen_outside(outs)
-        metadata = Metadata.of(inputs, log, storages.passing())
-        outputs = classify(outs, inputs, log, metadata.written)
-        for idx, stand_in_ in inputs.row().enumerate():
-            _refuse_write(stand_in_, reshaped=metadata.is_reshaped(idx))
-        writes, rewinds = _forward_writes(inputs.row(), outputs, metadata, storages, recorder.strided)
-        outputs.order = (*outputs.order, *swaps.actions(outs))
-        rewritten = bool(metadata.written) or swaps.some()
-        node_tensors = outputs.tensors
-        node_outs = Row[NodeOutIdx, NodeOut](
-            NodeOut(slot, recipe_of(tensor), training and idx in outputs.with_history)
-            for idx, (slot, tensor) in enumerate(zip(outputs.slots, node_tensors, strict=True))
+        forward = halves.forward(outs)
+        backward = halves.backward(forward, lifting, again=again)
+    facts = halves.facts(forward, backward)
+    row = inputs.row()
+    seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
+    later = None
+    if cuts and again and not backward.writes:
+        recorder.strided.forget_inputs()
+        later = LaterBackwards(
+            recorder,
+            backward.runs,
+            Recalling({idx: one.tensor for idx, one in row.enumerate()}),
+            forward.node_outs,
+            seen.ins,
+            facts.recipes,
+            backward.grads,
         )
-        for node_out, tensor in zip(node_outs, node_tensors, strict=True):
+    graph = recorder.graph(forward.results + backward.results, symbols)
+    return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What the forward did.
+
+    Args:
+        outs: what the program returned.
+        outputs: what that is, and what the node returns for it.
+        metadata: what is repeated outside of writes to what a tensor is.
+        writes: what happened to each input.
+        rewinds: see `Facts.rewinds`.
+        is_rewritten: whether inputs change shape or history, or become others.
+        node_outs: what the node returns.
+        results: the values of that.
+    """
+
+    outs: Sequence[Any]
+    outputs: NodeOutputs
+    metadata: Metadata
+    writes: Row[PrimalIdx, InputFact]
+    rewinds: tuple[tuple[PrimalIdx, int], ...]
+    is_rewritten: bool
+    node_outs: Row[NodeOutIdx, NodeOut]
+    results: list[Result]
+
+    def ends(self) -> list[End]:
+        """The differentiable results."""
+        tensors = self.outputs.tensors
+        return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """What the backward did.
+
+    Args:
+        runs: runs it.
+        grads: the gradients that inputs get.
+        writes: inputs that it wrote.
+        storages: those whose storage it gave another size.
+        passages: which gradients pass tensors that the caller holds.
+        choices: choices of results for which it was traced by itself.
+        functions: names of the user's autograd functions in it.
+        results: gradients, and what was written.
+    """
+
+    runs: Backward
+    grads: Mapping[PrimalIdx, torch.Tensor]
+    writes: tuple[BackwardWrite, ...]
+    storages: tuple[tuple[PrimalIdx, int, int], ...]
+    passages: Passages
+    choices: tuple[Choice, ...]
+    functions: tuple[str, ...]
+    results: list[Result]
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """Reads off what a program did, after its forward and after its backward.
+
+    Args:
+        recorder: records it.
+        inputs: the stand-ins.
+        log: its views, and writes to what a tensor is.
+        storages: what it knows of storages.
+        swaps: tensors that became each other.
+        training: see `trace`.
+        cuts: see `trace`.
+    """
+
+    recorder: Recorder
+    inputs: Inputs
+    log: ViewLog
+    storages: Storages
+    swaps: Swaps
+    training: bool
+    cuts: bool
+
+    def forward(self, outs: Sequence[Any]) -> _Forward:
+        """What the forward did, which returned `outs`; read before a backward writes anything."""
+        outs = self.swaps.seen_outside(outs)
+        metadata = Metadata.of(self.inputs, self.log, self.storages.passing())
+        outputs = classify(outs, self.inputs, self.log, metadata.written)
+        row = self.inputs.row()
+        for idx, one in row.enumerate():
+            _refuse_write(one, reshaped=metadata.is_reshaped(idx))
+        writes, rewinds = _forward_writes(row, outputs, metadata, self.storages, self.recorder.strided)
+        outputs.order = (*outputs.order, *self.swaps.actions(outs))
+        node_outs = Row[NodeOutIdx, NodeOut](
+            NodeOut(slot, recipe_of(tensor), self.training and idx in outputs.with_history)
+            for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
+        )
+        for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
                 raise requires_grad_by_itself(node_out.slot)
-        functions = custom_functions(
-            [t for o, t in zip(node_outs, node_tensors, strict=True) if o.differentiable]
-        )
-        results = value_results(recorder, node_outs, node_tensors)
-        sizes, num_changes = storages.sizes(), len(log.changes)
-        counters = [(stand_in.writes(), stand_in.bumps()) for stand_in in inputs.row()]
-        forward_end = ForwardEnd.of(recorder, inputs.row()) if cuts and not rewritten else None
-        ends = [(idx, node_tensors[idx]) for idx, out in node_outs.enumerate() if out.differentiable]
-        passed = cuts and not rewritten and is_linear(ends)
-        held = _held(outs, outputs, inputs.row(), writes) if passed else []
+        is_rewritten = bool(metadata.written) or self.swaps.some()
+        results = value_results(self.recorder, node_outs, outputs.tensors)
+        return _Forward(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
+
+    def backward(self, forward: _Forward, lifting: Lifting, *, again: bool) -> _Backward:
+        """Run the backward, and read off what it did.
+
+        Args:
+            forward: what the forward did.
+            lifting: the mode that it ran in.
+            again: whether the backward may run again later.
+        """
+        recorder, inputs, metadata = self.recorder, self.inputs, forward.metadata
+        ends, fits = forward.ends(), not forward.is_rewritten
+        functions = custom_functions([tensor for _, tensor in ends])
+        sizes, num_changes = self.storages.sizes(), len(self.log.changes)
+        counters = [(one.writes(), one.bumps()) for one in inputs.row()]
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if self.cuts and fits else None
+        held = _held(forward, inputs.row()) if self.cuts and fits and is_linear(ends) else []
         waypoints = Waypoints(held, ends)
-        arrivals = {} if rewritten else find_arrivals(outs, outputs.facts, ends)
-        backward = Backward(
-            recorder, node_outs, ends, metadata.gradient_ends(inputs.row()), lifting, arrivals
-        )
-        wanted = backward.choices() if cuts else []
+        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
+        wanted = metadata.gradient_ends(inputs.row())
+        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals)
+        alone = backward.choices() if self.cuts else []
         with waypoints.watched(recorder):
-            grads = backward.run(again=again or bool(wanted))
+            grads = backward.run(again=again or bool(alone))
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         slots = inputs.row().map(lambda one: one.slot)
-        results += grad_results(recorder, slots, grads) + waypoints.results(recorder)
-        backward_writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, storages)
+        results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
+        writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
         choices: list[Choice] = []
-        for chosen in () if backward_writes else wanted:
+        for chosen in () if writes else alone:
             some = backward.run(chosen, again=True)
             choices.append(Choice(chosen, {idx: recipe_of(grad) for idx, grad in some.items()}))
             results += choice_results(recorder, choices[-1], slots, some)
         if forward_end is not None:
-            forward_end.read_late(recorder, inputs.row(), backward_writes)
-        backward_storages = tuple(storages.resized_since(sizes))
-        _refuse_changes_in_backward(inputs, log.changes[num_changes:])
-        swaps.refuse_with(backward_writes or backward_storages)
-    row = inputs.row()
-    facts = Facts(
-        inputs=writes,
-        outputs=Row(outputs.facts),
-        order=outputs.order,
-        node_outs=node_outs,
-        recipes=row.map(lambda stand_in: stand_in.recipe),
-        grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
-        backward_writes=backward_writes,
-        rewinds=rewinds,
-        switched_on=metadata.switched_on,
-        storages=tuple(sorted({*metadata.moved(inputs.row()), *storages.looked_at()})),
-        backward_storages=backward_storages,
-        functions=tuple(name for name in functions if name != NAMED),
-        passages=waypoints.passages(len(node_outs)),
-        choices=tuple(choices),
-        early=outputs.early,
-    )
-    seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
-    later = None
-    if cuts and again and not backward_writes:
-        recorder.strided.forget_inputs()
-        recalling = Recalling({idx: one.tensor for idx, one in row.enumerate()})
-        later = LaterBackwards(recorder, backward, recalling, node_outs, seen.ins, facts.recipes, grads)
-    graph = recorder.graph(results + written, symbols)
-    return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
+            forward_end.read_late(recorder, inputs.row(), writes)
+        storages = tuple(self.storages.resized_since(sizes))
+        _refuse_changes_in_backward(inputs, self.log.changes[num_changes:])
+        self.swaps.refuse_with(writes or storages)
+        return _Backward(
+            backward,
+            grads,
+            writes,
+            storages,
+            waypoints.passages(len(forward.node_outs)),
+            tuple(choices),
+            tuple(name for name in functions if name != NAMED),
+            results + written,
+        )
+
+    def facts(self, forward: _Forward, backward: _Backward) -> Facts:
+        """All that the later stages know."""
+        row, outputs, metadata, grads = self.inputs.row(), forward.outputs, forward.metadata, backward.grads
+        return Facts(
+            inputs=forward.writes,
+            outputs=Row(outputs.facts),
+            order=outputs.order,
+            node_outs=forward.node_outs,
+            recipes=row.map(lambda one: one.recipe),
+            grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
+            backward_writes=backward.writes,
+            rewinds=forward.rewinds,
+            switched_on=metadata.switched_on,
+            storages=tuple(sorted({*metadata.moved(row), *self.storages.looked_at()})),
+            backward_storages=backward.storages,
+            functions=backward.functions,
+            passages=backward.passages,
+            choices=backward.choices,
+            early=outputs.early,
+        )
 
 
 def _resuming(
@@ -357,22 +472,18 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
             raise refuse(stand_in, "in a way that is not repeated outside")
 
 
-def _held(
-    outs: Sequence[Any],
-    outputs: NodeOutputs,
-    row: Row[PrimalIdx, StandIn],
-    writes: Row[PrimalIdx, InputFact],
-) -> list[Held]:
+def _held(forward: _Forward, row: Row[PrimalIdx, StandIn]) -> list[Held]:
     """What the caller will hold of the differentiable tensors."""
+    outputs = forward.outputs
     held = [
         Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
         for idx in sorted(outputs.with_history)
         if outputs.slots[idx].role == "output"
     ]
-    for idx, fact in writes.enumerate():
+    for idx, fact in forward.writes.enumerate():
         if isinstance(fact, DataWritten) and fact.differentiable:
             held.append(Held(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
-    for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
+    for position, (out, fact) in enumerate(zip(forward.outs, outputs.facts, strict=True)):
         is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
         if is_view and out.grad_fn is not None:
             held.append(Held(f"out[{position}]", OutputView(OutIdx(position)), None, out))
