@@ -1,0 +1,391 @@
+"""What a program did, read off its trace: after the forward, and again after the backward."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.convention.changes import Change, resize_storage
+from aotdist.convention.memory import covers, may_repeat
+from aotdist.convention.naming import NAMED
+from aotdist.convention.view_log import ViewLog
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import (
+    BackwardWrite,
+    Choice,
+    DataWritten,
+    Facts,
+    Fresh,
+    InputFact,
+    IsInput,
+    NodeOut,
+    OutputView,
+    Passages,
+    Untouched,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
+from aotdist.joint.arrivals import find_arrivals
+from aotdist.joint.backward import (
+    Backward,
+    End,
+    Result,
+    choice_results,
+    grad_results,
+    is_linear,
+    refuse_unfit,
+    requires_grad_by_itself,
+    value_results,
+)
+from aotdist.joint.classify import NodeOutputs, classify
+from aotdist.joint.inputs import Inputs, StandIn
+from aotdist.joint.late import ForwardEnd
+from aotdist.joint.lifting import Lifting
+from aotdist.joint.metadata import Metadata, refuse, written_around
+from aotdist.joint.proxies import Recorder
+from aotdist.joint.storages import Storages
+from aotdist.joint.strided import Strided
+from aotdist.joint.swaps import Swaps
+from aotdist.joint.waypoints import Held, Waypoints
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import (
+    leaves,
+    plain_tensors,
+    recipe_of,
+    same_layout,
+)
+from aotdist.torch_seam import (
+    custom_functions,
+    data_writes,
+    functional_value,
+    metadata_written,
+    storage_changes,
+    storage_id,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEffects:
+    """What the forward did.
+
+    Args:
+        outs: what the program returned.
+        outputs: what that is, and what the node returns for it.
+        metadata: what is repeated outside of writes to what a tensor is.
+        writes: what happened to each input.
+        rewinds: see `Facts.rewinds`.
+        is_rewritten: whether inputs change shape or history, or become others.
+        node_outs: what the node returns.
+        results: the values of that.
+    """
+
+    outs: Sequence[Any]
+    outputs: NodeOutputs
+    metadata: Metadata
+    writes: Row[PrimalIdx, InputFact]
+    rewinds: tuple[tuple[PrimalIdx, int], ...]
+    is_rewritten: bool
+    node_outs: Row[NodeOutIdx, NodeOut]
+    results: list[Result]
+
+    def ends(self) -> list[End]:
+        """The differentiable results."""
+        tensors = self.outputs.tensors
+        return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardEffects:
+    """What the backward did.
+
+    Args:
+        runs: runs it.
+        grads: the gradients that inputs get.
+        writes: inputs that it wrote.
+        storages: those whose storage it gave another size.
+        passages: which gradients pass tensors that the caller holds.
+        choices: choices of results for which it was traced by itself.
+        functions: names of the user's autograd functions in it.
+        results: gradients, and what was written.
+    """
+
+    runs: Backward
+    grads: Mapping[PrimalIdx, torch.Tensor]
+    writes: tuple[BackwardWrite, ...]
+    storages: tuple[tuple[PrimalIdx, int, int], ...]
+    passages: Passages
+    choices: tuple[Choice, ...]
+    functions: tuple[str, ...]
+    results: list[Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Reads off what a program did, after its forward and after its backward.
+
+    Args:
+        recorder: records it.
+        inputs: the stand-ins.
+        log: its views, and writes to what a tensor is.
+        storages: what it knows of storages.
+        swaps: tensors that became each other.
+        training: see `trace`.
+        cuts: see `trace`.
+    """
+
+    recorder: Recorder
+    inputs: Inputs
+    log: ViewLog
+    storages: Storages
+    swaps: Swaps
+    training: bool
+    cuts: bool
+
+    def forward(self, outs: Sequence[Any]) -> ForwardEffects:
+        """What the forward did, which returned `outs`; read before a backward writes anything."""
+        outs = self.swaps.seen_outside(outs)
+        metadata = Metadata.of(self.inputs, self.log, self.storages.passing())
+        outputs = classify(outs, self.inputs, self.log, metadata.written)
+        row = self.inputs.row()
+        for idx, one in row.enumerate():
+            _refuse_write(one, reshaped=metadata.is_reshaped(idx))
+        writes, rewinds = _forward_writes(row, outputs, metadata, self.storages, self.recorder.strided)
+        outputs.order = (*outputs.order, *self.swaps.actions(outs))
+        node_outs = Row[NodeOutIdx, NodeOut](
+            NodeOut(slot, recipe_of(tensor), self.training and idx in outputs.with_history)
+            for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
+        )
+        for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
+            if node_out.differentiable and tensor.is_leaf:
+                raise requires_grad_by_itself(node_out.slot)
+        is_rewritten = bool(metadata.written) or self.swaps.some()
+        results = value_results(self.recorder, node_outs, outputs.tensors)
+        return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
+
+    def backward(self, forward: ForwardEffects, lifting: Lifting, *, again: bool) -> BackwardEffects:
+        """Run the backward, and read off what it did.
+
+        Args:
+            forward: what the forward did.
+            lifting: the mode that it ran in.
+            again: whether the backward may run again later.
+        """
+        recorder, inputs, metadata = self.recorder, self.inputs, forward.metadata
+        ends, fits = forward.ends(), not forward.is_rewritten
+        functions = custom_functions([tensor for _, tensor in ends])
+        sizes, num_changes = self.storages.sizes(), len(self.log.changes)
+        counters = [(one.writes(), one.bumps()) for one in inputs.row()]
+        forward_end = ForwardEnd.of(recorder, inputs.row()) if self.cuts and fits else None
+        held = _held(forward, inputs.row()) if self.cuts and fits and is_linear(ends) else []
+        waypoints = Waypoints(held, ends)
+        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
+        wanted = metadata.gradient_ends(inputs.row())
+        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals)
+        alone = backward.choices() if self.cuts else []
+        with waypoints.watched(recorder):
+            grads = backward.run(again=again or bool(alone))
+        refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
+        slots = inputs.row().map(lambda one: one.slot)
+        results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
+        writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
+        choices: list[Choice] = []
+        for chosen in () if writes else alone:
+            some = backward.run(chosen, again=True)
+            choices.append(Choice(chosen, {idx: recipe_of(grad) for idx, grad in some.items()}))
+            results += choice_results(recorder, choices[-1], slots, some)
+        if forward_end is not None:
+            forward_end.read_late(recorder, inputs.row(), writes)
+        storages = tuple(self.storages.resized_since(sizes))
+        _refuse_changes_in_backward(inputs, self.log.changes[num_changes:])
+        self.swaps.refuse_with(writes or storages)
+        return BackwardEffects(
+            backward,
+            grads,
+            writes,
+            storages,
+            waypoints.passages(len(forward.node_outs)),
+            tuple(choices),
+            tuple(name for name in functions if name != NAMED),
+            results + written,
+        )
+
+    def facts(self, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
+        """All that the later stages know."""
+        row, outputs, metadata, grads = self.inputs.row(), forward.outputs, forward.metadata, backward.grads
+        return Facts(
+            inputs=forward.writes,
+            outputs=Row(outputs.facts),
+            order=outputs.order,
+            node_outs=forward.node_outs,
+            recipes=row.map(lambda one: one.recipe),
+            grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
+            backward_writes=backward.writes,
+            rewinds=forward.rewinds,
+            switched_on=metadata.switched_on,
+            storages=tuple(sorted({*metadata.moved(row), *self.storages.looked_at()})),
+            backward_storages=backward.storages,
+            functions=backward.functions,
+            passages=backward.passages,
+            choices=backward.choices,
+            early=outputs.early,
+        )
+
+
+def _forward_writes(
+    row: Row[PrimalIdx, StandIn],
+    outputs: NodeOutputs,
+    metadata: Metadata,
+    storages: Storages,
+    strided: Strided,
+) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
+    """What the forward did to each input; the new values become node outputs, those with history first.
+
+    Returns:
+        the facts, and how many of the counted writes of each input will be repeated; see `Facts.rewinds`.
+    """
+    for idx, stand_in in row.enumerate():
+        if metadata.late_history(idx, stand_in):
+            outputs.add_history(idx, stand_in)
+    facts: list[InputFact] = [
+        Untouched(metadata.bumps(idx, stand_in, written=False)) for idx, stand_in in row.enumerate()
+    ]
+    repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
+    # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
+    written = [(idx, s) for idx, s in _written_by_name(row) if all(map(storages.holds, s.plains))]
+    for idx, stand_in in written:
+        if _is_written_around(stand_in, strided, history=metadata.has_new_history(idx, stand_in)):
+            raise written_around(stand_in)
+    for differentiable in (True, False):
+        for idx, stand_in in written:
+            # A leaf written under `no_grad` still requires grad, but its new value has no history.
+            if metadata.has_new_history(idx, stand_in) is differentiable:
+                slot = Slot("write", stand_in.slot.path)
+                tensor = metadata.as_before(idx, stand_in, history=differentiable)
+                value = outputs.add(slot, tensor, history=differentiable)
+                bumps = metadata.bumps(idx, stand_in, written=True)
+                if differentiable:  # it is counted where it is written, after the region
+                    bumps -= repeated.pop(idx, 0)
+                facts[idx] = DataWritten(value, differentiable, bumps)
+    return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
+
+
+def _is_written_around(stand_in: StandIn, strided: Strided, *, history: bool) -> bool:
+    """Whether a write to an input, with history or not, changes what autograd knows of memory around it.
+
+    A view of before, of more than the input, is one of what the input is a view of from then on.
+    """
+    requires_grad = stand_in.example.requires_grad
+    if not history and not requires_grad:
+        return False
+    return any(strided.looks_around(plain, history=not history) for plain in stand_in.plains)
+
+
+def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
+    """The inputs to copy new values into.
+
+    Of several that share memory, those that were written themselves: the others see it. And those that show
+    more than these, since what was done behind autograd's back, by `.data`, has no name.
+    """
+    written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and (s.whole or not s.derived)]
+    named: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
+        named[storage_id(plain)].append(plain)
+    once: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for plain in (plain for _, s in written for plain in plain_tensors(s.example) if not may_repeat(plain)):
+        once[storage_id(plain)].append(plain)
+    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _has_another_name(s, named, once)]
+
+
+def _has_another_name(
+    stand_in: StandIn,
+    named: Mapping[int, Sequence[torch.Tensor]],
+    once: Mapping[int, Sequence[torch.Tensor]],
+) -> bool:
+    """Whether all that was written of an input is memory of others, which are written by name.
+
+    What shows elements twice cannot be copied into: then by others that show each `once`.
+    """
+    repeats = any(map(may_repeat, plain_tensors(stand_in.example)))
+    return _is_seen_through(stand_in, named) or (repeats and _is_seen_through(stand_in, once))
+
+
+def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:
+    """Whether all that was written of an input is memory of tensors, here by storage, written by name."""
+    pairs = zip(stand_in.writes(), plain_tensors(stand_in.example), strict=True)
+    return all(
+        not count or any(covers(other, plain) for other in named.get(storage_id(plain), ()))
+        for count, plain in pairs
+    )
+
+
+def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
+    if stand_in.leaf.is_leaf and stand_in.leaf.grad is not None:
+        raise UnsupportedProgram(
+            f"`{stand_in.slot}` gets its `.grad` inside of the compiled function",
+            stage="joint",
+            fix="call `backward()` outside, or use `torch.autograd.grad` inside",
+        )
+    if not reshaped and not same_layout(stand_in.recipe, recipe_of(stand_in.tensor)):
+        raise refuse(stand_in, "by an operator that lays the result out otherwise")
+    for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
+        # `out=` gives an empty tensor another size, and no counter tells.
+        resized = data_writes(plain) and functional_value(plain).size() != leaf.size
+        if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
+            raise refuse(stand_in, "in a way that is not repeated outside")
+
+
+def _held(forward: ForwardEffects, row: Row[PrimalIdx, StandIn]) -> list[Held]:
+    """What the caller will hold of the differentiable tensors."""
+    outputs = forward.outputs
+    held = [
+        Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
+        for idx in sorted(outputs.with_history)
+        if outputs.slots[idx].role == "output"
+    ]
+    for idx, fact in forward.writes.enumerate():
+        if isinstance(fact, DataWritten) and fact.differentiable:
+            held.append(Held(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
+    for position, (out, fact) in enumerate(zip(forward.outs, outputs.facts, strict=True)):
+        is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
+        if is_view and out.grad_fn is not None:
+            held.append(Held(f"out[{position}]", OutputView(OutIdx(position)), None, out))
+    return held
+
+
+def _backward_writes(
+    recorder: Recorder,
+    row: Row[PrimalIdx, StandIn],
+    before: Sequence[tuple[tuple[int, ...], int]],
+    metadata: Metadata,
+    storages: Storages,
+) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
+    """Inputs that the backward wrote, and their new values."""
+    writes: list[BackwardWrite] = []
+    results: list[Result] = []
+    # An input that the backward was the first to touch has no count from before: nothing was written then.
+    padded = [*before, *[((), 0)] * (len(row) - len(before))]
+    for idx, stand_in in row.enumerate():
+        counts, (counted, bumps) = stand_in.writes(), padded[idx]
+        if stand_in.whole and counts != counted:
+            raise written_around(stand_in, "by the backward")
+        if stand_in.derived or counts == (counted or (0,) * len(counts)):
+            continue
+        if not all(map(storages.has_room, stand_in.plains)):
+            continue
+        writes.append(BackwardWrite(idx, stand_in.bumps() - bumps))
+        plains = metadata.plains_as_before(idx, stand_in)
+        for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
+            results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
+    return tuple(writes), results
+
+
+def _refuse_changes_in_backward(inputs: Inputs, changes: Sequence[Change]) -> None:
+    for change in changes:
+        idx = inputs.index_of(change.tensor)
+        if idx is not None and change.reshapes() and change.op is not resize_storage:
+            raise refuse(inputs.row()[idx], "by the backward")
