@@ -204,7 +204,9 @@ def refuse_unfit(
     """
     for idx, grad in grads.items():
         size = row[idx].example.size()
-        if reshaped(idx) and grad.size()[max(grad.dim() - len(size), 0) :] != size:
+        fits = grad.size()[max(grad.dim() - len(size), 0) :] == size
+        # What fits is copied into the sizes of the leaf; autograd takes a single element as it is.
+        if reshaped(idx) and not (fits and (grad.size() == size or grad.numel() > 1)):
             raise reshaped_unseen(f"`{row[idx].slot}` is known as {list(size)}, and gets {list(grad.size())}")
 
 

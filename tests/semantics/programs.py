@@ -147,6 +147,11 @@ def load(source: str, name: str) -> Callable[..., Any]:
     return scope[name]
 
 
+def is_strided_complex(tensor: torch.Tensor) -> bool:
+    """Whether complex numbers lie apart."""
+    return tensor.dtype.is_complex and not tensor.is_contiguous()
+
+
 class _Rehearsal:
     """Runs statements on scratch tensors, to leave out those that eager refuses."""
 
@@ -181,6 +186,8 @@ class _Rehearsal:
             return False  # written through such a view, a boolean is neither true nor false
         if template == WRITES_BOTH and a == b:
             return False  # where it is a view, its history and its base's are not the same afterwards
+        if writes and "mul" in template and is_strided_complex(self.scope[a]):
+            return False  # with gaps between them, complex numbers are multiplied, and rounded, one by one
         if template == COPIES_EACH and self.scope[b].requires_grad:
             return False  # it has no derivative: what it writes has a history that nobody can go through
         if template == EMPTY_SPLIT and self.scope[a].shape[:1] == (0,):

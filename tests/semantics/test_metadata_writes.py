@@ -144,3 +144,16 @@ def test_detach_comes_in_its_turn() -> None:
         return x * 2
 
     same_as_eager(lambda: Scene(program, (leaf(),)))
+
+
+@pytest.mark.parametrize("size", [(), (1,)])
+def test_a_single_element_gets_a_dimension_under_no_grad(size: tuple[int, ...]) -> None:
+    """Autograd hangs its gradient on the leaf as it is, in the sizes that the node knew."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x.unsqueeze_(0)
+        return x * x
+
+    with pytest.raises(UnsupportedProgram, match="does not fit any more"):
+        aotdist.compile(program, backend="fx")(torch.ones(size, requires_grad=True))
