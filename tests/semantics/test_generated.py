@@ -55,7 +55,7 @@ SWEEP = settings().max_examples >= 1000
 """Whether the long search was asked for."""
 
 search = settings(
-    # Eleven searches of these and one more: 2,000 programs in an ordinary run, 100,000 in a sweep.
+    # Twelve searches in an ordinary run, 2,400 programs; thirteen in a sweep, 130,000.
     max_examples=10_000 if SWEEP else 200,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
