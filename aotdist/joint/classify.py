@@ -204,7 +204,8 @@ class _Classifier:
         if not since:
             return made
         for step in steps:
-            if step.pick is not None and step.serial > since[0]:
+            forbidden = step.pick is not None or (out.requires_grad and not step.grad)
+            if forbidden and step.serial > since[0]:
                 raise UnsupportedProgram(
                     f"`{step.op}` is applied to a view whose base was reshaped in place after it was made",
                     stage="joint",
@@ -243,11 +244,23 @@ class _Classifier:
         out, fact = self._outs[position], self._node.facts[position]
         if not isinstance(fact, ViewOfInput) or not out.requires_grad:
             return False
-        # A view that is made under `no_grad` after the write is one of what was there by then.
-        before = self._log.was_made_before_a_write(out)
-        replayed = all(isinstance(step, ViewStep) and (step.grad or before) for step in fact.steps)
+        steps = [step for step in fact.steps if isinstance(step, ViewStep)]
         base = self._log.root(out, ()).base
-        return replayed and not self._log.changes_of(base) and self._log.is_outdated(out)
+        is_outdated = self._log.is_outdated(out) and not self._log.changes_of(base)
+        if len(steps) < len(fact.steps) or not is_outdated:
+            return False
+        if self._log.was_made_before_a_write(out):
+            return True
+        # Autograd forbids some that come after it if they are made before: under `no_grad`, or of several.
+        several, viewed = any(step.pick is not None for step in steps), self._inputs.row()[fact.base]
+        if several and viewed.example._base is not None:
+            raise UnsupportedProgram(
+                f"of several views, `out[{position}]` is one of a view of `{viewed.slot}`, itself a view of "
+                "another tensor, that was made before a write",
+                stage="joint",
+                fix="make the view after the write",
+            )
+        return not several and all(step.grad for step in steps)
 
     def _view(
         self, position: OutIdx, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool

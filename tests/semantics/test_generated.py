@@ -36,6 +36,7 @@ REFUSALS = (
     "writes memory that `as_strided` shows",
     "a view is used of a tensor that was detached",
     "whose base was reshaped in place after it was made",
+    "itself a view of another tensor, that was made before a write",
 )
 """What a random program may be refused for."""
 

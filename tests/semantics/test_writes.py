@@ -8,6 +8,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
+from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import FakeTensorMode
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
 
@@ -308,3 +309,23 @@ def test_in_inference_mode_a_view_of_another_dtype_is_no_view_to_autograd():
         x.view(torch.int32).add_(1)
 
     assert use(aotdist.compile(program, backend="fx")) == use(program)
+
+
+def several_of_before(x):
+    view = x.t()
+    x.add_(1)
+    return view.split(1)[0]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_several_views_of_one_of_before_a_write(requires_grad):
+    def build():
+        return Scene(several_of_before, (torch.randn(3, 4, requires_grad=requires_grad) * 1.5,))
+
+    same_as_eager(build)
+
+
+def test_several_views_of_one_of_before_a_write_whose_base_is_elsewhere():
+    x = (torch.randn(3, 4, requires_grad=True) * 1.5).view(4, 3)
+    with pytest.raises(UnsupportedProgram, match=r"one of a view of `args\[0\]`, itself a view"):
+        aotdist.compile(several_of_before, backend="fx")(x)

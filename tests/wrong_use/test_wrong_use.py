@@ -119,11 +119,17 @@ class Cube(torch.autograd.Function):
         return grads[0] * 3 * x * x
 
 
+def without_grad(fn: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return fn()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         lambda x: ((view := x.view(-1)), x.t_(), view * 2)[2],
         lambda x: ((view := x.t()), x.t_(), view.split(1)[0])[2],
+        lambda x: ((view := x.t()), x.t_(), without_grad(view.t))[2],
     ],
 )
 def test_a_view_from_before_its_base_was_reshaped(program: Callable[[torch.Tensor], torch.Tensor]) -> None:
