@@ -203,6 +203,12 @@ class Strided:
     def _take_whole(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         key = functional_storage_id(tensor)
         if key in self._whole:
+            memory, _ = self._owners[key]
+            if memory.dtype not in (tensor.dtype, torch.uint8):
+                raise _refuse(
+                    f"`{func}` shows memory of an input as another dtype than it has",
+                    "use it before the view",
+                )
             raise _refuse(
                 f"`{func}` reaches beyond the storage of an input, in eager too", "stay inside of it"
             )

@@ -35,6 +35,7 @@ REFUSALS = (
     "a tensor with history has its sizes written in place under `no_grad`",
     "writes memory that `as_strided` shows",
     "a view is used of a tensor that was detached",
+    "shows memory of an input as another dtype than it has",
     "whose base was reshaped in place after it was made",
     "itself a view of another tensor, that was made before a write",
 )

@@ -220,3 +220,11 @@ def test_inputs_of_two_dtypes_with_gaps(dtype: torch.dtype, program: str) -> Non
         )
 
     same_as_eager(build)
+
+
+def test_memory_of_an_input_as_another_dtype() -> None:
+    def program(x: torch.Tensor) -> None:
+        x.view(torch.int32).as_strided_((2, 2), (2, 1))
+
+    with pytest.raises(UnsupportedProgram, match="as another dtype than it has"):
+        aotdist.compile(program, backend="fx")(torch.randn(3, 4))
