@@ -203,10 +203,12 @@ def refuse_unfit(
         reshaped: whether an input shows its elements in another way now.
     """
     for idx, grad in grads.items():
+        if not reshaped(idx):  # whose size may be symbolic, and is not to be compared
+            continue
         size = row[idx].example.size()
         fits = grad.size()[max(grad.dim() - len(size), 0) :] == size
         # What fits is copied into the sizes of the leaf; autograd takes a single element as it is.
-        if reshaped(idx) and not (fits and (grad.size() == size or grad.numel() > 1)):
+        if not (fits and (grad.size() == size or grad.numel() > 1)):
             raise reshaped_unseen(f"`{row[idx].slot}` is known as {list(size)}, and gets {list(grad.size())}")
 
 

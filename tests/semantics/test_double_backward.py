@@ -226,7 +226,8 @@ def test_a_module_with_buffers_that_are_written() -> None:
 def test_collectives(mesh: DeviceMesh) -> None:
     def second(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        x, w = torch.randn(4, 6, requires_grad=True), sharded(mesh, torch.randn(6, 6)).requires_grad_()
+        x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+        w = sharded(mesh, torch.randn(6, 6, dtype=torch.float64)).requires_grad_()
         grads = torch.autograd.grad(call(x, w).square().sum(), (x, w), create_graph=True)
         (grads[0].square().sum() + grads[1].full_tensor().square().sum()).backward()
         return [x.grad, w.grad.full_tensor()]
