@@ -38,6 +38,7 @@ from aotdist.facts import (
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
+    ViewStep,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
 
@@ -227,7 +228,8 @@ def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact
     if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
         views = [step for step in fact.steps if isinstance(step, FunctionView)]
         for number, view in enumerate(views):
-            found.setdefault(view.value, functools.partial(_from_function, idx, number))
+            steps = [step for before in views[: number + 1] for step in before.steps]
+            found.setdefault(view.value, functools.partial(_from_function, idx, number, steps))
 
 
 def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
@@ -257,9 +259,11 @@ def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[
 
 
 def _from_function(
-    idx: OutIdx, number: int, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]
+    idx: OutIdx, number: int, steps: Sequence[ViewStep], log: ViewLog, outs: Sequence[Any], _: Sequence[Any]
 ) -> torch.Tensor:
-    return log.root(outs[idx], set(map(id, outs))).made[number].tensor
+    root = log.root(outs[idx], set(map(id, outs)))
+    # Where nothing has a history, nothing tells what a function made: the view is made again.
+    return root.made[number].tensor if root.made else replay(root.base, steps, (), {})
 
 
 def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:

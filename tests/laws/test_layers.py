@@ -26,6 +26,7 @@ from aotdist.facts import Facts
 from aotdist.program import Program
 from aotdist.subclasses.protocol import plain_tensors
 from tests.laws.lowering import call_of, facts_of, program_of
+from tests.semantics.functions import Transposed
 from tests.semantics.observation import Scene, assert_same, play
 from tests.semantics.programs import Program as GeneratedProgram
 from tests.semantics.programs import programs
@@ -204,6 +205,8 @@ def test_repeated_arguments(program):
 
 
 PROGRAMS = {
+    "a view by a function": lambda x: [Transposed.apply(x)],
+    "a view of a view by a function": lambda x: [Transposed.apply(x)[1:]],
     "an input": lambda x: [x, x],
     "a view of an input": lambda x: [x.t(), x.t()[0], x],
     "views of an intermediate": lambda x: [(y := x * 2).t(), y[0]],
