@@ -75,11 +75,7 @@ class Lifting(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        swapped_args: tuple[Any, ...]
-        swapped_kwargs: dict[str, Any]
-        swapped_args, swapped_kwargs = pytree.tree_map_only(
-            torch.Tensor, self._swap, (args, dict(kwargs or {}))
-        )
+        swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
             self._refuse_attribute(func, swapped_args[0])
         if isinstance(func, HigherOrderOperator):
@@ -159,9 +155,7 @@ class Recalling(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        met: tuple[Any, ...]
-        named: dict[str, Any]
-        met, named = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, dict(kwargs or {})))
+        met, named = _each(self._stand_in, args, kwargs)
         return func(*met, **named)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -169,6 +163,13 @@ class Recalling(TorchFunctionMode):
             return tensor
         found = (idx for idx, source in self._sources.items() if source.read() is tensor)
         return next((self._stand_ins[idx] for idx in found), tensor)
+
+
+def _each(
+    swap: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with what `swap` gives for each tensor in them."""
+    return pytree.tree_map_only(torch.Tensor, swap, (args, dict(kwargs or {})))
 
 
 def _refuse_as_eager(tensor: torch.Tensor, source: torch.Tensor) -> None:

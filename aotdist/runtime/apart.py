@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from aotdist.subclasses.protocol import Recipe, Wrapper, is_wrapper, plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import Recipe, Wrapper, is_wrapper, leaves, plain_tensors, rebuild, recipe_of
 
 
 class _Apart(torch.autograd.Function):
@@ -35,6 +35,17 @@ def joined(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tenso
     """What `recipe` puts together, without a history; None if a part is missing."""
     there = [plain for plain in plains if plain is not None]
     return rebuild(recipe, there) if len(there) == len(plains) else None
+
+
+def in_turn(
+    recipes: Iterable[Recipe | None],
+    plains: Iterator[torch.Tensor | None],
+    put: Callable[[Recipe, Sequence[torch.Tensor | None]], torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """What `put` (`joined`, `together`) makes for each recipe of the next `plains`; None for no recipe."""
+    return [
+        None if recipe is None else put(recipe, [next(plains) for _ in leaves(recipe)]) for recipe in recipes
+    ]
 
 
 def apart(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -5,7 +5,7 @@ The printed node runs the whole itself, and leaves the rest to `Backward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,14 +19,13 @@ from aotdist.convention.version import bump
 from aotdist.partition.again import cannot_again
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, Slot
-from aotdist.runtime.apart import apart, joined, together
+from aotdist.runtime.apart import apart, in_turn, joined, together
 from aotdist.runtime.derivative import Derivatives
 from aotdist.runtime.gate import Grads, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
 from aotdist.runtime.other_kinds import WATCHED, OtherKinds, refusal
 from aotdist.runtime.plan import NodePlan
 from aotdist.sizes import concrete, evaluate
-from aotdist.subclasses.protocol import Recipe, leaves
 
 
 class Twice(Protocol):
@@ -97,9 +96,9 @@ class Backward:
             args += [ctx.written[position] for position in plan.buffers.values()]
             args += ctx.rng if plan.rng.draw else ()
         let_go(ctx)
-        results = list(call(args))
-        grads, written = _split_grads(recipes, results)
-        self._write(ctx, written)
+        results = iter(call(args))
+        grads = in_turn(recipes, results, joined)
+        self._write(ctx, list(results))
         self.after()
         return tuple(grads)
 
@@ -130,9 +129,7 @@ class Backward:
         if torch.is_grad_enabled():
             return self.pieces_again(ctx, gate, arrived)
         call, args = self._part(ctx, self.plan.piece_slots(gate), arrived)
-        results = iter(call(args))
-        recipes = self._plan(ctx).pieces(gate)
-        return [joined(recipe, [next(results) for _ in leaves(recipe)]) for recipe in recipes]
+        return in_turn(self._plan(ctx).pieces(gate), iter(call(args)), joined)
 
     def _part(self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads) -> tuple[BoxedCall, list[Any]]:
         """What computes `outs` of what has arrived, and its arguments."""
@@ -162,17 +159,13 @@ class Backward:
         if self.derivative is not None and (plan.obstacle is not None or not plan.takes(arrived)):
             return self.derivative(ctx, arrived, lambda: self(ctx, *tangents))
         outs = tuple(slot for slot in self.results if slot.role == "grad")
-        found = iter(self._twice(ctx, outs, arrived, in_parts=is_watched(ctx)))
-        return tuple(
-            None if recipe is None else together(recipe, [next(found) for _ in leaves(recipe)])
-            for recipe in plan.grads
-        )
+        found = self._twice(ctx, outs, arrived, in_parts=is_watched(ctx))
+        return tuple(in_turn(plan.grads, iter(found), together))
 
     def pieces_again(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, with a history."""
-        results = iter(self._twice(ctx, self.plan.piece_slots(gate), arrived, in_parts=True))
-        recipes = self._plan(ctx).pieces(gate)
-        return [together(recipe, [next(results) for _ in leaves(recipe)]) for recipe in recipes]
+        results = self._twice(ctx, self.plan.piece_slots(gate), arrived, in_parts=True)
+        return in_turn(self._plan(ctx).pieces(gate), iter(results), together)
 
     def _twice(
         self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, *, in_parts: bool
@@ -187,15 +180,3 @@ class Backward:
         part = self.twice(outs, frozenset(tangents), in_parts=in_parts)
         given = held_by_name(ctx, plan, apart, part.sources) | tangents
         return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
-
-
-def _split_grads(recipes: Iterable[Recipe | None], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    remaining = iter(results)
-    grads: list[Any] = []
-    for recipe in recipes:
-        if recipe is None:
-            grads.append(None)
-            continue
-        plains = [next(remaining) for _ in leaves(recipe)]
-        grads.append(joined(recipe, plains))
-    return grads, list(remaining)

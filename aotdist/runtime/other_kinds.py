@@ -11,13 +11,13 @@ import torch
 from aotdist.codegen.contract import BoxedCall
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
-from aotdist.runtime.apart import joined
+from aotdist.runtime.apart import in_turn, joined
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import held_by_name, let_go
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent
 from aotdist.sizes import concrete, evaluate
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
+from aotdist.subclasses.protocol import Recipe, plain_tensors
 
 T = TypeVar("T")
 
@@ -86,10 +86,7 @@ class OtherKinds:
         del given
         let_go(ctx)
         results = iter(self.guarded(other.whole.call)(args))
-        grads = [
-            None if recipe is None else joined(recipe, [next(results) for _ in leaves(recipe)])
-            for recipe in _concrete(ctx, other.grads)
-        ]
+        grads = in_turn(_concrete(ctx, other.grads), results, joined)
         self.after()
         return tuple(grads)
 
