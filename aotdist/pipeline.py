@@ -379,10 +379,10 @@ class _Twice:
         self._made: dict[Any, Part] = {}
 
     def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-        """What computes `outs` where only gradients `arrived` are there, whole or cut at its waypoints."""
+        """What computes `outs` where only gradients `arrived` are there, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._made:
-            joint = self._cut if in_parts else linked(self._cut)
+            joint = self._cut if in_parts else linked(self._cut, arrived)
             graph = gradients(joint, self._again, outs)
             missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
             graph = without_tangents(graph, missing, any_strides=True)

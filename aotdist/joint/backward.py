@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
-from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen
+from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
@@ -205,7 +205,10 @@ def refuse_unfit(
     for idx, grad in grads.items():
         if not reshaped(idx):  # whose size may be symbolic, and is not to be compared
             continue
-        size = row[idx].example.size()
+        known = row[idx].example
+        if grad.dtype != known.dtype:
+            raise retyped_unseen(row[idx].slot, known.dtype, grad.dtype)
+        size = known.size()
         fits = grad.size()[max(grad.dim() - len(size), 0) :] == size
         # What fits is copied into the sizes of the leaf; autograd takes a single element as it is.
         if not (fits and (grad.size() == size or grad.numel() > 1)):

@@ -6,9 +6,12 @@ import re
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import torch
+
 from aotdist.capture.origins import raised_at
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
+from aotdist.program import Slot
 from aotdist.torch_seam import DataDependentOutputException, DynamicOutputShapeException
 
 _ASKS_FOR_DATA = (
@@ -126,4 +129,13 @@ def reshaped_unseen(how: str) -> UnsupportedProgram:
         f"fit any more ({how})",
         stage="joint",
         fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
+    )
+
+
+def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
+    """An error for a gradient of another dtype than the input has when the program's node takes it."""
+    return UnsupportedProgram(
+        f"the `.data` of `{slot}`, which gets a gradient, is given another dtype ({given} for {known})",
+        stage="joint",
+        fix=f"change `{slot}` before the call, or use its conversion (`{slot}.to({given})`) inside",
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from aotdist.facts import Facts
@@ -23,6 +24,8 @@ from aotdist.partition.returning import returning
 from aotdist.partition.split import backward_from
 from aotdist.partition.traits import is_random
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot, Split
+
+_ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +43,27 @@ class Gate:
     pieces: tuple[tuple[int, int], ...]
 
 
-def linked(cut: Graph) -> Graph:
-    """The joint graph without cuts: what arrives at a waypoint goes on from there."""
+def linked(cut: Graph, met: Collection[Slot] = ()) -> Graph:
+    """The joint graph without cuts: what arrives at a waypoint goes on from there.
+
+    Args:
+        cut: the joint graph.
+        met: waypoints that stay arguments: views whose own gradient is there, and comes first in their sum.
+    """
     arrives = {slot: node for slot, node in cut.named_results().items() if slot.role == "total"}
     goes_on = {slot: node for slot, node in cut.named_placeholders().items() if slot.role == "total"}
     if not goes_on:
         return cut
-    waiting: dict[Node | None, list[Node]] = {}
+    waiting: dict[Node | None, list[tuple[Slot, Node]]] = {}
     for slot, node in goes_on.items():
-        waiting.setdefault(arrives[slot], []).append(node)
+        waiting.setdefault(arrives[slot], []).append((slot, node))
     builder = GraphBuilder(cut.gm)
+    first = {slot: builder.placeholder(goes_on[slot]) for slot in goes_on if slot in met}
 
     def close(node: Node) -> None:
-        for argument in waiting.pop(node, ()):
-            builder.env[argument] = builder.env[node]
+        for slot, argument in waiting.pop(node, ()):
+            own = first.get(slot)
+            builder.env[argument] = builder.env[node] if own is None else _met(builder, cut, slot, own)
             close(argument)
 
     for slot, node in cut.named_placeholders().items():
@@ -66,7 +76,17 @@ def linked(cut: Graph) -> Graph:
             close(node)
     kept = {slot: node for slot, node in cut.named_results().items() if slot.role not in ("total", "piece")}
     results = [None if node is None else builder.env[node] for node in kept.values()]
-    return builder.finish(results, [slot for slot in cut.ins if slot not in goes_on], list(kept))
+    ins = [*first, *(slot for slot in cut.ins if slot not in goes_on)]
+    return builder.finish(results, ins, list(kept))
+
+
+def _met(builder: GraphBuilder, cut: Graph, total: Slot, own: Node) -> Node:
+    """The sum of a view's own gradient and its pieces, in eager's order."""
+    for slot, piece in cut.named_results().items():
+        is_theirs = slot.role == "piece" and slot.path.rpartition("#")[0] == total.path
+        if piece is not None and is_theirs and slot.inner == total.inner:
+            own = builder.call(_ADD, (own, builder.env[piece]), like=piece, name=f"{piece.name}_met")
+    return own
 
 
 def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:

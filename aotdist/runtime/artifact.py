@@ -141,8 +141,8 @@ def backward_of(region: Training, watch: Watch, after: Callable[[], None]) -> Ba
     def reduced(missing: frozenset[Slot]) -> BoxedCall:
         return guarded(region.reduced(missing))
 
-    def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
-        part = region.parts(outs, arrived)
+    def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+        part = region.parts(outs, arrived, in_parts=in_parts)
         return Part(guarded(part.call), part.sources)
 
     node, others, derivatives = region.node, region.others, region.derivatives
@@ -150,9 +150,9 @@ def backward_of(region: Training, watch: Watch, after: Callable[[], None]) -> Ba
         plan=node,
         whole=without_autocast(pointing_at_the_forward(region.backward, region.split.backward)),
         reduced=reduced,
+        parts=parts,
         twice=region.again,
         after=after,
-        parts=parts,
         results=region.split.backward.outs,
         other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
         derivative=None if derivatives is None else Derivatives(node, derivatives),
@@ -164,7 +164,8 @@ def _gates(compilation: Compilation, region: Training, backward: Backward) -> Ga
         return None
     passages = compilation.traced.facts.passages
     steps = schedule(compilation.plans, region.gates, passages)
-    return Gates(steps, passages, backward.pieces, tuple(region.node.with_siblings()))
+    shielded = tuple(region.node.with_siblings())
+    return Gates(steps, passages, backward.pieces, backward.takes, frozenset(region.node.met), shielded)
 
 
 def _shielded(compilation: Compilation, gates: Gates | None) -> list[NodeOutIdx]:

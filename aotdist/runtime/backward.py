@@ -5,7 +5,7 @@ The printed node runs the whole itself, and leaves the rest to `Backward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,18 +21,24 @@ from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, Slot
 from aotdist.runtime.apart import apart, in_turn, joined, together
 from aotdist.runtime.derivative import Derivatives
-from aotdist.runtime.gate import Grads, is_watched
+from aotdist.runtime.gate import caught_on_the_way, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
-from aotdist.runtime.other_kinds import WATCHED, OtherKinds, refusal
-from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.other_kinds import CAUGHT, WATCHED, OtherKinds, refusal
+from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.sizes import concrete, evaluate
 
 
-class Twice(Protocol):
-    """Compiles what computes some gradients so that autograd records it."""
+class Parts(Protocol):
+    """Compiles what computes some results of the backward from some gradients."""
 
     def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-        """What computes `outs` where only the gradients `arrived` are there."""
+        """What computes `outs` where only the gradients `arrived` are there.
+
+        Args:
+            outs: names of results.
+            arrived: names of gradients, of views that were caught among them.
+            in_parts: whether the backward is cut at its waypoints; else what arrives there goes on.
+        """
         ...
 
 
@@ -57,9 +63,9 @@ class Backward:
         plan: how tensors pass.
         whole: saved values, tangents -> gradients, then backward writes.
         reduced: the same without the tangents of some slots.
-        twice: like `parts`, for gradients that autograd records.
+        parts: compiles what computes some results from some gradients.
+        twice: the same, for gradients that autograd records.
         after: called when the gradients are there.
-        parts: what computes some results of the backward, cut at its waypoints, from some gradients.
         results: the names of what `whole` returns.
         other_kinds: runs the backward for gradients of other kinds, if there can be one.
         derivative: runs the backward as a program with a backward, where `twice` will not do.
@@ -68,9 +74,9 @@ class Backward:
     plan: NodePlan
     whole: BoxedCall
     reduced: Callable[[frozenset[Slot]], BoxedCall]
-    twice: Twice
+    parts: Parts
+    twice: Parts
     after: Callable[[], None]
-    parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
     results: tuple[Slot, ...]
     other_kinds: OtherKinds | None
     derivative: Derivatives | None
@@ -79,15 +85,17 @@ class Backward:
         """The gradients, given a tangent, or None, for each differentiable output."""
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
-        there = self._there(tangents)
-        if not there:
+        there, caught = self._there(tangents), caught_on_the_way(ctx)
+        if not there and not caught:
             return (None,) * len(self.plan.grads)
         if self.other_kinds is not None and not plan.takes(there):
+            if caught:
+                raise refusal(there.values(), CAUGHT)
             return self.other_kinds(ctx, there)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
         recipes = plan.grads
-        if is_watched(ctx):
-            call, args = self._part(ctx, self.results, there)
+        if caught or is_watched(ctx):
+            call, args = self._part(ctx, self.results, there, caught)
         else:
             recipes = plan.choices.get(tuple(there), recipes)
             call, args = self.reduced(missing) if missing else self.whole, list(ctx.saved_tensors)
@@ -128,20 +136,26 @@ class Backward:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""
         if torch.is_grad_enabled():
             return self.pieces_again(ctx, gate, arrived)
-        call, args = self._part(ctx, self.plan.piece_slots(gate), arrived)
+        call, args = self._part(ctx, self.plan.piece_slots(gate), arrived, {})
         return in_turn(self._plan(ctx).pieces(gate), iter(call(args)), joined)
 
-    def _part(self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads) -> tuple[BoxedCall, list[Any]]:
-        """What computes `outs` of what has arrived, and its arguments."""
+    def takes(self, ctx: Any, arrived: Grads) -> bool:
+        """Whether some of `arrived` are there, and a graph computes gradients from them, not autograd."""
+        plan, there = self._plan(ctx), {idx: grad for idx, grad in arrived.items() if grad is not None}
+        is_graph = plan.obstacle is None or not torch.is_grad_enabled()
+        return bool(there) and is_graph and plan.takes(there)
+
+    def _part(
+        self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, caught: Mapping[int, torch.Tensor]
+    ) -> tuple[BoxedCall, list[Any]]:
+        """What computes `outs` of what has arrived and was caught, and its arguments."""
         plan = self._plan(ctx)
         given: dict[Slot, Any] = sizes_by_name(plan.backward_sizes, ctx)
-        for idx, grad in arrived.items():
-            if grad is not None:
-                expected = plan.expected(idx, in_parts=True)
-                if not expected.takes(grad):
-                    raise refusal([grad], WATCHED)
-                given.update(zip(expected.slots(), expected(grad), strict=True))
-        part = self.parts(outs, frozenset(given))
+        for expected, grad in plan.by_kind(arrived, caught, in_parts=not caught):
+            if not expected.takes(grad):
+                raise refusal([grad], CAUGHT if caught else WATCHED)
+            given.update(zip(expected.slots(), expected(grad), strict=True))
+        part = self.parts(outs, frozenset(given), in_parts=not caught)
         given.update((slot, ctx.written[position]) for slot, position in plan.buffers.items())
         given.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
         saved = ctx.saved_tensors
@@ -154,29 +168,34 @@ class Backward:
             UnsupportedProgram: the program cannot be differentiated twice.
         """
         plan, arrived = self._plan(ctx), self._there(tangents)
-        if not arrived:
+        caught = caught_on_the_way(ctx)
+        if not arrived and not caught:
             return (None,) * len(self.plan.grads)
         if self.derivative is not None and (plan.obstacle is not None or not plan.takes(arrived)):
             return self.derivative(ctx, arrived, lambda: self(ctx, *tangents))
         outs = tuple(slot for slot in self.results if slot.role == "grad")
-        found = self._twice(ctx, outs, arrived, in_parts=is_watched(ctx))
+        found = self._twice(ctx, outs, arrived, caught, in_parts=is_watched(ctx))
         return tuple(in_turn(plan.grads, iter(found), together))
 
     def pieces_again(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, with a history."""
-        results = self._twice(ctx, self.plan.piece_slots(gate), arrived, in_parts=True)
+        results = self._twice(ctx, self.plan.piece_slots(gate), arrived, {}, in_parts=True)
         return in_turn(self._plan(ctx).pieces(gate), iter(results), together)
 
     def _twice(
-        self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, *, in_parts: bool
+        self,
+        ctx: Any,
+        outs: tuple[Slot, ...],
+        arrived: Grads,
+        caught: Mapping[int, torch.Tensor],
+        *,
+        in_parts: bool,
     ) -> Sequence[torch.Tensor | None]:
         if self.plan.obstacle is not None:
             raise cannot_again(self.plan.obstacle)
         plan, tangents = self._plan(ctx), dict[Slot, torch.Tensor]()
-        for idx, grad in arrived.items():
-            if grad is not None:
-                expected = plan.expected(idx, in_parts=in_parts)
-                tangents.update(zip(expected.slots(), expected.with_history(grad), strict=True))
+        for expected, grad in plan.by_kind(arrived, caught, in_parts=in_parts):
+            tangents.update(zip(expected.slots(), expected.with_history(grad), strict=True))
         part = self.twice(outs, frozenset(tangents), in_parts=in_parts)
         given = held_by_name(ctx, plan, apart, part.sources) | tangents
         return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])

@@ -16,7 +16,7 @@ from aotdist.partition.gates import Gate
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, Slot, Split
-from aotdist.runtime.backward import Part, Twice
+from aotdist.runtime.backward import Parts
 from aotdist.runtime.derivative import CompiledDerivative
 from aotdist.runtime.other_kinds import Arrived, OtherBackward
 from aotdist.runtime.plan import NodePlan
@@ -34,7 +34,8 @@ class Training:
         node: how tensors pass through the autograd node.
         backward: runs the second half.
         reduced: compiles the backward for when some tangents are missing; each choice once.
-        parts: compiles parts of the backward, for when somebody watches its waypoints; each once.
+        parts: compiles backwards from other gradients, for when somebody watches waypoints, or holds views
+            whose gradients meet others inside; each once.
         gates: where it may be watched.
         again: compiles the same for gradients that autograd records.
         others: compiles the backward for gradients of other kinds, if there can be one; each once.
@@ -47,9 +48,9 @@ class Training:
     node: NodePlan
     backward: BoxedCall
     reduced: Callable[[frozenset[Slot]], BoxedCall]
-    parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
+    parts: Parts
     gates: tuple[Gate, ...]
-    again: Twice
+    again: Parts
     others: Callable[[Arrived], OtherBackward] | None
     derivatives: Callable[[Arrived], CompiledDerivative] | None
 

@@ -30,6 +30,8 @@ from aotdist.facts import (
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
 from aotdist.runtime.hooks import shield
+from aotdist.runtime.meeting import Meeting
+from aotdist.runtime.plan import Grads
 from aotdist.torch_seam import backward_task, hooks_of, node_base, runs_in_backward
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx"
@@ -89,17 +91,31 @@ class Passing:
         task: which backward it is.
         is_watched: whether it runs part by part.
         arrived: gradients of results, so far.
+        meeting: where gradients of views are caught.
     """
 
     task: int
     is_watched: bool
     arrived: dict[NodeOutIdx, torch.Tensor | None]
+    meeting: Meeting
 
 
 def is_watched(node: Any) -> bool:
     """Whether the running backward comes to `node` part by part."""
     passing = passing_of(node)
     return passing is not None and passing.is_watched
+
+
+def is_apart(node: Any) -> bool:
+    """Whether the running backward comes to `node` otherwise than through the gradients of its results."""
+    passing = passing_of(node)
+    return passing is not None and (passing.is_watched or passing.meeting.has_caught())
+
+
+def caught_on_the_way(node: Any) -> Mapping[int, torch.Tensor]:
+    """The gradients of views that the running backward caught, by position; no more are caught in it."""
+    passing = passing_of(node)
+    return {} if passing is None else passing.meeting.close()
 
 
 def passing_of(node: Any) -> Passing | None:
@@ -124,7 +140,6 @@ class _Watch:
         return any(point.retains_grad for ref in self._points if (point := ref()) is not None)
 
 
-Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
 Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
 """The pieces that a gate sends, given the node's context and all gradients that have arrived."""
 
@@ -146,12 +161,16 @@ class Gates:
         steps: what happens outside of the node, in order.
         passages: which gradients pass which waypoints.
         pieces: computes what a gate sends back.
+        takes: whether gradients that arrived can be met by those of views.
+        met: the waypoints that are such views, by position.
         shielded: results that have hooks of their own.
     """
 
     steps: tuple[Step, ...]
     passages: Passages
     pieces: Pieces
+    takes: Callable[[Any, Grads], bool]
+    met: frozenset[int]
     shielded: tuple[NodeOutIdx, ...]
 
     def place(self, position: int) -> HeldPlace:
@@ -160,14 +179,14 @@ class Gates:
 
     def lead(self, gate: Gate) -> Callable[..., Any]:
         """What leads results through one of the gates."""
-        shielded = [idx for idx in gate.outs if idx in self.shielded]
-        return make_gate(gate, self.pieces, shielded, is_last=gate == self._gates()[-1])
+        return make_gate(self, gate)
 
     def at_once(self) -> list[NodeOutIdx]:
         """Shielded results that pass no gate."""
         return [idx for idx in self.shielded if not self.passages.levels[idx]]
 
-    def _gates(self) -> list[Gate]:
+    def in_order(self) -> list[Gate]:
+        """The gates, from the lowest level up."""
         return [step for step in self.steps if isinstance(step, Gate)]
 
     def lift(self, plans: Plans, call: Call) -> Call:
@@ -204,21 +223,18 @@ class Gates:
                 return outs.make(out)
 
 
-def make_gate(
-    gate: Gate, pieces: Pieces, shielded: Sequence[NodeOutIdx], *, is_last: bool
-) -> Callable[..., Any]:
+def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
     """A function that leads results through a gate.
 
     It takes the node's values, which it replaces, the waypoint of each piece, and what the gate before
     returned, or None; it returns what the next one is to be given.
-
-    Args:
-        gate: the plan.
-        pieces: computes what it sends back.
-        shielded: results that have hooks of their own.
-        is_last: whether no other follows.
     """
-    num_outs = len(gate.outs)
+    num_outs, order = len(gate.outs), gates.in_order()
+    is_last = gate == order[-1]
+    shielded = [idx for idx in gate.outs if idx in gates.shielded]
+    below = {position for other in order[: order.index(gate)] for position, _ in other.pieces}
+    # By position, so that of a waypoint with several pieces one hook catches the gradient.
+    met = {position: k for k, (position, _) in enumerate(gate.pieces) if position in gates.met - below}
 
     class Passed(node_base()):
         @staticmethod
@@ -233,18 +249,25 @@ def make_gate(
             arrived = dict(zip(gate.outs, grads, strict=False))
             passing = passing_of(ctx.node)
             if passing is None:
-                passing = Passing(backward_task(), _asked_for() or ctx.watch.sees(), {})
+                is_watched = _asked_for() or ctx.watch.sees()
+                passing = Passing(backward_task(), is_watched, {}, ctx.node.meeting)
                 ctx.node.passing = passing
             passing.arrived.update(arrived)
             sent = [None] * len(gate.pieces)
             if passing.is_watched:
-                sent = pieces(ctx.node, gate, passing.arrived)
+                sent = gates.pieces(ctx.node, gate, passing.arrived)
+            elif gates.met and gates.takes(ctx.node, passing.arrived):
+                passing.meeting.open()
             return (None, None, None, None, *arrived.values(), *sent)
 
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:
         token, earlier = (None, None) if before is None else before
         watch = _Watch(points, earlier)
         node = values[gate.outs[0]].grad_fn
+        if earlier is None:
+            node.meeting = Meeting()
+        for position, k in met.items():
+            node.meeting.hold(points[k], position)
         passed = Passed.apply(node, watch, _ANCHOR, token, *(values[idx] for idx in gate.outs), *points)
         for idx, value in zip(gate.outs, passed, strict=False):
             values[idx] = value

@@ -17,7 +17,7 @@ from aotdist.joint.later_backwards import LaterBackwards, OtherJoint
 from aotdist.joint.symbols import Symbols
 from aotdist.partition.choices import choice_without, without_choices
 from aotdist.partition.from_saved import from_saved
-from aotdist.partition.gates import part, parts_of
+from aotdist.partition.gates import linked, part, parts_of
 from aotdist.partition.reduced import without_tangents
 from aotdist.partition.returning import returning
 from aotdist.passes.collectives import collectives
@@ -58,7 +58,7 @@ class OnDemand:
     symbols: Symbols
     emitter: Emitter
     _reduced: dict[frozenset[Slot], BoxedCall] = field(default_factory=dict)
-    _parts: dict[tuple[tuple[Slot, ...], frozenset[Slot]], Part] = field(default_factory=dict)
+    _parts: dict[Any, Part] = field(default_factory=dict)
 
     def reduced(self, missing: frozenset[Slot]) -> BoxedCall:
         """The backward without the tangents `missing`."""
@@ -71,14 +71,16 @@ class OnDemand:
             self._reduced[missing] = self._compiled(without_tangents(some, missing, any_strides=self._loose))
         return self._reduced[missing]
 
-    def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
-        """What computes some results of the backward, cut at its waypoints, from some gradients."""
-        if (outs, arrived) not in self._parts:
-            graph = part(self._in_parts, outs, arrived, any_strides=self._loose)
+    def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+        """What computes some results of the backward from some gradients, see `backward.Parts`."""
+        key = (outs, arrived, in_parts)
+        if key not in self._parts:
+            whole = self._in_parts if in_parts else parts_of(linked(self.cut, arrived), self.split)
+            graph = part(whole, outs, arrived, any_strides=self._loose)
             position = {slot: at for at, slot in enumerate(self.split.saved)}
             sources = tuple(position.get(slot, slot) for slot in graph.ins)
-            self._parts[outs, arrived] = Part(self._compiled(graph), sources)
-        return self._parts[outs, arrived]
+            self._parts[key] = Part(self._compiled(graph), sources)
+        return self._parts[key]
 
     def of_other_kinds(
         self, later: LaterBackwards | None, kept: Sequence[Slot]

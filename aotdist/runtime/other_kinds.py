@@ -92,6 +92,7 @@ class OtherKinds:
 
 
 WATCHED = "hooks, `retain_grad` or `torch.autograd.grad` look at what passes between them"
+CAUGHT = "one of the results is a view that others are made of, and has a gradient too"
 
 
 def refusal(arrived: Iterable[torch.Tensor], reason: str) -> UnsupportedProgram:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -13,15 +14,19 @@ from aotdist.convention.mutation import PlainWrites
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions
-from aotdist.facts import Facts, NodeOut, Passages
+from aotdist.facts import Facts, NodeOut, Passages, Waypoint
 from aotdist.joint.trace import Traced
 from aotdist.partition.again import Again
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
-from aotdist.runtime.tangent import Tangent
+from aotdist.runtime.sums import adds_beneath
+from aotdist.runtime.tangent import Tangent, is_laid_out_as
 from aotdist.sizes import Expression
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
+
+Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
+"""Gradients of results, as far as they are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class NodePlan:
         obstacle: why that cannot be done, if so.
         passages: which gradients pass tensors that the caller holds.
         totals: recipes to assume of the gradients of waypoints.
+        met: the same for views, by position: those whose gradient can go into the program.
     """
 
     unwrap: UnwrapPlan
@@ -98,12 +104,23 @@ class NodePlan:
     obstacle: str | None
     passages: Passages
     totals: Mapping[NodeOutIdx, Tangent]
+    met: Mapping[int, Tangent]
 
     def expected(self, idx: NodeOutIdx, *, in_parts: bool) -> Tangent:
         """What the gradient of an output is taken for."""
         if in_parts and idx in self.totals:
             return self.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
+
+    def by_kind(
+        self, arrived: Grads, caught: Mapping[int, torch.Tensor], *, in_parts: bool
+    ) -> Iterator[tuple[Tangent, torch.Tensor]]:
+        """Gradients of results, and of views that were caught on their way, with what each is taken for."""
+        for idx, grad in arrived.items():
+            if grad is not None:
+                yield self.expected(idx, in_parts=in_parts), grad
+        for position, grad in caught.items():
+            yield self.met[position], grad
 
     def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
         """Whether these gradients are of the kinds that are expected."""
@@ -161,6 +178,7 @@ def node_plan(
     kept, obstacle = _kept_for_again(traced, again)
     plain = is_plain(facts)
     tangents = tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable)
+    totals = _totals(facts.passages, any_strides=not tangent_strides, plain=plain)
     backward_writes = tuple(plain for write in facts.backward_writes for plain in plains[write.input])
     return NodePlan(
         plans.unwrap,
@@ -190,7 +208,8 @@ def node_plan(
         *_names_of_kept(traced, split, kept),
         obstacle,
         facts.passages,
-        _totals(facts.passages, any_strides=not tangent_strides, plain=plain),
+        {w.value: total for w, total in totals.values() if w.value is not None},
+        {k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
     )
 
 
@@ -210,14 +229,20 @@ def is_plain(facts: Facts) -> bool:
     return all(isinstance(recipe, Plain) for recipe in recipes)
 
 
-def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[NodeOutIdx, Tangent]:
-    """For the waypoints that the node returns, what their gradients are taken for."""
-    found: dict[NodeOutIdx, Tangent] = {}
-    for waypoint in passages.waypoints:
-        if waypoint.value is not None and waypoint.total is not None:
+def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[int, tuple[Waypoint, Tangent]]:
+    """The waypoints, by position, and what their gradients are taken for."""
+    found: dict[int, tuple[Waypoint, Tangent]] = {}
+    for position, waypoint in enumerate(passages.waypoints):
+        if waypoint.total is not None:
             strides = tuple(None if any_strides else plain.stride for _, plain in leaves(waypoint.total))
-            found[waypoint.value] = Tangent(waypoint.path, waypoint.total, strides, plain, "total")
+            found[position] = waypoint, Tangent(waypoint.path, waypoint.total, strides, plain, "total")
     return found
+
+
+def _meets_inside(waypoint: Waypoint, total: Recipe) -> bool:
+    """Whether the gradient of a view can go into the program, and meet the pieces there."""
+    is_view = waypoint.value is None
+    return is_view and all(is_laid_out_as(total, one) for one in waypoint.pieces) and adds_beneath(total)
 
 
 def _kept_for_again(traced: Traced, again: Again) -> tuple[tuple[PrimalIdx, ...], str | None]:

@@ -15,7 +15,7 @@ from aotdist.convention.rng import RngPlan
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump, version_of
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.gate import is_watched
+from aotdist.runtime.gate import is_apart
 from aotdist.runtime.plan import NodePlan, SavedInput
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
@@ -243,7 +243,7 @@ def _print_backward(
             printer.line(f"return (*{again}, None)" if symbols else f"return {again}")
         missing = [f"{name} is None" for name in arrived]
         if plan.passages.waypoints:
-            missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
+            missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
         returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
         with printer.block(f"if {' or '.join(missing)}:"):
             printer.line(returned_of_some)

@@ -91,12 +91,12 @@ class Tangent:
         if isinstance(self.recipe, Plain) and (type(tangent) is torch.Tensor or self.any_kind):
             return tangent
         recipe = recipe_of(tangent)
-        if _same_layout(recipe, self.recipe):
+        if is_laid_out_as(recipe, self.recipe):
             return tangent
         if isinstance(self.recipe, Wrapper):
             rule = wrapper_rule(self.recipe.cls)
             converted = None if rule is None else rule.convert(tangent, self.recipe)
-            if converted is not None and _same_layout(recipe_of(converted), self.recipe):
+            if converted is not None and is_laid_out_as(recipe_of(converted), self.recipe):
                 return converted
         raise OtherKind(
             f"the gradient of `{self.path}` is a {type(tangent).__name__}, "
@@ -112,8 +112,8 @@ def tangent_like(path: str, recipe: Recipe, *, loose: bool) -> Tangent:
     return Tangent(path, recipe, strides)
 
 
-def _same_layout(a: Recipe, b: Recipe) -> bool:
-    """Equal but for strides and `requires_grad`, which are not the layout's."""
+def is_laid_out_as(a: Recipe, b: Recipe) -> bool:
+    """Whether two recipes are equal but for strides and `requires_grad`, which are not the layout's."""
     match a, b:
         case Plain(), Plain():
             return a.size == b.size and a.dtype == b.dtype
@@ -124,7 +124,7 @@ def _same_layout(a: Recipe, b: Recipe) -> bool:
                 a.cls is b.cls
                 and same_context
                 and all(
-                    name == other and _same_layout(x, y)
+                    name == other and is_laid_out_as(x, y)
                     for (name, x), (other, y) in zip(a.attributes, b.attributes, strict=True)
                 )
             )

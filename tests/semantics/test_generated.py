@@ -38,6 +38,7 @@ REFUSALS = (
     "shows memory of an input as another dtype than it has",
     "whose base was reshaped in place after it was made",
     "itself a view of another tensor, that was made before a write",
+    "which gets a gradient, is given another dtype",
 )
 """What a random program may be refused for."""
 

@@ -234,6 +234,21 @@ def test_of_two_inputs(make: str, program: str) -> None:
     compare(build, *REFUSALS)
 
 
+def test_data_of_another_dtype_for_what_gets_a_gradient_is_refused() -> None:
+    """Autograd would round the gradient to the dtype that the program's node saw."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x.data = x.data.double()
+        return x * 2
+
+    x = leaf()
+    with pytest.raises(UnsupportedProgram, match="which gets a gradient, is given another dtype"):
+        aotdist.compile(program, backend="fx")(x)
+    assert x.dtype is torch.float32
+    with torch.no_grad():
+        assert aotdist.compile(program, backend="fx")(x).dtype is x.dtype is torch.float64
+
+
 def test_of_what_a_wrapper_computes() -> None:
     def build() -> Scene:
         return Scene(lambda x, y: (torch.sin(x, out=y), y)[1], (two(), torch.randn(2, 3)))

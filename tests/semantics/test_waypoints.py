@@ -410,9 +410,43 @@ def a_part_among_others(x):
     return part, before, after
 
 
+def repeated_and_used(x):
+    y = x * x
+    view = y.expand(5, *y.shape)
+    return view, x * view, view.exp() + view
+
+
+def a_part_that_is_used(x):
+    y = x * x
+    part = y[1:]
+    return part, x[0] * part, y * x
+
+
+def parts_that_are_used(x):
+    y = x * x
+    first, second = y.split([1, 2])
+    return first, second, y * first, second * first
+
+
+def of_an_input(x):
+    view = x.expand(5, *x.shape)
+    return view, view.sin(), x.cos()
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 @pytest.mark.parametrize("make", [leaf, non_leaf, two_non_leaf])
-@pytest.mark.parametrize("program", [transposed, split_in_two, a_part_among_others])
+@pytest.mark.parametrize(
+    "program",
+    [
+        transposed,
+        split_in_two,
+        a_part_among_others,
+        repeated_and_used,
+        a_part_that_is_used,
+        parts_that_are_used,
+        of_an_input,
+    ],
+)
 def test_the_gradient_of_a_view_is_added_when_its_turn_is(program, make, is_watched):
     """Eager adds it to those of the base's other uses as they come: sums of three tell."""
 
@@ -426,3 +460,42 @@ def test_the_gradient_of_a_view_is_added_when_its_turn_is(program, make, is_watc
         return [start.grad]
 
     assert_both_give_the_same(program, use)
+
+
+def test_the_gradient_of_a_view_is_caught_at_every_backward() -> None:
+    def use(call: Callable[..., Any]) -> list[torch.Tensor]:
+        x, grads = leaf(3, 64), []
+        view, *others = call(x)
+        for k, ends in enumerate([(view, *others), others, (view,), (view, others[0])]):
+            x.grad = None
+            torch.autograd.backward(ends, [tangent_for(end, k) for end in ends], retain_graph=True)
+            grads.append(x.grad)
+        x.grad = None
+        view.register_hook(lambda grad: grad * 2)
+        sum(end.sin().sum() for end in (view, *others)).backward()
+        return [*grads, x.grad]
+
+    assert_both_give_the_same(repeated_and_used, use)
+
+
+def test_the_gradient_of_a_view_is_let_go() -> None:
+    view, result, *_ = aotdist.compile(repeated_and_used, backend="fx")(leaf(3, 4))
+    grad = torch.randn(view.shape)
+    torch.autograd.backward([view, result], [grad, torch.randn(result.shape)])
+    gone = weakref.ref(grad)
+    del grad
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_gradient_of_a_view_among_those_of_other_kinds() -> None:
+    def program(x: torch.Tensor) -> Any:
+        view = (x * x).expand(5, *x.shape)
+        return view, x * view, x.sin()
+
+    x = two_non_leaf(3, 4)
+    view, result, apart = aotdist.compile(program, backend="fx")(x)
+    with pytest.raises(UnsupportedProgram, match="a view that others are made of"):
+        torch.autograd.backward(
+            [view, result, apart], [tangent_for(view, 0), tangent_for(result, 1), torch.ones(3, 4)]
+        )
