@@ -207,7 +207,10 @@ class ViewLog(TorchDispatchMode):
         changed, *rest = args
         size, stride = changed.size(), changed.stride()
         former = None if func in INVERSES else another_name_from_below(changed)
-        edge = _edge_of_leaf(changed) if do in _SETS else None
+        edge = None
+        if do in _SETS:
+            with enable_reentrant_dispatch():
+                edge = _edge_of_leaf(changed)
         result = do(*args, **kwargs)
         if func in _RESIZES:
             if changed.size() == size and changed.stride() == stride:
@@ -251,8 +254,11 @@ class ViewLog(TorchDispatchMode):
     def move(self, tensor: torch.Tensor, op: Callable[..., Any], do: Callable[[], None], *args: Any) -> None:
         """Call `do()`, which is `op(tensor, *args)`, and note that the tensor has other memory then."""
         size, former = tensor.size(), self._name(tensor)
+        # For another dtype, autograd has gradients arrive elsewhere from now on.
+        is_other = isinstance(args[0], torch.Tensor) and args[0].dtype != tensor.dtype
+        edge = _edge_of_leaf(tensor) if is_other else None
         do()
-        self._change(tensor, size, op, args, {}, bumps=0, former=former)
+        self._change(tensor, size, op, args, {}, bumps=0, former=former, edge=edge)
 
     def _name(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another name for what the program has, which the log forgets."""
@@ -444,7 +450,7 @@ class ViewLog(TorchDispatchMode):
 def _edge_of_leaf(tensor: torch.Tensor) -> GradientEdge | None:
     if not (tensor.requires_grad and tensor.is_leaf):
         return None
-    with enable_reentrant_dispatch(), torch.enable_grad():
+    with torch.enable_grad():
         return get_gradient_edge(tensor)
 
 
