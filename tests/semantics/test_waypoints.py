@@ -390,6 +390,8 @@ def test_random_programs(program: Program) -> None:
 @search
 @given(programs(inputs=WRAPPERS))
 def test_random_programs_of_wrappers(program: Program) -> None:
+    # Eager counts no write of the wrapper then, so views from before keep a history that is out of date.
+    assume(not any("_foreach_" in statement for statement in program.statements))
     compare_random(program)
 
 
