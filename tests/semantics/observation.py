@@ -8,7 +8,7 @@ can see of a set of tensors (bits, layout, autograd state, who shares memory wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -233,6 +233,8 @@ def play(
     for _ in range(calls):
         arguments = list(scene.arguments().values())
         history = list(map(history_of, arguments))
+        # Held, so that what the program makes does not get the number of memory that it lets go of.
+        before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
         with around():
             counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
@@ -246,7 +248,9 @@ def play(
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
             rounded = scene.lenient and meet_outside(arguments, history)
-            sights += differentiate(everything, ends, arguments, others, rounded=rounded)
+            taken = {owner for tensor in arguments for owner in _memory(tensor)}
+            taken |= {storage._cdata for storage in before}
+            sights += differentiate(everything, ends, taken, others, rounded=rounded)
     return [without_idle_strides(sight) for sight in sights] if scene.lenient else sights
 
 
@@ -282,7 +286,7 @@ def meet_outside(arguments: Sequence[torch.Tensor], history: Sequence[Any]) -> b
 def differentiate(
     everything: Mapping[str, torch.Tensor],
     ends: Sequence[torch.Tensor],
-    arguments: Sequence[torch.Tensor],
+    taken: Set[int],
     of_other_kinds: Collection[torch.Tensor] = (),
     *,
     rounded: bool = False,
@@ -296,11 +300,11 @@ def differentiate(
     Args:
         everything: what to look at.
         ends: where to start.
-        arguments: what the function was given.
+        taken: the memory of the arguments, before the call and after it.
         of_other_kinds: the ends that get a gradient of another kind.
         rounded: whether gradients are compared but for rounding.
     """
-    taken = {owner for tensor in arguments for owner in _memory(tensor)}
+    taken = set(taken)
     counts = Counter(owner for end in ends for owner in _memory(end))
     together: list[torch.Tensor] = []
     alone: list[list[torch.Tensor]] = []
