@@ -25,9 +25,9 @@ from torch import nn
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import (
     dispatches,
-    overrides_functions,
     flatten_protocol,
     is_traceable_wrapper_subclass,
+    overrides_functions,
     stands_for_another,
 )
 
