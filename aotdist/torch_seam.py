@@ -403,6 +403,13 @@ def flatten_protocol(tensor: Any) -> tuple[list[str], Any]:
     return tensor.__tensor_flatten__()
 
 
+def overrides_functions(cls: type[torch.Tensor]) -> bool:
+    """Whether a class has a `__torch_function__` of its own, neither the usual one nor none at all."""
+    function = cls.__torch_function__
+    usual = getattr(function, "__func__", None) is torch.Tensor.__torch_function__.__func__
+    return not usual and function is not torch._C._disabled_torch_function_impl
+
+
 def dispatches(cls: Any) -> bool:
     """Whether a tensor class handles operators itself, below autograd."""
     return cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -7,7 +7,7 @@ expect of a tangent, and the conversion of one that is laid out otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from aotdist.subclasses.protocol import Constant, Wrapper, rebuild
+from aotdist.subclasses.protocol import Constant, Wrapper, WrapperRule
 from aotdist.torch_seam import dtensor_spec, make_dtensor, with_placements
 
 
-class _DTensorRule:
-    """See `aotdist.subclasses.protocol.WrapperRule`."""
+class _DTensorRule(WrapperRule):
+    mixes = False  # eager refuses to mix them
 
     def owns(self, cls: type[torch.Tensor]) -> bool:
         return cls is DTensor
@@ -45,9 +45,6 @@ class _DTensorRule:
     def process_groups(self, recipe: Wrapper) -> Iterable[str]:
         return [group.group_name for group in _spec(recipe).mesh.get_all_groups()]
 
-    def unwrap_source(self, tensor: str) -> Sequence[str]:
-        return (f"{tensor}._local_tensor",)
-
     def context_of(self, tensor: torch.Tensor) -> Any:
         return tensor._spec  # type: ignore[attr-defined]
 
@@ -58,7 +55,7 @@ class _DTensorRule:
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
         inner = dict(recipe.attributes)["_local_tensor"]
         if isinstance(inner, Wrapper):
-            return lambda *plains: rebuild(recipe, plains)
+            return super().rebuilder(recipe)
         spec = _spec(recipe)
         return partial(make_dtensor, spec=spec)
 

@@ -27,6 +27,7 @@ from aotdist.torch_seam import (
     dispatches,
     flatten_protocol,
     is_traceable_wrapper_subclass,
+    overrides_functions,
     stands_for_another,
 )
 
@@ -141,44 +142,51 @@ def _outer_stride(recipe: Wrapper, inner: Mapping[str, Any]) -> tuple[int, ...]:
     return recipe.stride
 
 
-class WrapperRule(Protocol):
-    """What a specialist of one wrapper class knows better than the general protocol."""
+class WrapperRule:
+    """What a wrapper class is to aotdist: the general rule. A specialist overrides what it knows better.
+
+    Attributes:
+        mixes: whether operators take such wrappers and plain tensors together; of which kind a gradient is
+            may then depend on the results that it comes from.
+    """
+
+    mixes = True
 
     def owns(self, cls: type[torch.Tensor]) -> bool:
         """Whether this rule speaks for `cls`."""
-        ...
+        return True
 
     def convert(self, tensor: torch.Tensor, recipe: Wrapper) -> torch.Tensor | None:
         """`tensor` with the metadata of `recipe` (a tangent laid out otherwise), or None if it cannot."""
-        ...
+        return None
 
     def tangent_recipe(self, recipe: Wrapper) -> Wrapper:
         """The metadata to assume of a tangent for an output with metadata `recipe`."""
-        ...
+        return recipe
 
     def same_layout(self, a: Wrapper, b: Wrapper) -> bool:
-        """Whether two recipes describe interchangeable tangents."""
-        ...
+        """Whether the contexts of two recipes describe interchangeable tangents."""
+        return bool(a.context == b.context)
 
     def process_groups(self, recipe: Wrapper) -> Iterable[str]:
         """Names of the process groups that operations on such a tensor may communicate in."""
-        ...
+        return ()
 
-    def unwrap_source(self, tensor: str) -> Sequence[str]:
+    def unwrap_source(self, tensor: str, recipe: Wrapper) -> Sequence[str]:
         """Python expressions for the plain tensors beneath the variable `tensor`."""
-        ...
+        return [f"{tensor}{path}" for path, _ in leaves(recipe)]
 
     def context_of(self, tensor: torch.Tensor) -> Any:
         """What `same_context_source` compares with."""
-        ...
+        return flatten_protocol(tensor)[1]
 
     def same_context_source(self, tensor: str, expected: str) -> str:
         """Python expression: does the variable `tensor` have the context that `expected` names?"""
-        ...
+        return f"{tensor}.__tensor_flatten__()[1] == {expected}"
 
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
         """A quick `(*plains) -> wrapper`; the printed runtime calls it."""
-        ...
+        return lambda *plains: rebuild(recipe, plains)
 
 
 Policy: TypeAlias = Literal["must_save", "must_recompute"]
@@ -243,13 +251,25 @@ def _specialists() -> tuple[Any, ...]:
     return tuple(importlib.import_module(name) for name in _SPECIALISTS)
 
 
-def wrapper_rule(cls: type[torch.Tensor]) -> WrapperRule | None:
-    """The specialist for `cls`, if there is one."""
-    for module in _specialists():
-        rule: WrapperRule | None = getattr(module, "WRAPPER_RULE", None)
-        if rule is not None and rule.owns(cls):
-            return rule
-    return None
+_GENERAL = WrapperRule()
+_registered: list[WrapperRule] = []
+
+
+def register_wrapper_rule(rule: WrapperRule) -> None:
+    """Let `rule` speak for the classes that it owns, before all rules that are there.
+
+    What is compiled already stays as it is: register before the first call.
+    """
+    _registered.insert(0, rule)
+    wrapper_rule.cache_clear()
+
+
+@functools.cache
+def wrapper_rule(cls: type[torch.Tensor]) -> WrapperRule:
+    """The rule for `cls`: one that was registered, a specialist of aotdist's, or the general one."""
+    specialists = (getattr(module, "WRAPPER_RULE", None) for module in _specialists())
+    known = (*_registered, *(rule for rule in specialists if rule is not None))
+    return next((rule for rule in known if rule.owns(cls)), _GENERAL)
 
 
 def module_rules(root: nn.Module) -> list[ModuleRule]:
@@ -279,41 +299,42 @@ def tangent_recipe(recipe: Recipe) -> Recipe:
     """The metadata to assume of a tangent for an output like `recipe`: the same, unless a rule differs."""
     if not isinstance(recipe, Wrapper):
         return recipe
-    rule = wrapper_rule(recipe.cls)
-    return recipe if rule is None else rule.tangent_recipe(recipe)
+    return wrapper_rule(recipe.cls).tangent_recipe(recipe)
 
 
 def same_layout(before: Recipe, after: Recipe) -> bool:
     """Whether a wrapper is laid out as before: an operator in place may give a DTensor other placements."""
     if not isinstance(before, Wrapper) or not isinstance(after, Wrapper):
         return True
-    rule = wrapper_rule(before.cls)
-    return rule is None or rule.same_layout(before, after)
+    return wrapper_rule(before.cls).same_layout(before, after)
 
 
 def process_groups(recipes: Iterable[Recipe]) -> set[str]:
     """Names of the process groups that a program with such inputs may communicate in."""
     wrappers = [recipe for recipe in recipes if isinstance(recipe, Wrapper)]
-    rules = {recipe.cls: wrapper_rule(recipe.cls) for recipe in wrappers}
-    return {
-        name
-        for recipe in wrappers
-        if (rule := rules[recipe.cls]) is not None
-        for name in rule.process_groups(recipe)
-    }
+    return {name for recipe in wrappers for name in wrapper_rule(recipe.cls).process_groups(recipe)}
 
 
 def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
-    """Raise for a tensor subclass that dispatches but cannot be taken apart.
+    """Raise for a tensor subclass that has its own say in operators but cannot be taken apart.
 
     Raises:
-        UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol.
+        UnsupportedProgram: the class overrides `__torch_dispatch__` or `__torch_function__` without the
+            flatten protocol.
     """
     cls = type(tensor)
-    if is_wrapper(tensor) or not is_real(tensor) or not dispatches(cls):
+    if is_wrapper(tensor) or not is_real(tensor):
         return
-    raise UnsupportedProgram(
-        f"`{path}` is a {cls.__name__}, which has no `__tensor_flatten__`/`__tensor_unflatten__`",
-        stage="capture",
-        fix=f"give {cls.__name__} the two methods, or pass the plain tensor inside it",
-    )
+    if dispatches(cls):
+        raise UnsupportedProgram(
+            f"`{path}` is a {cls.__name__}, which has no `__tensor_flatten__`/`__tensor_unflatten__`",
+            stage="capture",
+            fix=f"give {cls.__name__} the two methods, or pass the plain tensor inside it",
+        )
+    if overrides_functions(cls):
+        raise UnsupportedProgram(
+            f"`{path}` is a {cls.__name__}, whose `__torch_function__` the compiled program would not call",
+            stage="capture",
+            fix=f"pass `{path}.as_subclass(torch.Tensor)`, or give {cls.__name__} `__tensor_flatten__` and "
+            "`__tensor_unflatten__`",
+        )

@@ -60,7 +60,7 @@ def is_linear(ends: Sequence[End]) -> bool:
 def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether wrappers meet other kinds of tensors: of which kind a gradient is depends on what it is of."""
     recipes = [recipe_of(tensor) for tensor in tensors]
-    open_ = any(isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls) is None for recipe in recipes)
+    open_ = any(isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls).mixes for recipe in recipes)
     return open_ and len(set(map(_kind, recipes))) > 1
 
 

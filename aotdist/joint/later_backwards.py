@@ -130,12 +130,12 @@ class LaterBackwards:
     def meets_other_kinds(self) -> bool:
         """Whether gradients of other kinds make another backward.
 
-        That of plain tensors alone is the same, whatever it is given. Beneath wrappers with a rule that meet
-        no plain tensors, as DTensors do not, plain results have plain gradients.
+        That of plain tensors alone is the same, whatever it is given. Beneath wrappers that meet no
+        plain tensors, as DTensors do not, plain results have plain gradients.
         """
         of_outs = [out.recipe for out in self._node_outs if out.differentiable]
         return any(isinstance(recipe, Wrapper) for recipe in of_outs) or any(
-            isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls) is None for recipe in self._recipes
+            isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls).mixes for recipe in self._recipes
         )
 
     def of_kinds(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> OtherJoint:

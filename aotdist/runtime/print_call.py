@@ -361,17 +361,10 @@ def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
 
 def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> str:
     rule = wrapper_rule(recipe.cls)
-    if rule is not None and is_symbolic(recipe):
+    if is_symbolic(recipe):
         seen = f"{printer.bind('recipe_of', recipe_of)}({name})"
         return f"{printer.bind('same_layout', rule.same_layout)}({seen}, {printer.bind('recipe', recipe)})"
-    if rule is not None:
-        return rule.same_context_source(name, printer.bind(f"{name} at capture", rule.context_of(example)))
-    same = printer.bind("has_context", _has_context)
-    return f"{same}({name}, {printer.bind('context', recipe.context)})"
-
-
-def _has_context(tensor: Any, context: Any) -> bool:
-    return bool(tensor.__tensor_flatten__()[1] == context)
+    return rule.same_context_source(name, printer.bind(f"{name} at capture", rule.context_of(example)))
 
 
 def _overlap_condition(printer: Printer, fit: Fit) -> str:

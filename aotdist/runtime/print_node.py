@@ -35,10 +35,7 @@ def print_plains(recipe: Recipe, name: str) -> list[str]:
         case Constant():
             return []
         case Wrapper():
-            rule = wrapper_rule(recipe.cls)
-            if rule is not None and all(not isinstance(part, Wrapper) for _, part in recipe.attributes):
-                return list(rule.unwrap_source(name))
-            return [f"{name}{path}" for path, _ in leaves(recipe)]
+            return list(wrapper_rule(recipe.cls).unwrap_source(name, recipe))
 
 
 def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str) -> str:

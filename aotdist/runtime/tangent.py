@@ -19,7 +19,6 @@ from aotdist.subclasses.protocol import (
     is_wrapper,
     leaves,
     plain_tensors,
-    rebuild,
     recipe_of,
     wrapper_rule,
 )
@@ -94,8 +93,7 @@ class Tangent:
         if is_laid_out_as(recipe, self.recipe):
             return tangent
         if isinstance(self.recipe, Wrapper):
-            rule = wrapper_rule(self.recipe.cls)
-            converted = None if rule is None else rule.convert(tangent, self.recipe)
+            converted = wrapper_rule(self.recipe.cls).convert(tangent, self.recipe)
             if converted is not None and is_laid_out_as(recipe_of(converted), self.recipe):
                 return converted
         raise OtherKind(
@@ -118,11 +116,9 @@ def is_laid_out_as(a: Recipe, b: Recipe) -> bool:
         case Plain(), Plain():
             return a.size == b.size and a.dtype == b.dtype
         case Wrapper(), Wrapper():
-            rule = wrapper_rule(a.cls)
-            same_context = a.context == b.context if rule is None else rule.same_layout(a, b)
             return (
                 a.cls is b.cls
-                and same_context
+                and wrapper_rule(a.cls).same_layout(a, b)
                 and all(
                     name == other and is_laid_out_as(x, y)
                     for (name, x), (other, y) in zip(a.attributes, b.attributes, strict=True)
@@ -154,12 +150,5 @@ def restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 def rebuilt(recipe: Recipe) -> Any:
     """A quick `(*plains) -> tensor` for a wrapper's recipe."""
-    if isinstance(recipe, Wrapper):
-        rule = wrapper_rule(recipe.cls)
-        if rule is not None:
-            return rule.rebuilder(recipe)
-
-    def general(*plains: torch.Tensor) -> torch.Tensor:
-        return rebuild(recipe, plains)
-
-    return general
+    assert isinstance(recipe, Wrapper), "a plain tensor is not put together"
+    return wrapper_rule(recipe.cls).rebuilder(recipe)

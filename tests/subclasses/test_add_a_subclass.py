@@ -1,0 +1,69 @@
+"""`docs/add_a_subclass.md`: its blocks run, one after the other, and do what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from aotdist.runtime import on_demand
+from aotdist.subclasses import protocol
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "add_a_subclass.md"
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(protocol, "_registered", [])
+    yield re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    protocol.wrapper_rule.cache_clear()
+
+
+def run(blocks: list[str]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+def test_the_page(blocks: list[str]) -> None:
+    run(blocks)
+
+
+def test_a_class_takes_forty_lines(blocks: list[str]) -> None:
+    assert len(blocks[0].splitlines()) <= 40
+
+
+@pytest.mark.parametrize("has_rule", [True, False])
+def test_a_rule_saves_a_backward(blocks: list[str], monkeypatch: pytest.MonkeyPatch, has_rule: bool) -> None:
+    made: list[Any] = []
+    kinds = on_demand.OnDemand._of_kinds
+    monkeypatch.setattr(on_demand.OnDemand, "_of_kinds", lambda *args: made.append(args) or kinds(*args))
+    rule = "register_wrapper_rule(NotedRule())"
+    assert rule in blocks[2]
+    run([blocks[0], blocks[1], blocks[2] if has_rule else blocks[2].replace(rule, "")])
+    assert bool(made) is not has_rule
+
+
+def test_a_function_that_would_not_be_called_is_refused() -> None:
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(func, types, args, kwargs or {}) * 2
+
+    with pytest.raises(UnsupportedProgram, match="`args.0.` is a Loud, whose `__torch_function__`"):
+        aotdist.compile(torch.sin, backend="fx")(torch.randn(3).as_subclass(Loud))
+
+
+def test_a_class_that_overrides_nothing() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.randn(3).as_subclass(Named)
+    result = aotdist.compile(lambda x: (x * 2).sin(), backend="fx")(x)
+    assert type(result) is Named and torch.equal(result, (x * 2).sin())
