@@ -79,7 +79,8 @@ class ForwardEffects:
         metadata: what is repeated outside of writes to what a tensor is.
         writes: what happened to each input.
         rewinds: see `Facts.rewinds`.
-        is_rewritten: whether inputs change shape or history, or become others.
+        is_rewritten: whether inputs change shape or history, or become others, or what is returned does so
+            after it is made.
         node_outs: what the node returns.
         results: the values of that.
     """
@@ -163,7 +164,8 @@ class Effects:
         for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
                 raise requires_grad_by_itself(node_out.slot)
-        is_rewritten = bool(metadata.written) or self.swaps.some()
+        acts = any(not isinstance(action, int) for action in outputs.order)
+        is_rewritten = bool(metadata.written) or self.swaps.some() or acts
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
 

@@ -305,11 +305,12 @@ def differentiate(
         rounded: whether gradients are compared but for rounding.
     """
     taken = set(taken)
-    counts = Counter(owner for end in ends for owner in _memory(end))
+    # By `.data =` a view can lie elsewhere than the base where its gradient arrives.
+    memories = [_memory(end) | (set() if end._base is None else _memory(end._base)) for end in ends]
+    counts = Counter(owner for memory in memories for owner in memory)
     together: list[torch.Tensor] = []
     alone: list[list[torch.Tensor]] = []
-    for end in ends:
-        memory = _memory(end)
+    for end, memory in zip(ends, memories, strict=True):
         is_only = not end._is_view() or all(counts[owner] == 1 for owner in memory)
         if is_only and memory.isdisjoint(taken):
             together.append(end)

@@ -234,6 +234,16 @@ def test_of_two_inputs(make: str, program: str) -> None:
     compare(build, *REFUSALS)
 
 
+@pytest.mark.parametrize("make", ["leaf", "non-leaf"])
+def test_data_of_a_view_that_is_used(make: str) -> None:
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        view = x[0]
+        view.data = view.clone()
+        return view, x * view
+
+    same_as_eager(lambda: Scene(program, (MAKERS[make](),)))
+
+
 def test_data_of_another_dtype_for_what_gets_a_gradient_is_refused() -> None:
     """Autograd would round the gradient to the dtype that the program's node saw."""
 
