@@ -279,6 +279,16 @@ def _transpose(func: OpOverload, tensor: Sparse24Tensor, *dims: int) -> Sparse24
     return Sparse24Tensor(packed_t, meta_t, packed, meta)
 
 
+def _view(func: OpOverload, tensor: Sparse24Tensor, size: list[int]) -> Sparse24Tensor:
+    """As it is: DTensor views what it wraps with the size that it has."""
+    if list(tensor.shape) != list(size):
+        raise UnsupportedProgram(
+            f"a Sparse24Tensor of size {list(tensor.shape)} cannot be viewed as {list(size)}",
+            fix="unpack it first: `tensor.to_dense()`",
+        )
+    return _each_part(_aten.alias.default, tensor)
+
+
 def _mm(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return _product(left, right, None)
 
@@ -319,6 +329,7 @@ _HANDLERS: dict[OpOverload, Callable[..., Any]] = {
     _aten.is_pinned.default: _is_pinned,
     _aten.t.default: _transpose,
     _aten.transpose.int: _transpose,
+    _aten.view.default: _view,
     _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,
 }

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from aotdist.errors import BadSettings
 from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24 import Gradient, sparsify
 from aotdist.subclasses.sparse24_packing import MaskKind, encode, magnitude_mask, refusal
+from aotdist.subclasses.sparse24_shards import sparsify_shards
 
 Operand: TypeAlias = Literal["weight", "input"]
 Select: TypeAlias = Literal["forward", "held", "packed"]
@@ -98,7 +99,7 @@ class Sparse24Linear(nn.Linear):
         """Shapes: (..., in) -> (..., out)."""
         rows = input.reshape(-1, self.in_features)
         if self.scheme.operand == "input":
-            kept = sparsify(rows.contiguous(), gradient=self.scheme.gradient)
+            kept = _sparsify(rows.contiguous(), gradient=self.scheme.gradient)
             output = nn.functional.linear(kept, self.weight, self.bias)
         else:
             output = nn.functional.linear(rows, self.sparse_weight(), self.bias)
@@ -110,12 +111,15 @@ class Sparse24Linear(nn.Linear):
         if select == "packed":
             return self.weight
         meta = self.weight_meta if select == "held" else None
-        return sparsify(self.weight, mask, meta=meta, gradient=gradient, decay=decay)
+        return _sparsify(self.weight, mask, meta=meta, gradient=gradient, decay=decay)
 
     @torch.no_grad()
     def choose(self) -> None:
         """Choose anew what is held, by today's magnitudes."""
-        self.weight_meta.copy_(_choice(self.weight, self.scheme.mask))
+        held = self.weight_meta
+        # Tensor parallelism replicates what it does not shard; every rank has all of the choice.
+        held = held.to_local() if isinstance(held, DTensor) else held
+        held.copy_(_choice(self.weight, self.scheme.mask))
 
     def extra_repr(self) -> str:
         """The sizes, and how it is sparse."""
@@ -244,6 +248,12 @@ def sparsify_24(
         sum(_packed_bytes(weight, mask) for weight in weights),
         tuple(_convert(layer, scheme) for layer in chosen.values()),
     )
+
+
+def _sparsify(dense: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    if isinstance(dense, DTensor):
+        return sparsify_shards(dense, *args, **options)
+    return sparsify(dense, *args, **options)
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

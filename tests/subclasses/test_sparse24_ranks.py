@@ -1,0 +1,180 @@
+"""2:4 layers under FSDP2 and tensor parallelism: compiled steps are eager's, bit for bit, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.sparse24 import Sparse24Tensor, sparsify
+from aotdist.subclasses.sparse24_shards import sparsify_shards
+from tests.ranks.harness import World
+from tests.subclasses.fsdp_models import (
+    Net,
+    different_grads,
+    eager_step,
+    line,
+    same_bits,
+    seeded,
+    shard_blocks,
+    tokens,
+)
+
+pytestmark = pytest.mark.ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chosen in each forward": {},
+    "transposable, decay": {"mask": "transposable", "decay": 0.01},
+    "held": {"select": "held", "gradient": "masked"},
+    "inputs": {"operand": "input"},
+}
+
+
+def converted(dim: int, which: str) -> tuple[Net, aotdist.Sparsified]:
+    model = Net(dim)
+    handle = aotdist.sparsify_24(model, lambda name, _: name.startswith("blocks."), **OPTIONS[which])
+    assert handle.converted == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
+    return model, handle
+
+
+def fsdp(model: Net) -> Net:
+    return shard_blocks(model, line(2))
+
+
+def columns(param: nn.Parameter) -> Shard | None:
+    """Four of a row's eight columns on each rank."""
+    return Shard(1) if param.dim() == 2 and param.size(1) % 2 == 0 else None
+
+
+def tensor_parallel(model: Net) -> Net:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, line(2), plan)
+    return model
+
+
+SPREADS: dict[str, Callable[[Net], Net]] = {
+    "rows": fsdp,
+    "columns": lambda model: shard_blocks(model, line(2), shard_placement_fn=columns),
+    "bf16": lambda model: shard_blocks(model, line(2), mp_policy=BF16),
+    "tensor parallel": tensor_parallel,
+}
+
+
+def training_case(which: str, spread: str, dim: int) -> None:
+    """Three steps; what is held is chosen anew after each."""
+
+    def make() -> Any:
+        model, handle = converted(dim, which)
+        return SPREADS[spread](model), handle
+
+    (eager, eager_handle), (compiled, handle) = seeded(make), seeded(make)  # type: ignore[arg-type, misc]
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.05, foreach=False) for model in (eager, compiled)]
+    aotdist.compile(compiled, backend="fx")
+    for step in range(3):
+        batch = tokens(step, rank=0) if spread == "tensor parallel" else tokens(step)
+        ours = compiled(batch)
+        ours.backward()
+        assert same_bits(eager_step(eager, batch), ours)
+        assert not (names := different_gradients(eager, compiled)), (step, names)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if OPTIONS[which].get("select") == "held":
+            eager_handle.choose()
+            handle.choose()
+    assert len(aotdist.explain(compiled).artifacts) == 1
+
+
+def different_gradients(a: nn.Module, b: nn.Module) -> list[str]:
+    """As `different_grads`, for models of which some parameters are no DTensors."""
+    if all(isinstance(parameter, DTensor) for parameter in a.parameters()):
+        return different_grads(a, b)
+    pairs = zip(a.named_parameters(), b.parameters(), strict=True)
+    local = [(name, *(None if g is None else _local(g) for g in (p.grad, q.grad))) for (name, p), q in pairs]
+    return [
+        name for name, g, h in local if (g is None) != (h is None) or (g is not None and not same_bits(g, h))
+    ]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("which", OPTIONS)
+def test_fsdp(world2: World, which: str) -> None:
+    world2.run(training_case, which, "rows", 8)
+
+
+@pytest.mark.parametrize("spread", ["columns", "bf16"])
+def test_fsdp_otherwise(world2: World, spread: str) -> None:
+    """Whole weights are gathered before anything is chosen, so any dimension may be sharded."""
+    world2.run(training_case, "transposable, decay", spread, 8)
+
+
+@pytest.mark.parametrize("which", OPTIONS)
+def test_tensor_parallel(world2: World, which: str) -> None:
+    world2.run(training_case, which, "tensor parallel", 16)
+
+
+def shards_case() -> None:
+    """Each rank packs what it would hold of the whole matrix, packed."""
+    torch.manual_seed(0)
+    dense = torch.randn(32, 48)
+    for mask in ("row", "transposable"):
+        whole = sparsify(dense, mask)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            sharded = sparsify_shards(distribute_tensor(dense, line(2), [placement]), mask)
+            local = sharded.to_local()
+            assert isinstance(local, Sparse24Tensor)
+            assert sharded.shape == whole.shape
+            expected = distribute_tensor(whole.to_dense(), line(2), [placement]).to_local()
+            assert torch.equal(local.to_dense(), expected)
+
+
+def test_shards_are_parts_of_the_whole(world2: World) -> None:
+    world2.run(shards_case)
+
+
+def refusals_case() -> None:
+    mesh = line(2)
+    for dense, placement, mask, says in (
+        (torch.zeros(8, 8), Shard(1), "row", "dimension 1, of 8, is sharded 2 ways"),
+        (torch.zeros(8, 24), Shard(1), "row", "multiple of 16"),
+        (torch.zeros(8, 16), Shard(0), "transposable", "dimension 0, of 8, is sharded 2 ways"),
+        (torch.zeros(7, 12), Shard(0), "row", "rows of 12"),
+    ):
+        with pytest.raises(UnsupportedProgram, match=says):
+            sparsify_shards(distribute_tensor(dense, mesh, [placement]), mask)
+    assert sparsify_shards(distribute_tensor(torch.zeros(7, 8), mesh, [Shard(0)])).shape == (7, 8)
+    partial = DTensor.from_local(torch.zeros(8, 8), mesh, [Partial()])
+    with pytest.raises(UnsupportedProgram, match="partial sum"):
+        sparsify_shards(partial)
+
+
+def test_shards_that_cut_groups_are_refused(world2: World) -> None:
+    world2.run(refusals_case)
+
+
+def refused_layer_case() -> None:
+    """Two ranks have four of the eight columns each: half a byte of metadata."""
+    models = [converted(8, "chosen in each forward")[0] for _ in range(2)]
+    for model in models:
+        parallelize_module(model.blocks[0], line(2), {"up": RowwiseParallel(input_layouts=Replicate())})
+    aotdist.compile(models[1], backend="fx")
+    for each in models:
+        with pytest.raises(UnsupportedProgram, match="cuts groups of four"):
+            each(tokens(0, rank=0))
+
+
+def test_layers_that_cut_groups_are_refused(world2: World) -> None:
+    world2.run(refused_layer_case)
