@@ -21,6 +21,7 @@ from aotdist.launch.recorder import RecordingReporter, SilentReporter
 from aotdist.launch.run_folder import make_run_folder, write_config
 from aotdist.launch.sample import write_sample
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
+from aotdist.launch.sparsity import sparsify_model
 
 
 def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
@@ -37,7 +38,8 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     world = join(options.parallel, place)
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
-    facts = _facts(options, world, corpus, model)
+    sparsity = sparsify_model(model, options.sparse24)
+    facts = _facts(options, world, corpus, model) | ({} if sparsity is None else {"2:4": sparsity})
     spread(model, world, options)
     compile_model(model, options.compile)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))

@@ -27,18 +27,21 @@ from torch.sparse import (
 )
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.sparse24_operators import (
+    choose_24,
+    compress_24,
+    linear_24,
+    mask_24,
+    mm_24,
+    transpose_24,
+    unpack_24,
+)
 from aotdist.subclasses.sparse24_packing import (
     MaskKind,
     bytes_of_cutlass_words,
-    compress,
     cutlass_words,
-    decode,
-    encode,
-    magnitude_mask,
     require_packable,
-    unpack,
 )
-from aotdist.subclasses.sparse24_products import linear_24, mm_24
 from aotdist.torch_seam import OpOverload
 
 Gradient: TypeAlias = Literal["straight-through", "masked"]
@@ -82,17 +85,19 @@ class Sparse24Tensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def from_mask(cls, dense: torch.Tensor, mask: torch.Tensor, *, both: bool = False) -> Sparse24Tensor:
-        """What `mask` keeps of `dense`; with `both`, packed along the columns as well (`mask.T` must be 2:4).
+    def from_choice(cls, dense: torch.Tensor, meta: torch.Tensor, *, both: bool = False) -> Sparse24Tensor:
+        """What `meta` keeps of `dense`.
 
-        Shapes: (R, C), (R, C) bool.
+        Args:
+            dense: Shapes: (R, C).
+            meta: Shapes: (R, C / 8) uint8.
+            both: whether to pack it along the columns as well, if the mask is transposable.
         """
-        meta = encode(mask)
+        packed = compress_24(dense, meta)
         if not both:
-            return cls(compress(dense, meta), meta)
-        # Contiguous before, and not after, so that kernels find whole rows of what comes out.
-        meta_t = encode(mask.t().contiguous())
-        return cls(compress(dense, meta), meta, compress(dense.t().contiguous(), meta_t), meta_t)
+            return cls(packed, meta)
+        meta_t = transpose_24(meta)
+        return cls(packed, meta, compress_24(dense.t(), meta_t), meta_t)
 
     @classmethod
     def from_semi_structured(cls, tensor: SparseSemiStructuredTensor) -> Sparse24Tensor:
@@ -106,7 +111,7 @@ class Sparse24Tensor(torch.Tensor):
         in_rows = isinstance(tensor, SparseSemiStructuredTensorCUTLASS)
         if not in_rows or any(part is not None and part.dim() != 2 for part in words):
             dense = tensor.to_dense()
-            return cls.from_mask(dense, magnitude_mask(dense))
+            return cls.from_choice(dense, choose_24(dense))
         meta, meta_t = (None if w is None else bytes_of_cutlass_words(w, tensor.dtype) for w in words)
         return cls(tensor.packed, meta, tensor.packed_t, meta_t)
 
@@ -125,16 +130,16 @@ class Sparse24Tensor(torch.Tensor):
     def to_dense(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The dense matrix; arguments are those of `torch.Tensor.to_dense`, and ignored."""
         if self.packed is not None and self.meta is not None:
-            return unpack(self.packed, self.meta)
+            return unpack_24(self.packed, self.meta)
         assert self.packed_t is not None and self.meta_t is not None
-        return unpack(self.packed_t, self.meta_t).t()
+        return unpack_24(self.packed_t, self.meta_t).t()
 
     def mask(self) -> torch.Tensor:
         """What is kept. Shapes: -> (R, C) bool."""
         if self.meta is not None:
-            return decode(self.meta)
+            return mask_24(self.meta)
         assert self.meta_t is not None
-        return decode(self.meta_t).t()
+        return mask_24(self.meta_t).t()
 
     @property
     def stored_bytes(self) -> int:
@@ -218,10 +223,11 @@ class _Sparsify(torch.autograd.Function):
         gradient: Gradient,
         decay: float,
     ) -> Sparse24Tensor:
-        kept = magnitude_mask(dense, mask) if meta is None else decode(meta)
-        sparse = Sparse24Tensor.from_mask(dense, kept, both=mask == "transposable")
+        both = mask == "transposable"
+        meta = choose_24(dense, transposable=both) if meta is None else meta
+        sparse = Sparse24Tensor.from_choice(dense, meta, both=both)
         ctx.gradient, ctx.decay = gradient, decay
-        ctx.save_for_backward(sparse.meta, dense if decay else None)
+        ctx.save_for_backward(meta, dense if decay else None)
         ctx.set_materialize_grads(False)
         return sparse
 
@@ -232,9 +238,9 @@ class _Sparsify(torch.autograd.Function):
         if isinstance(grad, Sparse24Tensor):
             grad = grad.to_dense()
         if grad is not None and ctx.gradient == "masked":
-            grad = torch.where(decode(meta), grad, 0)
+            grad = torch.where(mask_24(meta), grad, 0)
         if grad is not None and dense is not None:
-            grad = grad + torch.where(decode(meta), 0, dense * ctx.decay)
+            grad = grad + torch.where(mask_24(meta), 0, dense * ctx.decay)
         return grad, None, None, None, None
 
 

@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from aotdist.errors import BadSettings
 from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24 import Gradient, sparsify
-from aotdist.subclasses.sparse24_packing import MaskKind, encode, magnitude_mask, refusal
+from aotdist.subclasses.sparse24_operators import choose_24
+from aotdist.subclasses.sparse24_packing import MaskKind, refusal
 from aotdist.subclasses.sparse24_shards import sparsify_shards
 
 Operand: TypeAlias = Literal["weight", "input"]
@@ -301,4 +302,4 @@ def _convert(layer: nn.Linear, scheme: Scheme) -> tuple[Sparse24Linear, nn.Param
 
 def _choice(weight: torch.Tensor, mask: MaskKind) -> torch.Tensor:
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    return encode(magnitude_mask(whole, mask))
+    return choose_24(whole, transposable=mask == "transposable")

@@ -18,8 +18,8 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
 from aotdist.subclasses.sparse24 import Gradient, Sparse24Tensor, sparsify
+from aotdist.subclasses.sparse24_operators import choose_kernel
 from aotdist.subclasses.sparse24_packing import MaskKind, magnitude_mask
-from aotdist.subclasses.sparse24_products import choose_kernel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning"),
@@ -71,7 +71,9 @@ def test_products_are_those_of_the_masked_matrix(mask: MaskKind, dtype: torch.dt
     with_bias = F.linear(sparse, x, x.new_ones(5)), F.linear(dense, x, x.new_ones(5))
     torch.testing.assert_close(*with_bias, rtol=0, atol=8 * torch.finfo(dtype).eps)  # added after rounding
     torch.testing.assert_close(sparse @ sparse.t(), dense @ dense.t())
-    assert torch.equal(torch.addmm(bias, x, sparse.t(), alpha=2), torch.addmm(bias, x, dense.t(), alpha=2))
+    torch.testing.assert_close(
+        torch.addmm(bias, x, sparse.t(), alpha=2), torch.addmm(bias, x, dense.t(), alpha=2)
+    )
 
 
 def test_casts_and_copies(mask: MaskKind) -> None:
@@ -236,18 +238,24 @@ def test_which_kernel_is_chosen(monkeypatch, capability, dtype, size, width, ker
 
 
 def test_operators_describe_their_results() -> None:
-    sparse = sparsify(torch.randn(16, 24))
-    arguments = (sparse.packed, sparse.meta)
-    torch.library.opcheck(
-        torch.ops.aotdist.mm_24.default,
-        (*arguments, torch.randn(24, 8)),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-    torch.library.opcheck(
-        torch.ops.aotdist.linear_24.default,
-        (torch.randn(5, 24), *arguments, torch.randn(16)),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    """What a graph is told of sizes, dtypes and strides is what comes."""
+    dense = torch.randn(16, 24)
+    sparse = sparsify(dense, "transposable")
+    packed, meta = sparse.packed, sparse.meta
+    ops = torch.ops.aotdist
+    for operator, arguments in (
+        (ops.choose_24, (dense, False)),
+        (ops.choose_24, (dense, True)),
+        (ops.transpose_24, (meta,)),
+        (ops.mask_24, (meta,)),
+        (ops.compress_24, (dense, meta)),
+        (ops.compress_24, (dense.t(), sparse.meta_t)),
+        (ops.unpack_24, (packed, meta)),
+        (ops.mm_24, (packed, meta, torch.randn(24, 8))),
+        (ops.linear_24, (torch.randn(5, 24), packed, meta, torch.randn(16))),
+        (ops.linear_24, (torch.randn(24, 5).t(), packed, meta, None)),
+    ):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_it_cannot_do_is_refused() -> None:
