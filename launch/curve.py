@@ -24,7 +24,7 @@ _RAW, _SMOOTH, _HELD_OUT = "#a9c4ea", "#2458a6", "#d1495b"
 _SMOOTHING_STEPS = 5.0
 """Standard deviation, in steps, of the Gaussian mean drawn over the raw loss."""
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "text.color": _INK,
     "axes.labelcolor": _INK,
@@ -69,7 +69,7 @@ def _draw(folder: Path, steps: list[StepRecord], validations: list[ValidationRec
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(8, 5.6), dpi=160, layout="constrained")
         FigureCanvasAgg(figure)
         loss_axes, speed_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
