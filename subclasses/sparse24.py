@@ -20,6 +20,9 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.sparse import (
     SparseSemiStructuredTensor,
     SparseSemiStructuredTensorCUSPARSELT,
@@ -37,12 +40,13 @@ from aotdist.subclasses.sparse24_operators import (
     unpack_24,
 )
 from aotdist.subclasses.sparse24_packing import (
+    COLUMNS_PER_BYTE,
     MaskKind,
     bytes_of_cutlass_words,
     cutlass_words,
     require_packable,
 )
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam import OpOverload, local_tensor
 
 Gradient: TypeAlias = Literal["straight-through", "masked"]
 
@@ -51,10 +55,12 @@ _aten = torch.ops.aten
 
 
 class Sparse24Tensor(torch.Tensor):
-    """A 2:4 matrix; `to_dense` unpacks it. `t()`, `@`, `linear`, copies and casts work on the packed form.
+    """A 2:4 matrix; `to_dense` unpacks it. Products, transposing, copies, casts and cuts work on the parts.
+
+    FSDP2 shards a frozen one by rows and gathers it packed (`fsdp_pre_all_gather`).
 
     Shapes: (R, C); `packed` (R, C / 2) and `meta` (R, C / 8) uint8; `packed_t` (C, R / 2) and `meta_t`
-    (C, R / 8) uint8.
+    (C, R / 8) uint8. The flattened matrix, (R * C), has the first two alone.
     """
 
     packed: torch.Tensor | None
@@ -72,14 +78,14 @@ class Sparse24Tensor(torch.Tensor):
     ) -> Sparse24Tensor:
         """Wrap packed parts; see the class for their shapes."""
         if packed is not None:
-            rows, columns = packed.size(0), 2 * packed.size(1)
-            values, stride = packed, (columns, 1)
+            size, values = (*packed.shape[:-1], 2 * packed.size(-1)), packed
+            stride = (1,) if len(size) == 1 else (size[-1], 1)
         else:
             assert packed_t is not None, "one of the two packings has to be there"
-            rows, columns = 2 * packed_t.size(1), packed_t.size(0)
-            values, stride = packed_t, (1, rows)
+            size, values = (2 * packed_t.size(1), packed_t.size(0)), packed_t
+            stride = (1, size[0])
         tensor: Any = torch.Tensor._make_wrapper_subclass(
-            cls, (rows, columns), strides=stride, dtype=values.dtype, device=values.device
+            cls, size, strides=stride, dtype=values.dtype, device=values.device
         )
         tensor.packed, tensor.meta, tensor.packed_t, tensor.meta_t = packed, meta, packed_t, meta_t
         return tensor
@@ -180,6 +186,50 @@ class Sparse24Tensor(torch.Tensor):
                 f"`{func}` is not defined for a Sparse24Tensor", fix="unpack it first: `tensor.to_dense()`"
             )
         return handler(func, *args, **(kwargs or {}))
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
+        """What FSDP2 gathers of this rank's rows: 9/16 of the bytes of a dense 16-bit matrix.
+
+        Returns:
+            The packed values, in the dtype that the module computes in, and the metadata; and whether both
+            packings are to be made of them.
+
+        Raises:
+            UnsupportedProgram: the rows do not divide by the number of ranks.
+        """
+        if outer_size[0] % mesh.size() or self.packed is None or self.meta is None:
+            raise UnsupportedProgram(
+                f"{outer_size[0]} packed rows do not divide among {mesh.size()} ranks",
+                stage="runtime",
+                fix="leave this layer out of `sparsify_24`'s filter, or choose a size that divides",
+            )
+        packed = self.packed.to(mp_policy.param_dtype or self.dtype)
+        return (packed, self.meta), self.packed_t is not None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: bool,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> tuple[Sparse24Tensor, tuple[torch.Tensor, ...]] | None:
+        """The whole matrix around what was gathered; `out` is around the same memory already."""
+        packed, meta = all_gather_outputs
+        if out is None:
+            whole = Sparse24Tensor(packed, meta)
+            if metadata:
+                whole = Sparse24Tensor.from_choice(whole.to_dense(), meta, both=True)
+                whole.packed, whole.meta = packed, meta
+            return whole, tuple(whole.parts().values())
+        local: Any = local_tensor(out) if isinstance(out, DTensor) else out
+        if metadata:
+            both = Sparse24Tensor.from_choice(Sparse24Tensor(packed, meta).to_dense(), meta, both=True)
+            local.packed_t.copy_(both.packed_t)
+            local.meta_t.copy_(both.meta_t)
+        return None
 
 
 def sparsify(
@@ -285,14 +335,65 @@ def _transpose(func: OpOverload, tensor: Sparse24Tensor, *dims: int) -> Sparse24
     return Sparse24Tensor(packed_t, meta_t, packed, meta)
 
 
-def _view(func: OpOverload, tensor: Sparse24Tensor, size: list[int]) -> Sparse24Tensor:
-    """As it is: DTensor views what it wraps with the size that it has."""
+def _view(func: OpOverload, tensor: Sparse24Tensor, size: list[int], *layout: Any) -> Sparse24Tensor:
+    """As it is, which DTensor and FSDP2 ask for (`as_strided` too), or flat, which FSDP2 does."""
+    if list(size) == [-1] and tensor.packed is not None and tensor.meta is not None:
+        return Sparse24Tensor(tensor.packed.view(-1), tensor.meta.view(-1))
     if list(tensor.shape) != list(size):
         raise UnsupportedProgram(
             f"a Sparse24Tensor of size {list(tensor.shape)} cannot be viewed as {list(size)}",
             fix="unpack it first: `tensor.to_dense()`",
         )
     return _each_part(_aten.alias.default, tensor)
+
+
+def _new_zeros(func: OpOverload, tensor: Sparse24Tensor, size: list[int], **options: Any) -> Sparse24Tensor:
+    """Packed like `tensor`: of every group, the first two are kept."""
+    both = "row" if tensor.packed_t is None else "transposable"
+    return sparsify(tensor.parts()["packed"].new_zeros(size, **options), both)
+
+
+def _split(func: OpOverload, tensor: Sparse24Tensor, size: int, dim: int = 0) -> list[Sparse24Tensor]:
+    starts = range(0, max(tensor.size(dim), 1), size)
+    return [_cut(tensor, dim, start, min(start + size, tensor.size(dim))) for start in starts]
+
+
+def _slice(
+    func: OpOverload,
+    tensor: Sparse24Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> Sparse24Tensor:
+    places = range(tensor.size(dim))[start:stop:step]
+    if step != 1:
+        raise UnsupportedProgram(
+            f"every {step}th row of a Sparse24Tensor is asked for", fix="unpack it first"
+        )
+    return _cut(tensor, dim, places.start, places.stop)
+
+
+def _cut(tensor: Sparse24Tensor, dim: int, start: int, stop: int) -> Sparse24Tensor:
+    """A view of rows `start` to `stop`, or of columns.
+
+    Raises:
+        UnsupportedProgram: a boundary goes through a group of four, or through a byte of metadata.
+    """
+    if dim % 2:
+        return _transpose(_aten.t.default, _cut(_transpose(_aten.t.default, tensor), 0, start, stop))
+    packed, meta, packed_t, meta_t = _all_parts(tensor)
+    if packed_t is not None and (start % COLUMNS_PER_BYTE or stop % COLUMNS_PER_BYTE):
+        raise UnsupportedProgram(
+            f"a cut from {start} to {stop} goes through groups of four of a {tensor!r}",
+            fix=f"cut at multiples of {COLUMNS_PER_BYTE}, or along the dimension that is not packed",
+        )
+    return Sparse24Tensor(
+        None if packed is None else packed[start:stop],
+        None if meta is None else meta[start:stop],
+        None if packed_t is None else packed_t[:, start // 2 : stop // 2],
+        None if meta_t is None else meta_t[:, start // COLUMNS_PER_BYTE : stop // COLUMNS_PER_BYTE],
+    )
 
 
 def _mm(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -336,6 +437,10 @@ _HANDLERS: dict[OpOverload, Callable[..., Any]] = {
     _aten.t.default: _transpose,
     _aten.transpose.int: _transpose,
     _aten.view.default: _view,
+    _aten.as_strided.default: _view,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
     _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,
 }
