@@ -274,7 +274,8 @@ class _Sparsify(torch.autograd.Function):
         decay: float,
     ) -> Sparse24Tensor:
         both = mask == "transposable"
-        meta = choose_24(dense, transposable=both) if meta is None else meta
+        # A copy of what is held: another choice may be written over it before this forward's backward.
+        meta = choose_24(dense, transposable=both) if meta is None else meta.clone()
         sparse = Sparse24Tensor.from_choice(dense, meta, both=both)
         ctx.gradient, ctx.decay = gradient, decay
         ctx.save_for_backward(meta, dense if decay else None)

@@ -92,6 +92,66 @@ def test_training_compiled_is_training_eagerly(options: dict[str, Any]) -> None:
     assert len(aotdist.explain(compiled).artifacts) == 1
 
 
+@pytest.mark.parametrize("mask", ["row", "transposable"])
+def test_one_artifact_for_any_batch(mask: Any) -> None:
+    """With symbolic sizes, of rows that the 2:4 weight multiplies."""
+    eager, compiled = nn.Linear(16, 8), nn.Linear(16, 8)
+    compiled.load_state_dict(eager.state_dict())
+    for layer in (eager, compiled):
+        aotdist.sparsify_24(layer, mask=mask)
+    aotdist.compile(compiled, backend="fx", settings={"dynamic": True})
+    for rows in (5, 9, 3):
+        x = torch.randn(rows, 16)
+        results = compiled(x), eager(x)
+        for result in results:
+            result.square().sum().backward()
+        assert torch.equal(*results)
+        assert torch.equal(compiled.weight.grad, eager.weight.grad)
+    assert len(aotdist.explain(compiled).artifacts) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"mask": "transposable"}, {"operand": "input"}])
+def test_with_inductor(options: dict[str, Any]) -> None:
+    """The operators stay whole there too, beside what Inductor fuses."""
+    eager, compiled = net(), net()
+    for model in (eager, compiled):
+        aotdist.sparsify_24(model, **options)
+    aotdist.compile(compiled, backend="inductor")
+    losses = [model(tokens()) for model in (compiled, eager)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_two_forwards_before_two_backwards() -> None:
+    """A choice made in between belongs to the later forward alone."""
+    grads = []
+    for compiling, choosing in ((False, True), (True, True), (False, False)):
+        model = net()
+        handle = aotdist.sparsify_24(model, select="held", gradient="masked")
+        if compiling:
+            aotdist.compile(model, backend="fx")
+        first = model(tokens(0))
+        if choosing:
+            with torch.no_grad():
+                model.up.weight.copy_(model.up.weight.flip(1))
+            handle.choose()
+        second = model(tokens(1))
+        first.backward(retain_graph=True)
+        first.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        second.backward()
+        grads[-1] += [parameter.grad for parameter in model.parameters()]
+    eager, compiled, unchosen = grads
+    assert all(map(torch.equal, eager, compiled))
+    num_parameters = len(eager) // 2
+    assert all(map(torch.equal, eager[:num_parameters], unchosen[:num_parameters]))
+    assert not all(map(torch.equal, eager, unchosen))
+
+
 def test_under_autocast() -> None:
     eager, compiled = net(), net()
     for model in (eager, compiled):
