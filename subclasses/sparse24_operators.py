@@ -118,8 +118,9 @@ def _run_linear(
 ) -> torch.Tensor:
     match _kernel(packed, dense.size(0)):
         case "cutlass":
-            product = _aten._sparse_semi_structured_mm(packed, cutlass_words(meta, packed.dtype), dense.t())
-            return product.t().contiguous() if bias is None else product.t() + bias
+            words = cutlass_words(meta, packed.dtype)
+            product = _aten._sparse_semi_structured_mm(packed, words, dense.t()).t().contiguous()
+            return product if bias is None else product + bias
         case "cusparselt":
             compressed = _aten._cslt_compress(unpack(packed, meta))
             return _aten._cslt_sparse_mm(compressed, dense.t(), bias, transpose_result=True)

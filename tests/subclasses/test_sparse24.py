@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import checkpoint
 from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
+from torch.sparse import _semi_structured_conversions as torch_conversions
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses import sparse24_operators
 from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
 from aotdist.subclasses.sparse24 import Gradient, Sparse24Tensor, sparsify
 from aotdist.subclasses.sparse24_operators import choose_kernel
@@ -235,6 +238,58 @@ def test_which_kernel_is_chosen(monkeypatch, capability, dtype, size, width, ker
     assert choose_kernel(capability, dtype, size, width) == kernel
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
     assert choose_kernel(capability, dtype, size, width) == ("dense" if kernel == "cusparselt" else kernel)
+
+
+class Kernels(TorchDispatchMode):
+    """The hardware's operators, which have no CPU kernels, computed from what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kernel = getattr(self, func._schema.name.removeprefix("aten::"), None)
+        if kernel is None:
+            return func(*args, **(kwargs or {}))
+        self.ran.append(kernel.__name__)
+        return kernel(*args, **(kwargs or {}))
+
+    def _sparse_semi_structured_mm(self, packed, words, dense):
+        return torch_conversions.sparse_semi_structured_to_dense_cutlass(packed, words) @ dense
+
+    def _cslt_compress(self, dense):
+        assert torch.equal(dense, sparsify(dense.contiguous()).to_dense())
+        return dense.clone()
+
+    def _cslt_sparse_mm(
+        self, compressed, dense, bias=None, alpha=None, out_dtype=None, transpose_result=False
+    ):
+        assert alpha is None and out_dtype is None
+        product = compressed @ dense if bias is None else compressed @ dense + bias[:, None]
+        return product.t().contiguous() if transpose_result else product
+
+
+@pytest.mark.parametrize("kernel", ["cutlass", "cusparselt"])
+@pytest.mark.parametrize("bias", [None, torch.arange(64, dtype=torch.bfloat16)])
+def test_kernels_are_handed_what_they_take(monkeypatch, kernel: str, bias: torch.Tensor | None) -> None:
+    monkeypatch.setattr(sparse24_operators, "choose_kernel", lambda *described: kernel)
+    """Small integers: sums are exact, in whatever order they are added."""
+    sparse = sparsify(torch.randint(-1, 2, (64, 128), dtype=torch.bfloat16))
+    x = torch.randint(-1, 2, (8, 128), dtype=torch.bfloat16)
+    dense = sparse.to_dense()
+    with Kernels() as kernels:
+        linear = sparse24_operators._run_linear(x, sparse.packed, sparse.meta, bias)
+        product = sparse24_operators._run_mm(sparse.packed, sparse.meta, x.t())
+    assert (
+        kernels.ran
+        == {
+            "cutlass": ["_sparse_semi_structured_mm"] * 2,
+            "cusparselt": ["_cslt_compress", "_cslt_sparse_mm"] * 2,
+        }[kernel]
+    )
+    assert torch.equal(linear, F.linear(x, dense, bias))
+    assert torch.equal(product, dense @ x.t())
+    assert linear.is_contiguous()
 
 
 def test_operators_describe_their_results() -> None:
