@@ -11,13 +11,13 @@ Where the pair that a product wants is missing, the matrix is unpacked and the p
 
 Stored are 9/16 of the bytes of a dense 16-bit matrix a pair, 17/32 of a 32-bit one.
 
-`sparsify` makes one of a dense matrix, in the middle of a training step if need be: it is differentiable.
+`sparse24_selection.sparsify` makes one of a dense matrix, and is differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,14 +41,10 @@ from aotdist.subclasses.sparse24_operators import (
 )
 from aotdist.subclasses.sparse24_packing import (
     COLUMNS_PER_BYTE,
-    MaskKind,
     bytes_of_cutlass_words,
     cutlass_words,
-    require_packable,
 )
 from aotdist.torch_seam import OpOverload, local_tensor
-
-Gradient: TypeAlias = Literal["straight-through", "masked"]
 
 _PARTS = ("packed", "meta", "packed_t", "meta_t")
 _aten = torch.ops.aten
@@ -109,9 +105,8 @@ class Sparse24Tensor(torch.Tensor):
     def from_semi_structured(cls, tensor: SparseSemiStructuredTensor) -> Sparse24Tensor:
         """The same matrix out of PyTorch's class.
 
-        CUTLASS's layout is reordered, on any device. cuSPARSELt's is opaque, and so is that of PyTorch's
-        pruning
-        kernel: such a matrix is unpacked by a product, on its GPU, and packed anew.
+        CUTLASS's layout is reordered, on any device. cuSPARSELt's is opaque, and so is that of PyTorch's own
+        pruning kernel: such a matrix is unpacked by a product, on its GPU, and packed anew.
         """
         words = (tensor.meta, tensor.meta_t)
         in_rows = isinstance(tensor, SparseSemiStructuredTensorCUTLASS)
@@ -199,7 +194,8 @@ class Sparse24Tensor(torch.Tensor):
         Raises:
             UnsupportedProgram: the rows do not divide by the number of ranks.
         """
-        if outer_size[0] % mesh.size() or self.packed is None or self.meta is None:
+        assert self.packed is not None and self.meta is not None, "cut to shards along its rows"
+        if outer_size[0] % mesh.size():
             raise UnsupportedProgram(
                 f"{outer_size[0]} packed rows do not divide among {mesh.size()} ranks",
                 stage="runtime",
@@ -232,69 +228,6 @@ class Sparse24Tensor(torch.Tensor):
         return None
 
 
-def sparsify(
-    dense: torch.Tensor,
-    mask: MaskKind = "row",
-    *,
-    meta: torch.Tensor | None = None,
-    gradient: Gradient = "straight-through",
-    decay: float = 0.0,
-) -> Sparse24Tensor:
-    """The 2:4 part of a dense matrix, chosen by magnitude, now; differentiable.
-
-    The gradient that reaches `dense` is that of the 2:4 matrix: all of it (`straight-through`: what was
-    dropped learns as if it had been kept, and may be chosen again), or the kept half (`masked`). `decay` adds
-    `decay * dense` to the gradient where nothing was kept, so that a choice settles.
-
-    Args:
-        dense: to choose from. Shapes: (R, C), C a multiple of 8; R too if `mask` is "transposable".
-        mask: "row", or "transposable": then both `W` and `W.T` are 2:4, and packed.
-        meta: metadata of an earlier choice, to be kept to; None chooses. Shapes: (R, C / 8) uint8.
-        gradient: what the gradient is.
-        decay: lambda of SR-STE.
-
-    Raises:
-        UnsupportedProgram: `dense` cannot be packed.
-
-    Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch" (SR-STE),
-    arXiv:2102.04010, section 3.2.
-    """
-    require_packable(dense, mask)
-    return cast(Sparse24Tensor, _Sparsify.apply(dense, mask, meta, gradient, decay))
-
-
-class _Sparsify(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        dense: torch.Tensor,
-        mask: MaskKind,
-        meta: torch.Tensor | None,
-        gradient: Gradient,
-        decay: float,
-    ) -> Sparse24Tensor:
-        both = mask == "transposable"
-        # A copy of what is held: another choice may be written over it before this forward's backward.
-        meta = choose_24(dense, transposable=both) if meta is None else meta.clone()
-        sparse = Sparse24Tensor.from_choice(dense, meta, both=both)
-        ctx.gradient, ctx.decay = gradient, decay
-        ctx.save_for_backward(meta, dense if decay else None)
-        ctx.set_materialize_grads(False)
-        return sparse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
-        (grad,) = grads
-        meta, dense = ctx.saved_tensors
-        if isinstance(grad, Sparse24Tensor):
-            grad = grad.to_dense()
-        if grad is not None and ctx.gradient == "masked":
-            grad = torch.where(mask_24(meta), grad, 0)
-        if grad is not None and dense is not None:
-            grad = grad + torch.where(mask_24(meta), 0, dense * ctx.decay)
-        return grad, None, None, None, None
-
-
 def _each_part(func: OpOverload, tensor: Sparse24Tensor, *args: Any, **kwargs: Any) -> Sparse24Tensor:
     return Sparse24Tensor(
         *(None if part is None else func(part, *args, **kwargs) for part in _all_parts(tensor))
@@ -318,7 +251,7 @@ def _copy(
     if parts.keys() != target.parts().keys():
         raise UnsupportedProgram(
             f"a {type(source).__name__} with parts {list(parts)} cannot be copied into {target!r}",
-            fix="copy from a Sparse24Tensor that is packed alike: `aotdist.subclasses.sparse24.sparsify`",
+            fix="copy from a Sparse24Tensor that is packed alike (`sparsify`, with the same mask)",
         )
     for name, ours in target.parts().items():
         func(ours, parts[name], non_blocking)
@@ -349,9 +282,13 @@ def _view(func: OpOverload, tensor: Sparse24Tensor, size: list[int], *layout: An
 
 
 def _new_zeros(func: OpOverload, tensor: Sparse24Tensor, size: list[int], **options: Any) -> Sparse24Tensor:
-    """Packed like `tensor`: of every group, the first two are kept."""
-    both = "row" if tensor.packed_t is None else "transposable"
-    return sparsify(tensor.parts()["packed"].new_zeros(size, **options), both)
+    """Packed like `tensor`: of equal magnitudes the mask keeps some, so any size that it allows will do."""
+    if tensor.packed is None:
+        zeros = _new_zeros(func, _transpose(_aten.t.default, tensor), size[::-1], **options)
+        return _transpose(_aten.t.default, zeros)
+    both = tensor.packed_t is not None
+    dense = tensor.packed.new_zeros(size, **options)
+    return Sparse24Tensor.from_choice(dense, choose_24(dense, transposable=both), both=both)
 
 
 def _split(func: OpOverload, tensor: Sparse24Tensor, size: int, dim: int = 0) -> list[Sparse24Tensor]:

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from aotdist.errors import BadSettings
 from aotdist.subclasses.protocol import CONVERSION
-from aotdist.subclasses.sparse24 import Gradient, sparsify
 from aotdist.subclasses.sparse24_operators import choose_24
 from aotdist.subclasses.sparse24_packing import MaskKind, refusal
+from aotdist.subclasses.sparse24_selection import Gradient, sparsify
 from aotdist.subclasses.sparse24_shards import sparsify_shards
 
 Operand: TypeAlias = Literal["weight", "input"]
@@ -180,6 +180,11 @@ class Sparsified:
                 raise BadSettings(
                     f"`{name}` is a {type(layer).__name__} now, and cannot be made an nn.Linear again",
                     fix="undo before the layer is wrapped or sharded, and only once",
+                )
+            if layer.scheme.select == "packed" and isinstance(layer.weight, DTensor):
+                raise BadSettings(
+                    f"the packed weight of `{name}` has been sharded, its dense one has not",
+                    fix="undo before the model is sharded",
                 )
 
     def __str__(self) -> str:

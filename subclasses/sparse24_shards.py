@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.sparse24 import Gradient, sparsify
 from aotdist.subclasses.sparse24_packing import COLUMNS_PER_BYTE, MaskKind
+from aotdist.subclasses.sparse24_selection import Gradient, sparsify
 
 
 def sparsify_shards(

@@ -20,9 +20,10 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses import sparse24_operators
 from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
-from aotdist.subclasses.sparse24 import Gradient, Sparse24Tensor, sparsify
+from aotdist.subclasses.sparse24 import Sparse24Tensor
 from aotdist.subclasses.sparse24_operators import choose_kernel
 from aotdist.subclasses.sparse24_packing import MaskKind, magnitude_mask
+from aotdist.subclasses.sparse24_selection import Gradient, sparsify
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning"),

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import aotdist
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.subclasses.sparse24 import Sparse24Tensor, sparsify
+from aotdist.subclasses.sparse24 import Sparse24Tensor
+from aotdist.subclasses.sparse24_selection import sparsify
 from aotdist.subclasses.sparse24_shards import sparsify_shards
 from tests.ranks.harness import World
 from tests.subclasses.fsdp_models import (
@@ -60,11 +64,17 @@ def columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.dim() == 2 and param.size(1) % 2 == 0 else None
 
 
-def tensor_parallel(model: Net) -> Net:
+def tensor_parallel(model: Net, mesh: DeviceMesh | None = None) -> Net:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
-        parallelize_module(block, line(2), plan)
+        parallelize_module(block, mesh or line(2), plan)
     return model
+
+
+def both(model: Net) -> Net:
+    """Two ranks share a matrix, two pairs the parameters."""
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return shard_blocks(tensor_parallel(model, plane["tp"]), plane["dp"])
 
 
 SPREADS: dict[str, Callable[[Net], Net]] = {
@@ -72,7 +82,12 @@ SPREADS: dict[str, Callable[[Net], Net]] = {
     "columns": lambda model: shard_blocks(model, line(2), shard_placement_fn=columns),
     "bf16": lambda model: shard_blocks(model, line(2), mp_policy=BF16),
     "tensor parallel": tensor_parallel,
+    "both": both,
 }
+
+
+SHARING = {"tensor parallel": 2, "both": 2}
+"""Ranks that see the same batch, where it is not each its own."""
 
 
 def training_case(which: str, spread: str, dim: int) -> None:
@@ -86,7 +101,7 @@ def training_case(which: str, spread: str, dim: int) -> None:
     optimizers = [torch.optim.AdamW(model.parameters(), 0.05, foreach=False) for model in (eager, compiled)]
     aotdist.compile(compiled, backend="fx")
     for step in range(3):
-        batch = tokens(step, rank=0) if spread == "tensor parallel" else tokens(step)
+        batch = tokens(step, rank=dist.get_rank() // SHARING.get(spread, 1))
         ours = compiled(batch)
         ours.backward()
         assert same_bits(eager_step(eager, batch), ours)
@@ -120,10 +135,22 @@ def test_fsdp(world2: World, which: str) -> None:
     world2.run(training_case, which, "rows", 16)
 
 
-@pytest.mark.parametrize("spread", ["columns", "bf16"])
-def test_fsdp_otherwise(world2: World, spread: str) -> None:
-    """Whole weights are gathered before anything is chosen, so any dimension may be sharded."""
-    world2.run(training_case, "transposable, decay", spread, 8)
+@pytest.mark.parametrize(
+    "which, spread, dim",
+    [
+        ("transposable, decay", "columns", 8),
+        ("transposable, decay", "bf16", 16),
+        ("packed, transposable", "bf16", 16),
+    ],
+)
+def test_fsdp_otherwise(world2: World, which: str, spread: str, dim: int) -> None:
+    """Whole dense weights are gathered before anything is chosen, so any dimension of them may be sharded."""
+    world2.run(training_case, which, spread, dim)
+
+
+@pytest.mark.parametrize("which", ["transposable, decay", "held"])
+def test_fsdp_around_tensor_parallel(world4: World, which: str) -> None:
+    world4.run(training_case, which, "both", 16)
 
 
 @pytest.mark.parametrize("which", [which for which in OPTIONS if not which.startswith("packed")])
@@ -162,6 +189,20 @@ def checkpoint_case(folder: str) -> None:
         assert all(torch.equal(a, b) for a, b in parts), name
     with torch.no_grad():
         assert same_bits(model(tokens()), other(tokens()))
+
+
+def undo_case() -> None:
+    """With the root alone sharded, layers keep their class; packed ones have no dense shard to go back to."""
+    for which, refused in (("chosen in each forward", False), ("packed", True)):
+        model, handle = converted(16, which)
+        fully_shard(model, mesh=line(2))
+        with pytest.raises(BadSettings, match="has been sharded") if refused else contextlib.nullcontext():
+            handle.undo()
+        assert (type(model.blocks[0].up) is nn.Linear) == (not refused)
+
+
+def test_undo_of_what_was_sharded(world2: World) -> None:
+    world2.run(undo_case)
 
 
 def test_packed_shards_in_a_checkpoint(world2: World, tmp_path: Path) -> None:
