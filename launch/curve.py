@@ -19,23 +19,23 @@ from aotdist.launch.run_folder import CONFIG_FILE, CURVE_FILE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e8ec"
+INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 _RAW, _SMOOTH, _HELD_OUT = "#a9c4ea", "#2458a6", "#d1495b"
 _SMOOTHING_STEPS = 5.0
 """Standard deviation, in steps, of the Gaussian mean drawn over the raw loss."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _MUTED,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
+    "grid.color": GRID,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
     "legend.frameon": False,
 }
 
@@ -115,7 +115,7 @@ def _draw_speed(axes: Axes, steps: list[StepRecord]) -> None:
     axes.plot(
         [record.step for record in steady],
         [record.tokens_per_s / 1e3 for record in steady],
-        color=_MUTED,
+        color=MUTED,
         linewidth=0.9,
     )
     axes.set_ylim(bottom=0)

@@ -38,8 +38,8 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     world = join(options.parallel, place)
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
-    sparsity = sparsify_model(model, options.sparse24)
-    facts = _facts(options, world, corpus, model) | ({} if sparsity is None else {"2:4": sparsity})
+    sparsify_model(model, options.sparse24)
+    facts = _facts(options, world, corpus, model)
     spread(model, world, options)
     compile_model(model, options.compile)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
@@ -88,6 +88,7 @@ def _facts(options: JobOptions, world: World, corpus: Corpus, model: Decoder) ->
         f"{shape.num_heads} heads on {shape.num_kv_heads} key/value heads, {head} head",
         "text": f"{corpus.num_files} files of {corpus.root}: "
         f"{megabytes[0]:.1f} MB to train on, {megabytes[1]:.1f} MB held out",
+        "2:4 weights": options.sparse24.mask,
         "ranks": f"{world.layout} on {world.device.type}, {dtype}",
         "compiler": options.compile.backend,
     }

@@ -34,7 +34,7 @@ _SPECIALISTS = ("aotdist.subclasses.dtensor", "aotdist.subclasses.fsdp", "aotdis
 
 
 CONVERSION = "_aotdist_conversion"
-"""Attribute of a module that was converted in place: a word for what it computes in, shown by `explain`."""
+"""Attribute of a module that was converted in place: what it computes in now, for `explain`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,45 +1,54 @@
-"""The picture of several runs."""
+"""The picture and the table of several runs."""
 
 import pytest
 
-from aotdist import BadSettings
-from aotdist.launch.comparison import RunCurve, draw_comparison
-from aotdist.launch.metrics import METRICS_FILE, MetricsLog, StepRecord, ValidationRecord
+from aotdist.launch.comparison import differences, main, read_losses
+from aotdist.launch.metrics import MetricsLog, StepRecord, ValidationRecord
+
+
+def write(folder, factor, num_steps=30):
+    folder.mkdir()
+    log = MetricsLog(folder / "metrics.jsonl")
+    for number in range(1, num_steps + 1):
+        log.record(StepRecord(number, factor * 5.0 / number, 1.0, 1e-3, number * 64, 0.1, 640.0, 2**20))
+    log.record(ValidationRecord(num_steps, factor * 0.2, num_steps * 64))
+    log.close()
+    return folder
 
 
 @pytest.fixture
-def folders(tmp_path):
-    """Two runs, one of which came less far and was never validated."""
-    for name, steps in (("dense", 20), ("short", 12)):
-        (tmp_path / name).mkdir()
-        log = MetricsLog(tmp_path / name / METRICS_FILE)
-        for number in range(1, steps + 1):
-            log.record(StepRecord(number, 5.0 / number, 1.0, 1e-3, number * 64, 0.1, 640.0, 2**20))
-        if name == "dense":
-            log.record(ValidationRecord(steps, 0.25, steps * 64))
-        log.close()
-    return [tmp_path / "dense", tmp_path / "short"]
+def runs(tmp_path):
+    return [write(tmp_path / name, factor) for name, factor in (("bf16", 1.0), ("fp8", 1.01))]
 
 
-@pytest.mark.parametrize("suffix, magic", [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_runs_are_drawn(folders, tmp_path, suffix, magic):
-    out = draw_comparison(tmp_path / f"both{suffix}", folders)
-    assert out.read_bytes().startswith(magic)
+def test_runs_are_drawn_the_same_at_every_call(runs, tmp_path, capsys):
+    pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for picture in pictures:
+        assert main([str(picture), *map(str, runs)]) == 0
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    assert pictures[0].read_text().startswith("<?xml")
+    table = capsys.readouterr().out.splitlines()
+    assert table[:4] == [
+        "| run | held-out loss, nats a byte | difference |",
+        "|---|---|---|",
+        "| `bf16` | 0.2000 | +0.00% |",
+        "| `fp8` | 0.2020 | +1.00% |",
+    ]
 
 
-def test_the_same_runs_give_the_same_file(folders, tmp_path):
-    one, other = (draw_comparison(tmp_path / name, folders).read_bytes() for name in ("a.svg", "b.svg"))
-    assert one == other
+def test_differences_are_in_percent_of_the_first(runs, tmp_path):
+    first, other = map(read_losses, runs)
+    assert differences(other, first) == pytest.approx([1.0] * 30)
+    shorter = read_losses(write(tmp_path / "short", 0.5, num_steps=10))
+    assert len(differences(shorter, first)) == 10
 
 
-def test_labels_name_the_run_and_where_it_ended(folders):
-    assert [RunCurve.of(folder).label for folder in folders] == ["dense: 0.250 held out", "short"]
+def test_what_is_no_run_is_named(runs, tmp_path, capsys):
+    assert main([str(tmp_path / "x.svg"), str(runs[0]), str(tmp_path / "none")]) == 2
+    assert "none holds no run" in capsys.readouterr().out
 
 
-def test_what_cannot_be_compared_is_refused(folders, tmp_path):
-    with pytest.raises(BadSettings, match="nothing to compare"):
-        draw_comparison(tmp_path / "one.svg", folders[:1])
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / METRICS_FILE).touch()
-    with pytest.raises(BadSettings, match="no step"):
-        draw_comparison(tmp_path / "none.svg", [folders[0], tmp_path / "empty"])
+@pytest.mark.parametrize("words", [[], ["x.svg"], ["x.svg", "one"], ["x.png", "one", "two"]])
+def test_other_words_get_the_usage(words, capsys):
+    assert main(words) == 2
+    assert "usage" in capsys.readouterr().out
