@@ -244,9 +244,11 @@ def _to_copy(func: OpOverload, tensor: Sparse24Tensor, **kwargs: Any) -> Sparse2
 
 
 def _copy(
-    func: OpOverload, target: Sparse24Tensor, source: torch.Tensor, non_blocking: bool = False
-) -> Sparse24Tensor:
-    """In place, from another that has the same parts (a checkpoint's)."""
+    func: OpOverload, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """In place: into a dense tensor, or from another that has the same parts (a checkpoint's)."""
+    if not isinstance(target, Sparse24Tensor):
+        return func(target, _dense(source), non_blocking)
     parts = {} if not isinstance(source, Sparse24Tensor) else source.parts()
     if parts.keys() != target.parts().keys():
         raise UnsupportedProgram(
@@ -263,10 +265,16 @@ def _is_pinned(func: OpOverload, tensor: Sparse24Tensor, *args: Any) -> bool:
 
 
 def _transpose(func: OpOverload, tensor: Sparse24Tensor, *dims: int) -> Sparse24Tensor:
+    _require_matrix(tensor)
     packed, meta, packed_t, meta_t = _all_parts(tensor)
     if len({dim % 2 for dim in dims}) == 1:  # `transpose(0, 0)` leaves it as it is
         return Sparse24Tensor(packed, meta, packed_t, meta_t)
     return Sparse24Tensor(packed_t, meta_t, packed, meta)
+
+
+def _require_matrix(tensor: Sparse24Tensor) -> None:
+    if tensor.dim() != 2:
+        raise UnsupportedProgram("a flattened Sparse24Tensor has no rows", fix="use the matrix itself")
 
 
 def _view(func: OpOverload, tensor: Sparse24Tensor, size: list[int], *layout: Any) -> Sparse24Tensor:
@@ -306,9 +314,7 @@ def _slice(
 ) -> Sparse24Tensor:
     places = range(tensor.size(dim))[start:stop:step]
     if step != 1:
-        raise UnsupportedProgram(
-            f"every {step}th row of a Sparse24Tensor is asked for", fix="unpack it first"
-        )
+        raise UnsupportedProgram(f"a Sparse24Tensor is cut in steps of {step}", fix="unpack it first")
     return _cut(tensor, dim, places.start, places.stop)
 
 
@@ -318,6 +324,7 @@ def _cut(tensor: Sparse24Tensor, dim: int, start: int, stop: int) -> Sparse24Ten
     Raises:
         UnsupportedProgram: a boundary goes through a group of four, or through a byte of metadata.
     """
+    _require_matrix(tensor)
     if dim % 2:
         return _transpose(_aten.t.default, _cut(_transpose(_aten.t.default, tensor), 0, start, stop))
     packed, meta, packed_t, meta_t = _all_parts(tensor)

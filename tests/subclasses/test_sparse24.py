@@ -91,6 +91,45 @@ def test_casts_and_copies(mask: MaskKind) -> None:
     assert same(target.copy_(sparse), sparse)
 
 
+def test_cuts_are_views(mask: MaskKind) -> None:
+    """What is cut is what would be cut of the dense matrix; what is written to it is written to the whole."""
+    sparse = sparsify(torch.randn(16, 32), mask)
+    dense = sparse.to_dense()
+    for dim in (0, 1, -1):
+        for ours, theirs in zip(sparse.chunk(2, dim), dense.chunk(2, dim), strict=True):
+            assert torch.equal(ours.to_dense(), theirs)
+    assert torch.equal(sparse[8:].t().to_dense(), dense[8:].t())
+    assert torch.equal(sparse.t()[16:24].to_dense(), dense.t()[16:24])
+    other = sparsify(torch.randn(8, 32), mask)
+    sparse.narrow(0, 8, 8).copy_(other)
+    assert torch.equal(sparse.to_dense(), torch.cat([dense[:8], other.to_dense()]))
+    assert torch.equal(dense[8:].copy_(other), other.to_dense())
+
+
+def test_zeros_are_packed_alike(mask: MaskKind) -> None:
+    sparse = sparsify(torch.randn(16, 32), mask)
+    for tensor, size in ((sparse, (8, 24)), (sparse.t(), (24, 8))):
+        zeros = tensor.new_zeros(size)
+        assert isinstance(zeros, Sparse24Tensor)
+        assert torch.equal(zeros.to_dense(), torch.zeros(size))
+        assert zeros.parts().keys() == tensor.parts().keys()
+
+
+def test_cuts_through_groups_are_refused(mask: MaskKind) -> None:
+    sparse = sparsify(torch.randn(16, 32), mask)
+    with pytest.raises(UnsupportedProgram, match="through groups of four"):
+        sparse.narrow(1, 4, 8)
+    if mask == "transposable":
+        with pytest.raises(UnsupportedProgram, match="through groups of four"):
+            sparse.narrow(0, 4, 8)
+    with pytest.raises(UnsupportedProgram, match="steps of 2"):
+        sparse[::2]
+    with pytest.raises(UnsupportedProgram, match="cannot be viewed"):
+        sparse.view(8, 64)
+    with pytest.raises(UnsupportedProgram, match="no rows"):
+        sparse.view(-1)[:8]
+
+
 def test_it_is_stored_in_nine_sixteenths() -> None:
     weight = torch.randn(32, 64, dtype=torch.bfloat16)
     once, twice = sum(p.nbytes for p in sparsify(weight).parts().values()), sparsify(weight, "transposable")
