@@ -17,6 +17,7 @@ from aotdist.errors import (
     UnsupportedProgram,
 )
 from aotdist.settings import Settings
+from aotdist.subclasses.sparse24_linear import Sparsified, sparsify_24
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "RankLost",
     "Settings",
     "SignatureMismatch",
+    "Sparsified",
     "UnsupportedProgram",
     "__version__",
     "compile",
@@ -36,4 +38,5 @@ __all__ = [
     "explain",
     "mark_dynamic",
     "reset",
+    "sparsify_24",
 ]

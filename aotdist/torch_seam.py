@@ -1290,6 +1290,17 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+# --- subclasses: 2:4 sparse -----------------------------------------------------------------------
+
+
+def cutlass_word_places(words: torch.Tensor) -> torch.Tensor:
+    """Where CUTLASS keeps each word of 2:4 metadata. Shapes: (R, W) int16 or int32 -> (R * W,) int64."""
+    from torch.sparse._semi_structured_conversions import _calculate_meta_reordering_scatter_offsets
+
+    rows, columns = words.shape
+    return _calculate_meta_reordering_scatter_offsets(rows, columns, words.dtype, words.device)
+
+
 # --- subclasses: DDP ------------------------------------------------------------------------------
 
 

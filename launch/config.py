@@ -96,6 +96,24 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Sparse24Options:
+    """Which half of each block's weights a step multiplies by, two of every four.
+
+    Args:
+        mask: `row` keeps the two largest of four neighbours in a row, chosen in each forward; `transposable`
+            in a column too, so that the backward's product with the weight is sparse as well; `off` keeps
+            all.
+        decay: draws weights that are not kept to zero, by this much of themselves a step (SR-STE).
+    """
+
+    mask: Literal["off", "row", "transposable"] = "off"
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_not_negative(self, "decay")
+
+
+@dataclass(frozen=True, slots=True)
 class DataOptions:
     """What is read, and in which portions.
 
@@ -270,6 +288,7 @@ class JobOptions:
 
     Args:
         model: the decoder.
+        sparse24: its 2:4 weights.
         data: the text.
         optim: the optimizer.
         parallel: the ranks.
@@ -278,6 +297,7 @@ class JobOptions:
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
+    sparse24: Sparse24Options = field(default_factory=Sparse24Options)
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)

@@ -21,6 +21,7 @@ from aotdist.launch.recorder import RecordingReporter, SilentReporter
 from aotdist.launch.run_folder import make_run_folder, write_config
 from aotdist.launch.sample import write_sample
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
+from aotdist.launch.sparsity import sparsify_model
 
 
 def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
@@ -37,6 +38,7 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     world = join(options.parallel, place)
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
+    sparsify_model(model, options.sparse24)
     facts = _facts(options, world, corpus, model)
     spread(model, world, options)
     compile_model(model, options.compile)
@@ -86,6 +88,7 @@ def _facts(options: JobOptions, world: World, corpus: Corpus, model: Decoder) ->
         f"{shape.num_heads} heads on {shape.num_kv_heads} key/value heads, {head} head",
         "text": f"{corpus.num_files} files of {corpus.root}: "
         f"{megabytes[0]:.1f} MB to train on, {megabytes[1]:.1f} MB held out",
+        "2:4 weights": options.sparse24.mask,
         "ranks": f"{world.layout} on {world.device.type}, {dtype}",
         "compiler": options.compile.backend,
     }

@@ -13,6 +13,7 @@ from aotdist.launch.config import (
     OptimOptions,
     ParallelOptions,
     RunOptions,
+    Sparse24Options,
     parse_options,
 )
 
@@ -42,7 +43,7 @@ def test_help_lists_every_option(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [ModelOptions, DataOptions, OptimOptions, ParallelOptions, CompileOptions, RunOptions],
+    [ModelOptions, Sparse24Options, DataOptions, OptimOptions, ParallelOptions, CompileOptions, RunOptions],
 )
 def test_every_option_is_explained(options):
     described = options.__doc__.split("Args:")[1]

@@ -70,12 +70,21 @@ def test_accumulated_micro_steps_equal_one_large_step(job):
 
 
 @pytest.mark.parametrize(
-    "option", ["--model.no-tie-head", "--parallel.precision=bf16", "--run.deterministic"]
+    "option",
+    ["--model.no-tie-head", "--parallel.precision=bf16", "--run.deterministic", "--sparse24.mask=row"],
 )
 def test_variants_train(job, option):
     assert run(job, "variant", option, "--optim.lr=1e-2", steps=10) == 0
     first, *_, last = losses(job.records("variant"))
     assert last < first
+
+
+def test_sparse_blocks_train_compiled_as_eagerly_and_not_as_dense_ones(job):
+    sparse = ("--sparse24.mask=transposable", "--sparse24.decay=2e-4")
+    for name, options, backend in (("dense", (), "fx"), ("eager", sparse, "eager"), ("fx", sparse, "fx")):
+        assert run(job, name, *options, backend=backend) == 0
+    assert losses(job.records("fx")) == losses(job.records("eager"))
+    assert losses(job.records("fx")) != losses(job.records("dense"))
 
 
 def test_a_taken_name_is_refused_before_anything_is_written(job, capsys):

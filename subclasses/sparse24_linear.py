@@ -1,0 +1,310 @@
+"""`sparsify_24`: linear layers that multiply by a 2:4 matrix, converted in place and back.
+
+A converted layer keeps its identity, its parameters and their names; only its class changes, and what it
+computes::
+
+    operand="weight"   y = x @ sparse(weight).T + bias    chosen in each forward, or held, or packed for good
+    operand="input"    y = sparse(x) @ weight.T + bias    for inputs that are mostly zero
+
+The weight stays dense and in high precision, except when packed: optimizers, FSDP2 and checkpoints see what
+they always saw. A held choice is a buffer, `weight_meta`, two bits a kept weight, so that it is resumed with
+a checkpoint.
+
+The squared-ReLU recipe (Haziza et al., "Accelerating Transformer Inference and Training with 2:4 Activation
+Sparsity", arXiv:2503.16672) is `operand="input"` for the layer that follows `relu(x) ** 2`. Of its two
+backward products, that for the weight takes the packed activation, whose groups run along a row, unpacked:
+the paper's split by features is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from aotdist.errors import BadSettings
+from aotdist.subclasses.protocol import CONVERSION
+from aotdist.subclasses.sparse24_operators import choose_24
+from aotdist.subclasses.sparse24_packing import MaskKind, refusal
+from aotdist.subclasses.sparse24_selection import Gradient, sparsify
+from aotdist.subclasses.sparse24_shards import sparsify_shards
+
+Operand: TypeAlias = Literal["weight", "input"]
+Select: TypeAlias = Literal["forward", "held", "packed"]
+Filter: TypeAlias = Callable[[str, nn.Linear], bool]
+
+HELD = "weight_meta"
+"""Buffer of a layer that holds its choice."""
+
+
+class Scheme(NamedTuple):
+    """How a layer is sparse; a constant of the module, so that a compiled program is specialised on it."""
+
+    operand: Operand = "weight"
+    mask: MaskKind = "row"
+    select: Select = "forward"
+    gradient: Gradient = "straight-through"
+    decay: float = 0.0
+
+    def check(self) -> None:
+        """Raise for values that are unknown, or that contradict each other.
+
+        Raises:
+            BadSettings: names them.
+        """
+        for name, values in (
+            ("operand", Operand),
+            ("mask", MaskKind),
+            ("select", Select),
+            ("gradient", Gradient),
+        ):
+            value, known = getattr(self, name), get_args(values)
+            if value not in known:
+                raise BadSettings(f"{name}={value!r} is unknown", fix=f"choose one of {', '.join(known)}")
+        if self.decay < 0 or (self.decay and (self.gradient == "masked" or self.operand == "input")):
+            raise BadSettings(
+                f"decay={self.decay} with operand={self.operand!r} and gradient={self.gradient!r}",
+                fix="decay draws dropped weights to zero: give 0 or more, operand='weight', straight-through",
+            )
+        if self.operand == "input" and (self.mask != "row" or self.select != "forward"):
+            raise BadSettings(
+                f"inputs cannot have mask={self.mask!r} and select={self.select!r}",
+                fix="they are new in every forward, token by token: mask='row', select='forward'",
+            )
+
+    def __str__(self) -> str:
+        chosen = {"forward": "chosen in each forward", "held": "held", "packed": "packed and frozen"}[
+            self.select
+        ]
+        return f"2:4 {self.operand}, {self.mask} mask, {chosen}, {self.gradient} gradient"
+
+
+class Sparse24Linear(nn.Linear):
+    """A linear layer with one 2:4 operand; `sparsify_24` makes them of `nn.Linear`s.
+
+    Attributes:
+        scheme: how it is sparse.
+        weight_meta: the held choice, if it holds one. Shapes: (out, in / 8) uint8.
+    """
+
+    scheme: Scheme
+    weight_meta: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Shapes: (..., in) -> (..., out)."""
+        rows = input.reshape(-1, self.in_features)
+        if self.scheme.operand == "input":
+            kept = _sparsify(rows.contiguous(), gradient=self.scheme.gradient)
+            output = nn.functional.linear(kept, self.weight, self.bias)
+        else:
+            output = nn.functional.linear(rows, self.sparse_weight(), self.bias)
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def sparse_weight(self) -> torch.Tensor:
+        """The 2:4 weight that this forward multiplies by."""
+        _, mask, select, gradient, decay = self.scheme
+        if select == "packed":
+            return self.weight
+        meta = self.weight_meta if select == "held" else None
+        return _sparsify(self.weight, mask, meta=meta, gradient=gradient, decay=decay)
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Choose anew what is held, by today's magnitudes."""
+        held = self.weight_meta
+        # Tensor parallelism replicates what it does not shard; every rank has all of the choice.
+        held = held.to_local() if isinstance(held, DTensor) else held
+        held.copy_(_choice(self.weight, self.scheme.mask))
+
+    def extra_repr(self) -> str:
+        """The sizes, and how it is sparse."""
+        return f"{super().extra_repr()}, {self.scheme}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsified:
+    """What `sparsify_24` did; `print` it.
+
+    Args:
+        converted: names of the layers that are 2:4 now.
+        skipped: names of the others, and why each was left dense.
+        dense_bytes: what the converted weights take dense; 0 if it is inputs that are sparse.
+        packed_bytes: what they take packed: what a product reads, and with select="packed" all that is
+            stored.
+    """
+
+    converted: tuple[str, ...]
+    skipped: Mapping[str, str]
+    dense_bytes: int
+    packed_bytes: int
+    _layers: tuple[tuple[Sparse24Linear, nn.Parameter], ...] = field(repr=False)
+
+    def undo(self) -> None:
+        """Make the layers what they were, with the very parameters that they had.
+
+        A parameter that stayed dense has been trained meanwhile, and stays so; one that was packed comes back
+        as it was before.
+
+        Raises:
+            BadSettings: a layer is no longer what `sparsify_24` made it; nothing is changed then.
+        """
+        self._require_unchanged()
+        for layer, weight in self._layers:
+            if layer.scheme.select == "packed":
+                layer.weight = weight
+            for name in ("scheme", CONVERSION, HELD):
+                if hasattr(layer, name):
+                    delattr(layer, name)
+            layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+
+    def choose(self) -> None:
+        """Choose anew what is held (`select="held"`), by today's magnitudes; a collective if it is sharded.
+
+        Raises:
+            BadSettings: nothing is held, or a layer is no longer what `sparsify_24` made it.
+        """
+        if any(getattr(layer, HELD, None) is None for layer, _ in self._layers):
+            raise BadSettings("no choice is held that could be made anew", fix='convert with select="held"')
+        for layer, _ in self._layers:
+            layer.choose()
+
+    def _require_unchanged(self) -> None:
+        for name, (layer, _) in zip(self.converted, self._layers, strict=True):
+            if type(layer) is not Sparse24Linear:
+                raise BadSettings(
+                    f"`{name}` is a {type(layer).__name__} now, and cannot be made an nn.Linear again",
+                    fix="undo before the layer is wrapped or sharded, and only once",
+                )
+            if layer.scheme.select == "packed" and isinstance(layer.weight, DTensor):
+                raise BadSettings(
+                    f"the packed weight of `{name}` has been sharded, its dense one has not",
+                    fix="undo before the model is sharded",
+                )
+
+    def __str__(self) -> str:
+        lines = [f"2:4 sparse: {len(self.converted)} layers: {', '.join(self.converted)}"]
+        if self.dense_bytes:
+            share = self.packed_bytes / self.dense_bytes
+            lines.append(
+                f"  weights: {self.packed_bytes:,} bytes packed of {self.dense_bytes:,}: {share:.1%}"
+            )
+        lines += [f"  dense: {name} {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def sparsify_24(
+    module: nn.Module,
+    filter: Filter | None = None,
+    *,
+    operand: Operand = "weight",
+    mask: MaskKind = "row",
+    select: Select = "forward",
+    gradient: Gradient = "straight-through",
+    decay: float = 0.0,
+) -> Sparsified:
+    """Make linear layers 2:4 sparse, in place; `undo()` of what it returns makes them dense again.
+
+    Convert before `fully_shard` or `parallelize_module`, and before or after `aotdist.compile`.
+
+    Args:
+        module: its `nn.Linear`s are converted, itself included.
+        filter: which of them, by name and layer; None for all that can be.
+        operand: what is 2:4: the "weight", or the "input" (for what a squared ReLU leaves mostly zero).
+        mask: "row" keeps two of four neighbours in a row; "transposable" in a column too, so that the product
+            for the input's gradient is sparse as well.
+        select: "forward" chooses by magnitude in each forward; "held" chooses now and when `choose()` is
+            called; "packed" stores the 2:4 weight alone, and frozen: for inference, or under adapters.
+        gradient: "straight-through" hands the dense gradient to all weights; "masked" to the kept ones.
+        decay: draws weights that are not kept to zero, by this much of themselves a step (SR-STE; 2e-4
+            there).
+
+    Raises:
+        BadSettings: an option is unknown or contradicts another, or no layer could be converted.
+    """
+    scheme = Scheme(operand, mask, select, gradient, decay)
+    scheme.check()
+    tied = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    chosen: dict[str, nn.Linear] = {}
+    skipped: dict[str, str] = {}
+    for name, layer in _linear_layers(module):
+        reason = _reason_against(layer, scheme, tied)
+        if filter is not None and not filter(name, layer):
+            reason = "was left out by the filter"
+        if reason is None:
+            chosen[name] = layer
+        else:
+            skipped[name] = reason
+    if not chosen:
+        reasons = "; ".join(f"`{name}` {reason}" for name, reason in skipped.items())
+        raise BadSettings(
+            f"no layer of this {type(module).__name__} can be made 2:4: {reasons or 'it has no nn.Linear'}",
+            fix="pass a module with linear layers whose sizes are multiples of 8",
+        )
+    weights = [layer.weight for layer in chosen.values() if operand == "weight"]
+    return Sparsified(
+        tuple(chosen),
+        MappingProxyType(skipped),
+        sum(weight.numel() * weight.element_size() for weight in weights),
+        sum(_packed_bytes(weight, mask) for weight in weights),
+        tuple(_convert(layer, scheme) for layer in chosen.values()),
+    )
+
+
+def _sparsify(dense: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    if isinstance(dense, DTensor):
+        return sparsify_shards(dense, *args, **options)
+    return sparsify(dense, *args, **options)
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            yield name or "(root)", layer
+
+
+def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -> str | None:
+    if isinstance(layer, Sparse24Linear):
+        return "is 2:4 already"
+    if type(layer) is not nn.Linear:
+        return f"is a {type(layer).__name__}, whose forward may be another"
+    weight = layer.weight
+    if type(weight) is not nn.Parameter:
+        return f"has a {type(weight).__name__} for its weight: convert it before it is sharded or quantised"
+    if scheme.operand == "input":
+        return None if layer.in_features % 8 == 0 else f"takes rows of {layer.in_features}, no multiple of 8"
+    if tied[id(weight)] > 1:
+        return "shares its weight with another module"
+    reasons = refusal(weight, scheme.mask)
+    return None if reasons is None else f"has a weight that {reasons[0]}"
+
+
+def _packed_bytes(weight: torch.Tensor, mask: MaskKind) -> int:
+    """Half the values, and a byte for eight elements; both twice if the transposed matrix is packed too."""
+    once = weight.numel() // 2 * weight.element_size() + weight.numel() // 8
+    return once if mask == "row" else 2 * once
+
+
+@torch.no_grad()
+def _convert(layer: nn.Linear, scheme: Scheme) -> tuple[Sparse24Linear, nn.Parameter]:
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    layer.__class__ = Sparse24Linear
+    assert isinstance(layer, Sparse24Linear)
+    layer.scheme = scheme
+    vars(layer)[CONVERSION] = str(scheme)
+    if scheme.select == "held":
+        layer.register_buffer(HELD, _choice(weight, scheme.mask))
+    if scheme.select == "packed":
+        layer.weight = nn.Parameter(sparsify(weight, scheme.mask), requires_grad=False)
+    return layer, weight
+
+
+def _choice(weight: torch.Tensor, mask: MaskKind) -> torch.Tensor:
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return choose_24(whole, transposable=mask == "transposable")

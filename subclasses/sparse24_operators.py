@@ -1,0 +1,195 @@
+"""What 2:4 tensors are computed with, as operators that stay whole in a graph.
+
+A graph then shows what is chosen, packed and multiplied, in one node each, where the pointwise operators of
+`sparse24_packing` would be a hundred for every layer.
+
+`mm_24` and `linear_24` choose their kernel when they run, by `choose_kernel`: the hardware's sparse product
+where there is one for the device, dtype and size, else a dense product of the unpacked operand, which is
+exact. The hardware takes the sparse operand on the left, its groups along the dimension that is summed over.
+So `x @ W.T`, a linear layer's forward, is computed as `(W @ x.T).T`.
+
+Shapes: R rows and C columns of a 2:4 matrix; N rows of the dense operand, O outputs, K the dimension that is
+summed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from aotdist.subclasses.sparse24_packing import (
+    compress,
+    cutlass_words,
+    decode,
+    encode,
+    magnitude_mask,
+    unpack,
+)
+
+Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]
+
+_aten = torch.ops.aten
+
+
+def choose_24(dense: torch.Tensor, *, transposable: bool = False) -> torch.Tensor:
+    """Metadata of what `magnitude_mask` keeps. Shapes: (R, C) -> (R, C / 8) uint8."""
+    return torch.ops.aotdist.choose_24.default(dense, transposable)
+
+
+def transpose_24(meta: torch.Tensor) -> torch.Tensor:
+    """Metadata of the transposed matrix, which must be 2:4 too. Shapes: (R, C / 8) -> (C, R / 8) uint8."""
+    return torch.ops.aotdist.transpose_24.default(meta)
+
+
+def mask_24(meta: torch.Tensor) -> torch.Tensor:
+    """What is kept. Shapes: (R, C / 8) uint8 -> (R, C) bool."""
+    return torch.ops.aotdist.mask_24.default(meta)
+
+
+def compress_24(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    """The kept values. Shapes: (R, C), (R, C / 8) uint8 -> (R, C / 2)."""
+    return torch.ops.aotdist.compress_24.default(dense, meta)
+
+
+def unpack_24(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    """The dense matrix. Shapes: (R, C / 2), (R, C / 8) uint8 -> (R, C)."""
+    return torch.ops.aotdist.unpack_24.default(packed, meta)
+
+
+def choose_kernel(
+    capability: tuple[int, int] | None, dtype: torch.dtype, size: tuple[int, int], num_dense: int
+) -> Kernel:
+    """What computes a product of a 2:4 matrix of `size` with `num_dense` dense rows or columns.
+
+    PyTorch's CUTLASS product exists for compute capability 8.x alone, and reads metadata that CUTLASS's own
+    shuffle makes of ours. cuSPARSELt runs from 8.0 on; its layout is its own, so it compresses the unpacked
+    matrix anew at every product. Both are for 16-bit floats here.
+
+    Args:
+        capability: of the CUDA device; None for any other device.
+        dtype: of both operands.
+        size: rows and columns of the 2:4 matrix.
+        num_dense: rows or columns of the dense operand, whichever is not summed over.
+    """
+    if capability is None or dtype not in (torch.float16, torch.bfloat16) or num_dense % 8:
+        return "dense"
+    rows, columns = size
+    if capability[0] == 8 and rows % 32 == 0 and columns % 64 == 0:
+        return "cutlass"
+    if (
+        capability >= (8, 0)
+        and rows % 16 == 0
+        and columns % 16 == 0
+        and torch.backends.cusparselt.is_available()
+    ):
+        return "cusparselt"
+    return "dense"
+
+
+def mm_24(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """`S @ dense` for the 2:4 matrix S. Shapes: (O, K / 2), (O, K / 8) uint8, (K, N) -> (O, N)."""
+    return torch.ops.aotdist.mm_24.default(packed, meta, dense)
+
+
+def linear_24(
+    dense: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`dense @ S.T + bias` for the 2:4 matrix S.
+
+    Shapes: (N, K), (O, K / 2), (O, K / 8) uint8, (O,) -> (N, O).
+    """
+    return torch.ops.aotdist.linear_24.default(dense, packed, meta, bias)
+
+
+def _run_mm(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    match _kernel(packed, dense.size(1)):
+        case "cutlass":
+            return _aten._sparse_semi_structured_mm(packed, cutlass_words(meta, packed.dtype), dense)
+        case "cusparselt":
+            return _aten._cslt_sparse_mm(_aten._cslt_compress(unpack(packed, meta)), dense)
+        case "dense":
+            return unpack(packed, meta) @ dense
+
+
+def _run_linear(
+    dense: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    match _kernel(packed, dense.size(0)):
+        case "cutlass":
+            words = cutlass_words(meta, packed.dtype)
+            product = _aten._sparse_semi_structured_mm(packed, words, dense.t()).t().contiguous()
+            return product if bias is None else product + bias
+        case "cusparselt":
+            compressed = _aten._cslt_compress(unpack(packed, meta))
+            return _aten._cslt_sparse_mm(compressed, dense.t(), bias, transpose_result=True)
+        case "dense":
+            # Of an unpacked matrix, this is what `linear` itself computes, bit for bit.
+            return torch.nn.functional.linear(dense, unpack(packed, meta), bias)
+
+
+def _kernel(packed: torch.Tensor, num_dense: int) -> Kernel:
+    capability = torch.cuda.get_device_capability(packed.device) if packed.is_cuda else None
+    return choose_kernel(capability, packed.dtype, (packed.size(0), 2 * packed.size(1)), num_dense)
+
+
+def _run_choose(dense: torch.Tensor, transposable: bool) -> torch.Tensor:
+    return encode(magnitude_mask(dense, "transposable" if transposable else "row")).contiguous()
+
+
+def _run_transpose(meta: torch.Tensor) -> torch.Tensor:
+    return encode(decode(meta).t().contiguous())
+
+
+def _run_compress(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    return compress(dense.contiguous(), meta)  # so that kernels find whole rows of what comes out
+
+
+def _like_choose(dense: torch.Tensor, transposable: bool) -> torch.Tensor:
+    return dense.new_empty((dense.size(0), dense.size(1) // 8), dtype=torch.uint8)
+
+
+def _like_transpose(meta: torch.Tensor) -> torch.Tensor:
+    return meta.new_empty((meta.size(1) * 8, meta.size(0) // 8))
+
+
+def _like_mask(meta: torch.Tensor) -> torch.Tensor:
+    return meta.new_empty((meta.size(0), meta.size(1) * 8), dtype=torch.bool)
+
+
+def _like_compress(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    return dense.new_empty((dense.size(0), dense.size(1) // 2))
+
+
+def _like_unpack(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    return packed.new_empty((packed.size(0), packed.size(1) * 2))
+
+
+def _like_mm(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    return dense.new_empty((packed.size(0), dense.size(1)))
+
+
+def _like_linear(
+    dense: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return dense.new_empty((dense.size(0), packed.size(0)))
+
+
+def _define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> None:
+    """Make an operator of a function, and of one that describes its result without data."""
+    name, _, signature = schema.partition("(")
+    torch.library.define(f"aotdist::{name}", f"({signature}")
+    torch.library.impl(f"aotdist::{name}", "default", run)
+    torch.library.register_fake(f"aotdist::{name}", like)
+
+
+_define("choose_24(Tensor dense, bool transposable) -> Tensor", _run_choose, _like_choose)
+_define("transpose_24(Tensor meta) -> Tensor", _run_transpose, _like_transpose)
+_define("mask_24(Tensor meta) -> Tensor", decode, _like_mask)
+_define("compress_24(Tensor dense, Tensor meta) -> Tensor", _run_compress, _like_compress)
+_define("unpack_24(Tensor packed, Tensor meta) -> Tensor", unpack, _like_unpack)
+_define("mm_24(Tensor packed, Tensor meta, Tensor dense) -> Tensor", _run_mm, _like_mm)
+_define(
+    "linear_24(Tensor dense, Tensor packed, Tensor meta, Tensor? bias) -> Tensor", _run_linear, _like_linear
+)
