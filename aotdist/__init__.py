@@ -17,6 +17,7 @@ from aotdist.errors import (
     UnsupportedProgram,
 )
 from aotdist.settings import Settings
+from aotdist.subclasses.float8 import to_float8
 
 __version__ = "0.1.0"
 
@@ -36,4 +37,5 @@ __all__ = [
     "explain",
     "mark_dynamic",
     "reset",
+    "to_float8",
 ]

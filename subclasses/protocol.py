@@ -33,6 +33,10 @@ from aotdist.torch_seam import (
 _SPECIALISTS = ("aotdist.subclasses.dtensor", "aotdist.subclasses.fsdp", "aotdist.subclasses.ddp")
 
 
+CONVERSION = "_aotdist_conversion"
+"""Attribute of a module that was converted in place: what it computes in now, for `explain`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plain:
     """A leaf of a recipe: one plain tensor of the graph."""
@@ -236,6 +240,16 @@ class ContainerRule(Protocol):
     def calling(self, module: nn.Module) -> AbstractContextManager[None]:
         """Around each compiled call of `module`."""
         ...
+
+
+def conversions(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Paths of the modules that were converted in place (`aotdist.to_float8`), by what they compute in."""
+    found: dict[str, list[str]] = {}
+    for path, module in modules.items():
+        conversion = vars(module).get(CONVERSION)
+        if conversion is not None:
+            found.setdefault(conversion, []).append(path or "(root)")
+    return {conversion: tuple(paths) for conversion, paths in found.items()}
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The state of a module tree: tensors to lift, constants to watch, and how to trace with stand-ins.
 
 A parameter or buffer that hangs in several places (tied weights) is lifted once. Which objects hang
-where, constant attributes, `training` flags and hooks are watched by a `ModuleGuard`: if one of
-them changes, the artifact no longer fits.
+where, constant attributes, `training` flags, hooks and classes (some conversions change them in place) are
+watched by a `ModuleGuard`: if one of them changes, the artifact no longer fits.
 """
 
 from __future__ import annotations
@@ -171,11 +171,13 @@ class ModuleGuard:
             if is_constant(value) and not isinstance(value, PrintedSource)
         )
         self._absent = tuple(_absent_places(modules.values()))
+        self._modules = tuple(modules.values())
+        self._classes = tuple(map(type, self._modules))
         self._ties = tuple((tensor.places[0], other) for tensor in state for other in tensor.places[1:])
 
     def __call__(self) -> bool:
         """Whether everything is as it was."""
-        if any(self._empty):
+        if any(self._empty) or tuple(map(type, self._modules)) != self._classes:
             return False
         for holder, values in self._held:
             if tuple(holder.values()) != values:
@@ -192,7 +194,12 @@ class ModuleGuard:
         """What is watched, by name, in words: for saying why a call needed another artifact."""
         values = {f"`{path}`": repr(value) for _, _, value, path in self._constants}
         held = [", ".join(_describe(value) for value in values) for _, values in self._held]
-        return values | {"hooks and submodules": "; ".join(held), "tied weights": str(len(self._ties))}
+        classes = ", ".join(cls.__qualname__ for cls in self._classes)
+        return values | {
+            "hooks and submodules": "; ".join(held),
+            "classes of modules": classes,
+            "tied weights": str(len(self._ties)),
+        }
 
 
 def _absent_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:

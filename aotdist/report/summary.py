@@ -12,6 +12,7 @@ from aotdist.program import Graph
 from aotdist.report.text import render
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Training
+from aotdist.subclasses.protocol import conversions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class ArtifactSummary:
         graphs: every graph.
         saved_bytes: activations kept from forward to backward; inputs are not counted.
         written: inputs that the program writes.
-        closed_over: tensors that it merely closes over.
+        converted: modules that were converted in place, by what they compute in.
         seconds: of each stage.
         passes: what each graph pass did.
     """
@@ -56,6 +57,7 @@ class ArtifactSummary:
     graphs: tuple[GraphSummary, ...]
     saved_bytes: int
     written: tuple[str, ...]
+    converted: Mapping[str, tuple[str, ...]]
     seconds: Mapping[str, float]
     passes: tuple[PassRecord, ...]
 
@@ -89,6 +91,7 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
         written=tuple(
             slots[idx].path for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)
         ),
+        converted=conversions(compilation.captured.environment.modules),
         seconds=compilation.seconds,
         passes=compilation.records,
     )

@@ -24,6 +24,8 @@ def _artifact(summary: ArtifactSummary) -> str:
         lines.append(f"  saved for backward: {format_bytes(summary.saved_bytes)}")
     if summary.written:
         lines.append(f"  writes: {', '.join(summary.written)}")
+    for conversion, paths in summary.converted.items():
+        lines.append(f"  {conversion}: {', '.join(paths)}")
     passes = [record for record in summary.passes if record.nodes_before != record.nodes_after]
     if passes:
         changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,}" for r in passes)
