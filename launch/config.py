@@ -190,6 +190,18 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Float8Options:
+    """What the blocks multiply in 8 bits.
+
+    Args:
+        recipe: where scales come from, see `aotdist.to_float8`; `off` leaves the blocks as they are. The
+            output head, and everything that is no product with a weight, is left in any case.
+    """
+
+    recipe: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"] = "off"
+
+
+@dataclass(frozen=True, slots=True)
 class CompileOptions:
     """What `aotdist.compile` is asked for; settings left out follow `AOTDIST_*`, then the defaults.
 
@@ -273,6 +285,7 @@ class JobOptions:
         data: the text.
         optim: the optimizer.
         parallel: the ranks.
+        float8: the FP8 recipe.
         compile: the compiler.
         run: the run.
     """
@@ -281,6 +294,7 @@ class JobOptions:
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    float8: Float8Options = field(default_factory=Float8Options)
     compile: CompileOptions = field(default_factory=CompileOptions)
     run: RunOptions = field(default_factory=RunOptions)
 

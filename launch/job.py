@@ -8,7 +8,7 @@ from contextlib import closing
 
 import torch
 
-from aotdist.launch.compiling import compile_model, uncompiled
+from aotdist.launch.compiling import compile_model, convert_model, uncompiled
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.loop import Trainer, TrainState
@@ -38,6 +38,7 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
     facts = _facts(options, world, corpus, model)
+    convert_model(model, options.float8)
     spread(model, world, options)
     compile_model(model, options.compile)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
@@ -88,4 +89,5 @@ def _facts(options: JobOptions, world: World, corpus: Corpus, model: Decoder) ->
         f"{megabytes[0]:.1f} MB to train on, {megabytes[1]:.1f} MB held out",
         "ranks": f"{world.layout} on {world.device.type}, {dtype}",
         "compiler": options.compile.backend,
+        "float8": options.float8.recipe,
     }

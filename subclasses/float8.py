@@ -7,6 +7,7 @@ before or after; parameters and gradients keep their dtype.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,8 +15,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from aotdist.errors import BadSettings
+from aotdist.subclasses.float8_gather import WeightScales
 from aotdist.subclasses.float8_linear import BlockwiseFloat8Linear, DelayedFloat8Linear, new_history
 from aotdist.subclasses.float8_tensor import ALIGNMENT
 from aotdist.subclasses.float8_torchao import RECIPES, torchao_linear
@@ -31,16 +34,28 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Converted:
-    """One layer, and what it was given."""
+    """One layer, and what it was given.
+
+    Args:
+        path: its name.
+        linear: the layer.
+        new_class: what it is now.
+        attributes: names of those that it was given.
+        buffers: likewise.
+        replaced: the weight that it had, if it has another now, around the same memory.
+    """
 
     path: str
     linear: nn.Linear
     new_class: type[nn.Linear]
     attributes: tuple[str, ...]
     buffers: tuple[str, ...]
+    replaced: nn.Parameter | None
 
     def undo(self) -> None:
         """Make it an `nn.Linear` again."""
+        if self.replaced is not None:
+            self.linear.weight = self.replaced
         self.linear.__class__ = nn.Linear
         for name in (*self.attributes, CONVERSION):
             delattr(self.linear, name)
@@ -76,6 +91,11 @@ class Float8Converted:
                     f"{layer.new_class.__name__} that `to_float8` made it",
                     fix="undo once, and before `fully_shard` is called on the layer itself",
                 )
+            if layer.replaced is not None and isinstance(layer.linear.weight, DTensor):
+                raise BadSettings(
+                    f"the weight of `{layer.path}` is sharded now, to be gathered in float8",
+                    fix="undo before `fully_shard`, or load the checkpoint into another model",
+                )
         for layer in self._layers:
             layer.undo()
 
@@ -90,6 +110,8 @@ def to_float8(
     module: nn.Module,
     recipe: Recipe = "tensorwise",
     filter: Callable[[str, nn.Linear], bool] | None = None,
+    *,
+    float8_all_gather: bool = False,
 ) -> Float8Converted:
     """Let the linear layers of `module` multiply in 8 bits, in place; all else keeps its precision.
 
@@ -106,12 +128,21 @@ def to_float8(
             `amax_history`.
             `blockwise`: one for each 1x128 of activations and gradients, and for each 128x128 of weights.
         filter: called with the path and the layer; False leaves a layer as it is.
+        float8_all_gather: with `delayed`, let FSDP2 gather the weights in 8 bits: pass them to `fully_shard`,
+            and the optimizer the parameters, afterwards. Weights are then scaled by what they are, in one
+            pass over all of them after each step. Weights that modules share are gathered as they are.
 
     Raises:
-        BadSettings: the recipe is unknown, torchao is missing, or nothing can be converted.
+        BadSettings: the recipe is unknown, torchao is missing, or nothing can be converted; or
+            `float8_all_gather` is asked of another recipe, or after `fully_shard`.
     """
     if recipe not in get_args(Recipe):
         raise BadSettings(f"{recipe!r} is no FP8 recipe", fix=f"choose one of {', '.join(get_args(Recipe))}")
+    if float8_all_gather and recipe != "delayed":
+        raise BadSettings(
+            f"`float8_all_gather` needs one scale for a weight, which is not what `{recipe}` of ours has",
+            fix="choose the recipe `delayed`, or leave out `float8_all_gather`",
+        )
     chosen: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     for path, linear in _linears(module):
@@ -126,7 +157,12 @@ def to_float8(
             f"no linear layer of this {type(module).__name__} can multiply in float8",
             fix=f"see why: {reasons}" if reasons else "pass a module with `nn.Linear` layers",
         )
-    layers = tuple(_convert(path, linear, recipe) for path, linear in chosen.items())
+    gathered = _gathered(module, chosen) if float8_all_gather else frozenset[str]()
+    scales = WeightScales()
+    layers = tuple(
+        _convert(path, linear, recipe, scales if path in gathered else None)
+        for path, linear in chosen.items()
+    )
     return Float8Converted(recipe, tuple(chosen), MappingProxyType(skipped), layers)
 
 
@@ -153,7 +189,23 @@ def _why_not(linear: nn.Linear) -> str | None:
     return None
 
 
-def _convert(path: str, linear: nn.Linear, recipe: Recipe) -> _Converted:
+def _gathered(module: nn.Module, chosen: Mapping[str, nn.Linear]) -> frozenset[str]:
+    """Paths of the layers whose weights are to be gathered in 8 bits.
+
+    Raises:
+        BadSettings: some are sharded already.
+    """
+    uses = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+    for path, linear in chosen.items():
+        if isinstance(linear.weight, DTensor):
+            raise BadSettings(
+                f"the weight of `{path}` is a DTensor already: how it is gathered is settled",
+                fix="call `to_float8` before `fully_shard`",
+            )
+    return frozenset(path for path, linear in chosen.items() if uses[id(linear.weight)] == 1)
+
+
+def _convert(path: str, linear: nn.Linear, recipe: Recipe, scales: WeightScales | None) -> _Converted:
     attributes: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
     new_class: type[nn.Linear]
@@ -164,8 +216,12 @@ def _convert(path: str, linear: nn.Linear, recipe: Recipe) -> _Converted:
     else:
         new_class = BlockwiseFloat8Linear
     linear.__class__ = new_class
-    for name, value in (*attributes.items(), (CONVERSION, f"float8 ({recipe})")):
+    conversion = f"float8 ({recipe}{', gathered in float8' if scales else ''})"
+    for name, value in (*attributes.items(), (CONVERSION, conversion)):
         setattr(linear, name, value)
     for name, buffer in buffers.items():
         linear.register_buffer(name, buffer)
-    return _Converted(path, linear, new_class, tuple(attributes), tuple(buffers))
+    replaced: Any = linear.weight if scales else None
+    if scales is not None:
+        scales.wrap(linear)
+    return _Converted(path, linear, new_class, tuple(attributes), tuple(buffers), replaced)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from aotdist.subclasses.float8_gather import precise_weight
 from aotdist.subclasses.float8_tensor import (
     E4M3,
     E5M2,
@@ -60,7 +61,8 @@ class DelayedFloat8Linear(Float8Linear):
     """Scales that come from the largest magnitudes of earlier steps, so that casting waits for no reduction.
 
     The history is a buffer, so it is part of `state_dict`: training goes on from a checkpoint bit for bit.
-    A checkpoint without one (of the model before it was converted) loads too.
+    A checkpoint without one (of the model before it was converted) loads too. Ranks that read different data
+    have different histories; `torch.distributed.checkpoint` keeps one of them, as of any buffer.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; the recipe is that of
     NVIDIA's Transformer Engine (`DelayedScaling`).
@@ -77,6 +79,11 @@ class DelayedFloat8Linear(Float8Linear):
         history = self.amax_history
         history = local_tensor(history) if isinstance(history, DTensor) else history
         return _DelayedProduct.apply(rows, self.weight, history, self.training)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[f"{prefix}weight"] = precise_weight(destination[f"{prefix}weight"])
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -152,6 +159,8 @@ def _cast_delayed(
     by then, which is skipped, and one that would be forgotten, which is there still. Nothing is written
     again.
     """
+    if _is_float8(x):  # a weight that FSDP2 gathered so, see `float8_gather`
+        return x
     again = operand != GRAD and in_backward()
     seen = history[operand, 1:] if again else history[operand, :-1]
     x8 = cast(x, scale_for(seen.max(), dtype), dtype, stands_for=stands_for)
@@ -161,6 +170,10 @@ def _cast_delayed(
         latest = torch.where(amax.isfinite(), amax, 0.0)
         history[operand].copy_(torch.cat([latest.reshape(1), history[operand, :-1]]))
     return x8
+
+
+def _is_float8(x: torch.Tensor) -> bool:
+    return isinstance(local_tensor(x) if isinstance(x, DTensor) else x, Float8Tensor)
 
 
 class _BlockwiseProduct(torch.autograd.Function):

@@ -222,9 +222,19 @@ def _cloned(x: Float8Tensor, *, memory_format: torch.memory_format | None = None
     return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block)
 
 
+def _strided(
+    x: Float8Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Float8Tensor:
+    """FSDP2 cuts the padding off a gathered weight with it; blocks would be torn apart."""
+    if x.block is not None:
+        raise UnsupportedProgram("a Float8Tensor with blocks has no strided views", fix="dequantise it first")
+    return Float8Tensor(x.float8.as_strided(size, stride, storage_offset), x.scale, x.dtype)
+
+
 _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     aten.mm.default: _mm,
     aten.t.default: _transposed,
+    aten.as_strided.default: _strided,
     aten.detach.default: _detached,
     aten.clone.default: _cloned,
 }

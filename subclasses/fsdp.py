@@ -59,7 +59,7 @@ from aotdist.subclasses.fsdp_refusals import refuse, refuse_accumulation_inside_
 from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
 from aotdist.subclasses.fsdp_unshard import local_part, new_accumulator
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import fsdp_state
+from aotdist.torch_seam import fsdp_state, local_tensor
 
 
 class _FsdpRule:
@@ -92,6 +92,8 @@ class _FsdpRule:
             _adopt_eager_gradients(group)
             if torch.is_grad_enabled() and not group.reduce_grads:
                 self._allocate(group)
+        for _, group in groups(root):
+            _prepare_gathers(group)
 
     @contextmanager
     def capturing(self, root: nn.Module, annotate: Annotate) -> Generator[None]:
@@ -145,6 +147,14 @@ def _was_written(record: Any) -> bool:
     # A write to a DTensor counts on the DTensor, one to the tensor inside it only there.
     accumulated = record.unsharded_accumulated_grad
     return accumulated._version + local_part(accumulated)._version > 0
+
+
+def _prepare_gathers(group: Any) -> None:
+    """Tell tensors that gather themselves that they will be, without being asked (`prepare_gather`)."""
+    for record in group.fsdp_params:
+        prepare = getattr(local_tensor(record.sharded_param), "prepare_gather", None)
+        if prepare is not None:
+            prepare()
 
 
 def _reshard(group: Any) -> None:

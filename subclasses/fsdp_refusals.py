@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp_units import groups, outermost
+from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam import fsdp_default_comms, fsdp_groups, fsdp_state, local_tensor
 
 
@@ -53,13 +55,31 @@ def _refuse_group(group: Any, path: str) -> None:
 def _refuse_param(record: Any, path: str) -> None:
     local = local_tensor(record.sharded_param)
     if hasattr(local, "fsdp_pre_all_gather"):
+        _refuse_extension(record, local, path)
+    elif type(local) is not torch.Tensor:
+        raise _refusal(path, f"is sharded around a {type(local).__name__}", "shard plain tensors")
+
+
+def _refuse_extension(record: Any, local: Any, path: str) -> None:
+    kind = type(local).__name__
+    if not is_wrapper(local):
         raise _refusal(
             path,
-            f"is a {type(local).__name__}, which gathers itself (`fsdp_pre_all_gather`)",
-            "shard plain tensors",
+            f"is a {kind}, which gathers itself (`fsdp_pre_all_gather`) and cannot be taken apart",
+            f"give {kind} `__tensor_flatten__` and `__tensor_unflatten__`",
         )
-    if type(local) is not torch.Tensor:
-        raise _refusal(path, f"is sharded around a {type(local).__name__}", "shard plain tensors")
+    if len(inspect.signature(local.fsdp_pre_all_gather).parameters) != 5:
+        raise _refusal(
+            path,
+            f"is a {kind}, whose `fsdp_pre_all_gather` takes the mesh alone",
+            "let it take `mesh, outer_size, outer_stride, module, mp_policy`",
+        )
+    if record.fsdp_placement.dim != 0:
+        raise _refusal(
+            path,
+            f"is a {kind}, which gathers itself (`fsdp_pre_all_gather`), sharded on another dimension than 0",
+            "shard it on dimension 0",
+        )
 
 
 def refuse_switches(group: Any, path: str) -> None:

@@ -12,8 +12,10 @@ is a graph pass's work. Bracketed nodes are there only when the parameter needs 
 
 Rows are padded where the first dimension does not divide by the number of shards: every rank brings
 `ceil(rows / shards)` rows, of which the last ranks own fewer or none. A parameter sharded on another
-dimension (always evenly) is gathered as rows and then put side by side. Every step computes, element by
-element, what FSDP2 computes on its flat buffers, so values are equal bit for bit.
+dimension (always evenly) is gathered as rows and then put side by side. A tensor subclass with FSDP2's
+extension (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) says itself what is sent, and what is made of it.
+Every step computes, element by element, what FSDP2 computes on its flat buffers, so values are equal bit for
+bit.
 """
 
 from __future__ import annotations
@@ -226,6 +228,8 @@ def _sum(accumulated: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 
 def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """All ranks' shards put together, in the dtype that the module computes in."""
+    if hasattr(shard, "fsdp_pre_all_gather"):
+        return _gathered_by_extension(shard, param)
     dtype = param.record.param_dtype
     shard = shard if dtype is None else shard.to(dtype)
     whole = _all_gather(_padded(shard, param.rows.padded_shard), param.gather)
@@ -233,6 +237,21 @@ def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
         whole = torch.cat(whole.chunk(param.gather.size), param.shard_dim)
     whole = _first_rows(whole, param.rows.whole)
     spec = unsharded_spec(param.record, whole.dtype)
+    return whole if spec is None else make_dtensor(whole, spec)
+
+
+def _gathered_by_extension(shard: Any, param: ShardedParam) -> torch.Tensor:
+    """A tensor subclass that says for itself what is gathered, and what is made of it."""
+    record = param.record
+    size, stride = record._orig_size, record._contiguous_orig_stride
+    sent, metadata = shard.fsdp_pre_all_gather(
+        record.shard_mesh, size, stride, record._module_info.module, record.mp_policy
+    )
+    gathered = tuple(_all_gather(part, param.gather) for part in sent)
+    dtype = record.param_dtype or record.orig_dtype
+    whole, _ = shard.fsdp_post_all_gather(gathered, metadata, dtype)
+    whole = torch.as_strided(whole, size, stride, storage_offset=0)
+    spec = unsharded_spec(record, dtype)
     return whole if spec is None else make_dtensor(whole, spec)
 
 

@@ -8,6 +8,7 @@ from aotdist import BadSettings, Settings
 from aotdist.launch.config import (
     CompileOptions,
     DataOptions,
+    Float8Options,
     JobOptions,
     ModelOptions,
     OptimOptions,
@@ -42,7 +43,7 @@ def test_help_lists_every_option(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [ModelOptions, DataOptions, OptimOptions, ParallelOptions, CompileOptions, RunOptions],
+    [ModelOptions, DataOptions, OptimOptions, ParallelOptions, Float8Options, CompileOptions, RunOptions],
 )
 def test_every_option_is_explained(options):
     described = options.__doc__.split("Args:")[1]
