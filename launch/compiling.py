@@ -20,7 +20,12 @@ def convert_model(model: nn.Module, options: Float8Options) -> None:
         return
     import aotdist
 
-    aotdist.to_float8(model, options.recipe, filter=lambda path, _: path.startswith("blocks."))
+    aotdist.to_float8(
+        model,
+        options.recipe,
+        filter=lambda path, _: path.startswith("blocks."),
+        float8_all_gather=options.all_gather,
+    )
 
 
 def compile_model(model: nn.Module, options: CompileOptions) -> None:

@@ -196,9 +196,15 @@ class Float8Options:
     Args:
         recipe: where scales come from, see `aotdist.to_float8`; `off` leaves the blocks as they are. The
             output head, and everything that is no product with a weight, is left in any case.
+        all_gather: with `delayed`, let FSDP2 gather the weights of the blocks in 8 bits.
     """
 
     recipe: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"] = "off"
+    all_gather: bool = False
+
+    def __post_init__(self) -> None:
+        fits = self.recipe == "delayed" or not self.all_gather
+        _require(fits, f"--float8.all-gather goes with no recipe {self.recipe}", "choose the recipe delayed")
 
 
 @dataclass(frozen=True, slots=True)

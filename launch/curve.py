@@ -19,23 +19,23 @@ from aotdist.launch.run_folder import CONFIG_FILE, CURVE_FILE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e8ec"
+INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 _RAW, _SMOOTH, _HELD_OUT = "#a9c4ea", "#2458a6", "#d1495b"
 _SMOOTHING_STEPS = 5.0
 """Standard deviation, in steps, of the Gaussian mean drawn over the raw loss."""
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _MUTED,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
+    "grid.color": GRID,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
     "legend.frameon": False,
 }
 
@@ -69,7 +69,7 @@ def _draw(folder: Path, steps: list[StepRecord], validations: list[ValidationRec
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(8, 5.6), dpi=160, layout="constrained")
         FigureCanvasAgg(figure)
         loss_axes, speed_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
@@ -115,7 +115,7 @@ def _draw_speed(axes: Axes, steps: list[StepRecord]) -> None:
     axes.plot(
         [record.step for record in steady],
         [record.tokens_per_s / 1e3 for record in steady],
-        color=_MUTED,
+        color=MUTED,
         linewidth=0.9,
     )
     axes.set_ylim(bottom=0)

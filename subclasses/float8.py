@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from aotdist.errors import BadSettings
 from aotdist.subclasses.float8_gather import WeightScales
@@ -42,7 +42,8 @@ class _Converted:
         new_class: what it is now.
         attributes: names of those that it was given.
         buffers: likewise.
-        replaced: the weight that it had, if it has another now, around the same memory.
+        weights: the one that it had and the one that it has now, around the same memory; none if it has
+            the same.
     """
 
     path: str
@@ -50,12 +51,12 @@ class _Converted:
     new_class: type[nn.Linear]
     attributes: tuple[str, ...]
     buffers: tuple[str, ...]
-    replaced: nn.Parameter | None
+    weights: tuple[nn.Parameter, nn.Parameter] | None
 
     def undo(self) -> None:
         """Make it an `nn.Linear` again."""
-        if self.replaced is not None:
-            self.linear.weight = self.replaced
+        if self.weights is not None:
+            self.linear.weight, _ = self.weights
         self.linear.__class__ = nn.Linear
         for name in (*self.attributes, CONVERSION):
             delattr(self.linear, name)
@@ -91,9 +92,9 @@ class Float8Converted:
                     f"{layer.new_class.__name__} that `to_float8` made it",
                     fix="undo once, and before `fully_shard` is called on the layer itself",
                 )
-            if layer.replaced is not None and isinstance(layer.linear.weight, DTensor):
+            if layer.weights is not None and layer.linear.weight is not layer.weights[1]:
                 raise BadSettings(
-                    f"the weight of `{layer.path}` is sharded now, to be gathered in float8",
+                    f"the weight of `{layer.path}` is another now than `to_float8` gave it",
                     fix="undo before `fully_shard`, or load the checkpoint into another model",
                 )
         for layer in self._layers:
@@ -193,13 +194,13 @@ def _gathered(module: nn.Module, chosen: Mapping[str, nn.Linear]) -> frozenset[s
     """Paths of the layers whose weights are to be gathered in 8 bits.
 
     Raises:
-        BadSettings: some are sharded already.
+        BadSettings: a module is sharded already.
     """
     uses = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
-    for path, linear in chosen.items():
-        if isinstance(linear.weight, DTensor):
+    for path, inner in module.named_modules():
+        if isinstance(inner, FSDPModule):
             raise BadSettings(
-                f"the weight of `{path}` is a DTensor already: how it is gathered is settled",
+                f"`{path or '(root)'}` is sharded by FSDP2 already, so how it is gathered is settled",
                 fix="call `to_float8` before `fully_shard`",
             )
     return frozenset(path for path, linear in chosen.items() if uses[id(linear.weight)] == 1)
@@ -221,7 +222,8 @@ def _convert(path: str, linear: nn.Linear, recipe: Recipe, scales: WeightScales 
         setattr(linear, name, value)
     for name, buffer in buffers.items():
         linear.register_buffer(name, buffer)
-    replaced: Any = linear.weight if scales else None
+    before = linear.weight
     if scales is not None:
         scales.wrap(linear)
-    return _Converted(path, linear, new_class, tuple(attributes), tuple(buffers), replaced)
+    weights: Any = (before, linear.weight) if scales else None
+    return _Converted(path, linear, new_class, tuple(attributes), tuple(buffers), weights)

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.float8_tensor import E4M3, Float8Tensor, amax_of, quantise, scale_for
+from aotdist.subclasses.float8_tensor import E4M3, Float8Tensor, amax_of, on_local, quantise, scale_for
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import local_tensor, make_dtensor, pytree, retyped_spec, writes_arguments
 
@@ -154,13 +154,14 @@ _CUTS = frozenset(
         aten.as_strided.default,
         aten.clone.default,
         aten.detach.default,
+        aten.empty_like.default,
         aten.new_zeros.default,
         aten.slice.Tensor,
         aten.split.Tensor,
         aten.view.default,
     }
 )
-"""Operators of which FSDP2, autograd and `Module.to` expect a tensor of the same class."""
+"""Operators of which FSDP2, `distribute_tensor`, autograd and `Module.to` expect the same class."""
 
 
 class WeightScales:
@@ -180,9 +181,8 @@ class WeightScales:
         """Make the weight of `linear` one that is gathered in 8 bits."""
         weight = linear.weight
         scale = scale_for(amax_of(weight), E4M3)
-        linear.weight = nn.Parameter(
-            Float8GatherWeight(weight.detach(), scale, self), requires_grad=weight.requires_grad
-        )
+        wrapped = on_local(lambda part: Float8GatherWeight(part, scale, self), weight.detach())
+        linear.weight = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
         self._linears.append(linear)
 
     def prepare(self, shard: Float8GatherWeight) -> None:

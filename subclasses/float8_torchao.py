@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,23 @@ def torchao_linear(linear: nn.Linear, recipe: str) -> tuple[type[nn.Linear], dic
     holder[0].weight, holder[0].bias = linear.weight, linear.bias
     swapped: Any = float8.convert_to_float8_training(holder, config=config)[0]
     plain = vars(nn.Linear(1, 1, device="meta"))
-    return type(swapped), {name: value for name, value in vars(swapped).items() if name not in plain}
+    given = {name: value for name, value in vars(swapped).items() if name not in plain}
+    return _heeding_autocast(type(swapped)), given
+
+
+@functools.cache
+def _heeding_autocast(cls: type[Any]) -> type[nn.Linear]:
+    """Torchao's layer, also under the autocast of a CPU: it asks for a GPU's, whatever its input is on."""
+
+    class TorchaoFloat8Linear(cls):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            kind = input.device.type
+            if torch.is_autocast_enabled(kind):
+                input = input.to(torch.get_autocast_dtype(kind))
+            with torch.autocast(kind, enabled=False):  # a product that is emulated is not its business
+                return super().forward(input)
+
+    return TorchaoFloat8Linear
 
 
 def _multiplies_float8(device: torch.device) -> bool:

@@ -85,6 +85,7 @@ def test_other_ranks_leave_silently(capsys):
         ("--optim.clip-norm -1", "--optim.clip-norm is -1"),
         ("--optim.lr nan", "--optim.lr is nan"),
         ("--parallel.dp-shard 0", "--parallel.dp-shard is 0"),
+        ("--float8.recipe blockwise --float8.all-gather", "no recipe blockwise"),
         ("--compile.bucket-bytes 0", "bucket_bytes is 0"),
         ("--run.name a/b", "'a/b'"),
         ("--run.validate-every -1", "--run.validate-every is -1"),

@@ -69,7 +69,7 @@ def test_casts_are_nodes_of_the_graph(recipe: str) -> None:
     assert f"float8 ({recipe}): {', '.join(CONVERTED)}" in str(compiled.explain())
 
 
-@pytest.mark.parametrize("recipe", OWN)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_under_autocast(recipe: str) -> None:
     eager, compiled = pair(recipe)
     for step in range(2):
