@@ -50,12 +50,12 @@ train: $(STAMP) ## Train the example model on NPROC ranks; ARGS="--help" lists i
 
 float8-curves: $(STAMP) ## Train in bf16 and with every FP8 recipe (runs that are there are kept), and draw docs/float8.svg
 	for recipe in off $(FLOAT8_RECIPES); do \
-	  [[ -d $(FLOAT8_RUNS)/$$recipe ]] || OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(RANK_THREADS)} \
+	  name=$${recipe/off/bf16}; [[ -d $(FLOAT8_RUNS)/$$name ]] || OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(RANK_THREADS)} \
 	    $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m aotdist.launch.train --float8.recipe $$recipe \
 	    --parallel.precision bf16 --compile.backend fx --optim.steps 200 --run.log-every 20 --run.sample-bytes 0 \
-	    --run.folder $(FLOAT8_RUNS) --run.name $$recipe $(ARGS); \
+	    --run.folder $(FLOAT8_RUNS) --run.name $$name $(ARGS); \
 	done
-	$(BIN)/python -m aotdist.launch.comparison docs/float8.svg $(FLOAT8_RUNS)/off $(FLOAT8_RECIPES:%=$(FLOAT8_RUNS)/%)
+	$(BIN)/python -m aotdist.launch.comparison docs/float8.svg $(FLOAT8_RUNS)/bf16 $(FLOAT8_RECIPES:%=$(FLOAT8_RUNS)/%)
 
 test: $(STAMP) ## Run the tests, all but the sweeps; ARGS="-k bucket" chooses some
 	$(PYTEST) $(ARGS)

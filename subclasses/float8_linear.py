@@ -21,6 +21,7 @@ from aotdist.subclasses.float8_tensor import (
     Block,
     Float8Tensor,
     amax_of,
+    block_amax,
     cast,
     on_local,
     quantise,
@@ -210,15 +211,7 @@ def _cast_blocks(x: torch.Tensor, block: Block, *, stands_for: torch.dtype | Non
     wide = stands_for or x.dtype
 
     def cast_part(part: torch.Tensor) -> torch.Tensor:
-        scale = scale_for(_block_amax(part, block), E4M3)
-        return Float8Tensor(quantise(part, scale, E4M3, block), scale, wide, block)
+        scale = scale_for(block_amax(part, block), E4M3)
+        return Float8Tensor(quantise(part, scale, E4M3, block), scale, wide, block, part.size())
 
     return on_local(cast_part, x)
-
-
-def _block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
-    """Shapes: (rows, columns) -> (ceil(rows / block rows), ceil(columns / block columns))."""
-    rows, columns = block
-    padding = (0, -x.size(1) % columns, 0, -x.size(0) % rows)
-    padded = nn.functional.pad(x.detach().abs(), padding)
-    return padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))

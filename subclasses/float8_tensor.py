@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from aotdist.errors import UnsupportedProgram
@@ -41,11 +42,13 @@ class Float8Tensor(torch.Tensor):
     first.
 
     Args:
-        float8: (rows, columns), float8_e4m3fn or float8_e5m2.
+        float8: (rows, columns), float8_e4m3fn or float8_e5m2; with `block`, filled up to whole blocks with
+            zeros, which add nothing to a product.
         scale: fp32, what `float8` is to be multiplied by; a scalar, or with `block` one number for each
             block: (ceil(rows / block rows), ceil(columns / block columns)).
         dtype: what it stands for.
         block: rows and columns that share a scale; None for one scale.
+        size: (rows, columns) with `block`, if `float8` is filled up.
     """
 
     float8: torch.Tensor
@@ -59,14 +62,23 @@ class Float8Tensor(torch.Tensor):
         scale: torch.Tensor,
         dtype: torch.dtype,
         block: Block | None = None,
+        size: torch.Size | None = None,
     ) -> Float8Tensor:
-        """A wrapper as large as `float8`."""
+        """A wrapper laid out like `float8`, or like that part of it which is no filling."""
+        stride = float8.stride()
+        if size is not None:
+            stride = (size[1], 1) if float8.is_contiguous() else (1, size[0])
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, float8.size(), strides=float8.stride(), dtype=dtype, device=float8.device
+            cls, size or float8.size(), strides=stride, dtype=dtype, device=float8.device
         )
 
     def __init__(
-        self, float8: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: Block | None = None
+        self,
+        float8: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        block: Block | None = None,
+        size: torch.Size | None = None,
     ) -> None:
         self.float8 = float8
         self.scale = scale
@@ -84,12 +96,19 @@ class Float8Tensor(torch.Tensor):
         inner: Mapping[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
     ) -> Float8Tensor:
         """The inverse of `__tensor_flatten__`."""
-        return Float8Tensor(inner["float8"], inner["scale"], *context)
+        dtype, block = context
+        return Float8Tensor(inner["float8"], inner["scale"], dtype, block, None if block is None else size)
 
     def dequantise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The matrix that this stands for, multiplied out in fp32 and then rounded to `dtype` or its own."""
-        scale = self.scale if self.block is None else _spread(self.scale, self.block, self.float8.size())
-        return (self.float8.float() * scale).to(dtype or self.dtype)
+        rows, columns = self.shape
+        return self.multiplied_out()[:rows, :columns].to(dtype or self.dtype)
+
+    def multiplied_out(self) -> torch.Tensor:
+        """In fp32, with the filling."""
+        if self.block is None:
+            return self.float8.float() * self.scale
+        return _flat(_in_blocks(self.float8.float(), self.block) * self.scale[:, None, :, None])
 
     @classmethod
     def __torch_dispatch__(
@@ -126,11 +145,15 @@ def quantise(
 ) -> torch.Tensor:
     """`x / scale`, rounded to 8 bits and saturating; arithmetic is fp32.
 
-    Shapes: (rows, columns) and a scalar, or a scale for each block -> (rows, columns).
+    Shapes: (rows, columns) and a scalar -> (rows, columns). With a scale for each block, what is returned is
+    filled up to whole blocks: Inductor (torch 2.13, AVX-512) reads and writes wrong bytes where 8-bit floats
+    are cut off, and kernels want whole blocks anyway.
     """
     largest = torch.finfo(dtype).max
-    spread = scale if block is None else _spread(scale, block, x.size())
-    return (x.float() / spread).clamp(-largest, largest).to(dtype)
+    if block is None:
+        return (x.float() / scale).clamp(-largest, largest).to(dtype)
+    blocks = _in_blocks(x.float(), block) / scale[:, None, :, None]
+    return _flat(blocks.clamp(-largest, largest)).to(dtype)
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
@@ -176,11 +199,27 @@ def settled(x: torch.Tensor) -> torch.Tensor:
     return x.redistribute(placements=whole)
 
 
-def _spread(scale: torch.Tensor, block: Block, size: torch.Size) -> torch.Tensor:
-    """Each block's scale at each of its elements; the last blocks may be cut off."""
-    rows, columns = block
-    tall = scale.repeat_interleave(rows, 0) if rows > 1 else scale
-    return tall.repeat_interleave(columns, 1)[: size[0], : size[1]]
+def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """The largest magnitude in each block.
+
+    Shapes: (rows, columns) -> (ceil(rows / block rows), ceil(columns / block columns)).
+    """
+    return _in_blocks(x.detach().abs(), block).amax((1, 3))
+
+
+def _in_blocks(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """Zeros fill up the last blocks.
+
+    Shapes: (rows, columns) -> (blocks, block rows, blocks, block columns).
+    """
+    rows, columns = (-(-size // length) for size, length in zip(x.shape, block, strict=True))
+    padding = (0, columns * block[1] - x.size(1), 0, rows * block[0] - x.size(0))
+    return nn.functional.pad(x, padding).view(rows, block[0], columns, block[1])
+
+
+def _flat(blocks: torch.Tensor) -> torch.Tensor:
+    """Shapes: (blocks, block rows, blocks, block columns) -> (rows, columns), with the filling."""
+    return blocks.flatten(2).flatten(0, 1)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -189,7 +228,8 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             "a Float8Tensor is multiplied by a plain tensor", fix="dequantise it, or cast the other one too"
         )
     if a.block is not None or b.block is not None:
-        return torch.mm(a.dequantise(torch.float32), b.dequantise(torch.float32)).to(a.dtype)
+        filled = torch.mm(a.multiplied_out(), b.multiplied_out())
+        return filled[: a.size(0), : b.size(1)].to(a.dtype)
     left, right = _aligned(a.float8), _aligned(b.float8.t())
     return aten._scaled_mm.default(left, right.t(), a.scale, b.scale, out_dtype=a.dtype)
 
@@ -202,24 +242,28 @@ def _aligned(matrix: torch.Tensor) -> torch.Tensor:
     missing = -matrix.size(1) % ALIGNMENT
     if not missing:
         return matrix.contiguous()
-    padded = torch.nn.functional.pad(matrix.contiguous().view(torch.uint8), (0, missing))  # 0 is 0.0
-    return padded.view(matrix.dtype)
+    return torch.cat([matrix, matrix.new_zeros(matrix.size(0), missing)], 1)
 
 
 def _transposed(x: Float8Tensor) -> Float8Tensor:
     if x.block is None:
         return Float8Tensor(x.float8.t(), x.scale, x.dtype)
     rows, columns = x.block
-    return Float8Tensor(x.float8.t(), x.scale.t(), x.dtype, (columns, rows))
+    size = torch.Size((x.size(1), x.size(0)))
+    return Float8Tensor(x.float8.t(), x.scale.t(), x.dtype, (columns, rows), size)
 
 
 def _detached(x: Float8Tensor) -> Float8Tensor:
-    return Float8Tensor(x.float8.detach(), x.scale.detach(), x.dtype, x.block)
+    return Float8Tensor(x.float8.detach(), x.scale.detach(), x.dtype, x.block, _size_in_blocks(x))
 
 
 def _cloned(x: Float8Tensor, *, memory_format: torch.memory_format | None = None) -> Float8Tensor:
     copy = x.float8.clone(memory_format=memory_format or torch.preserve_format)
-    return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block)
+    return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block, _size_in_blocks(x))
+
+
+def _size_in_blocks(x: Float8Tensor) -> torch.Size | None:
+    return None if x.block is None else x.size()
 
 
 def _strided(

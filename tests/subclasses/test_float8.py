@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
-from aotdist.errors import BadSettings
+from aotdist.errors import BadSettings, UnsupportedProgram
 from tests.subclasses.float8_models import CONVERTED, OWN, RECIPES, Net, batch, different, make, pair
 from tests.subclasses.fsdp_models import same_bits
 
@@ -82,6 +82,21 @@ def test_under_autocast(recipe: str) -> None:
         assert not different(eager, compiled)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", OWN)
+def test_with_inductor(recipe: str) -> None:
+    """Its products are the same kernels; what it fuses around them differs in rounding."""
+    eager, compiled = make(recipe), aotdist.compile(make(recipe), backend="inductor")
+    for step in range(2):
+        outs = [model(batch(step)) for model in (eager, compiled)]
+        for out in outs:
+            out.square().mean().backward()
+        torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-4)
+    for (name, p), (_, q) in zip(eager.named_parameters(), compiled.named_parameters(), strict=True):
+        if p.grad is not None:
+            assert (p.grad - q.grad).norm() <= 1e-3 * p.grad.norm(), name
+
+
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (0, 32), (2, 0, 32)])
 @pytest.mark.parametrize("recipe", OWN)
 def test_shapes_of_inputs(recipe: str, shape: tuple[int, ...]) -> None:
@@ -92,6 +107,17 @@ def test_shapes_of_inputs(recipe: str, shape: tuple[int, ...]) -> None:
     for out in outs:
         out.sum().backward()
     assert same_bits(inputs[0].grad, inputs[1].grad) and not different(eager, compiled)
+
+
+@pytest.mark.parametrize("recipe", OWN)
+def test_gradients_of_gradients_are_refused(recipe: str) -> None:
+    refused = "once_differentiable|asked for its own gradient"
+    for model in pair(recipe):
+        x = batch(0)
+        loss = model(x).square().sum()
+        with pytest.raises((RuntimeError, UnsupportedProgram), match=refused):
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            grad.square().sum().backward()
 
 
 def linear(recipe: str, sizes: tuple[int, int] = (32, 48)) -> tuple[nn.Linear, nn.Linear]:
