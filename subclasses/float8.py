@@ -147,7 +147,7 @@ def to_float8(
     chosen: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     for path, linear in _linears(module):
-        reason = _why_not(linear) or (_FILTERED if filter and not filter(path, linear) else None)
+        reason = _why_not(linear, recipe) or (_FILTERED if filter and not filter(path, linear) else None)
         if reason is None:
             chosen[path] = linear
         else:
@@ -176,7 +176,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield path or "(root)", found
 
 
-def _why_not(linear: nn.Linear) -> str | None:
+def _why_not(linear: nn.Linear, recipe: Recipe) -> str | None:
     """What keeps a layer from being converted, if anything does."""
     if hasattr(linear, CONVERSION):
         return f"is {getattr(linear, CONVERSION)} already"
@@ -187,6 +187,8 @@ def _why_not(linear: nn.Linear) -> str | None:
     if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
         sizes = f"{linear.out_features} x {linear.in_features}"
         return f"is {sizes}, which {ALIGNMENT} does not divide"
+    if recipe == "delayed" and linear.weight.is_meta:
+        return "is on the meta device, so there is no weight yet for the amax history to begin with"
     return None
 
 

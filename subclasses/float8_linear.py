@@ -48,7 +48,7 @@ class Float8Linear(nn.Linear):
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):  # it would cast what is in 8 bits
-            product = self.product(input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0))
+            product = self.product(settled(input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)))
         product = product.unflatten(0, input.shape[:-1]) if input.dim() > 1 else product.squeeze(0)
         bias: Any = self.bias
         return product if bias is None else product + bias.to(product.dtype)
@@ -70,7 +70,8 @@ class DelayedFloat8Linear(Float8Linear):
 
     Attributes:
         amax_history: fp32 (3, steps + 1): of input, weight and gradient, the latest first. Forward writes the
-            first two rows while training, backward the third. One column more than is looked at: see `_amax`.
+            first two rows while training, backward the third. One column more than is looked at: see
+            `_cast_delayed`.
     """
 
     amax_history: torch.Tensor

@@ -267,6 +267,7 @@ class Scaled(nn.Linear):
         (nn.Linear(16, 16).double(), "has weights of torch.float64"),
         (nn.Sequential(Scaled(16, 16)), "`0` is a Scaled, whose forward may be another"),
         (make("blockwise").mix, "is float8 .blockwise. already"),
+        (nn.Linear(16, 16, device="meta"), "`.root.` is on the meta device"),
         (nn.LayerNorm(16), "pass a module with `nn.Linear` layers"),
     ],
 )

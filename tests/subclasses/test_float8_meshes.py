@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,11 +18,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import aotdist
 from aotdist.subclasses.float8_tensor import E4M3, Float8Tensor, amax_of, cast, scale_for, settled
 from tests.ranks.harness import World
-from tests.subclasses.float8_models import OWN
+from tests.subclasses.float8_models import OWN, different
 from tests.subclasses.fsdp_models import line, same_bits, seeded
 
 pytestmark = pytest.mark.ranks
@@ -184,3 +186,50 @@ def two_axes_case(converted_first: bool) -> None:
 @pytest.mark.parametrize("converted_first", [True, False])
 def test_fsdp_and_tensor_parallel(world4: World, converted_first: bool) -> None:
     world4.run(two_axes_case, converted_first)
+
+
+def ddp_case(recipe: str) -> None:
+    """The histories of rank 0 are broadcast before each forward, as any buffer."""
+    eager, compiled = (DistributedDataParallel(make(recipe, None)) for _ in range(2))
+    aotdist.compile(compiled, backend="fx")
+    for step in range(3):
+        x = batch(2 * step + dist.get_rank())
+        losses = [model(x).square().mean() for model in (eager, compiled)]
+        for loss in losses:
+            loss.backward()
+        assert same_bits(*losses)
+        assert not (names := different(eager, compiled)), (step, names)
+        for model in (eager, compiled):
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", OWN)
+def test_ddp(world2: World, recipe: str) -> None:
+    world2.run(ddp_case, recipe)
+
+
+def partial_case(recipe: str) -> None:
+    """A partial sum is added up before it is rounded, going in and coming back."""
+    layers = [seeded(lambda: nn.Linear(32, 48)) for _ in range(3)]
+    for layer in layers:
+        aotdist.to_float8(layer, recipe)
+    alone, eager, compiled = layers
+    for layer in (eager, compiled):
+        parallelize_module(layer, line(2), ColwiseParallel(use_local_output=False))
+    aotdist.compile(compiled, backend="fx")
+    x = batch(0)
+    part = DTensor.from_local(x / 2, line(2), [Partial()])
+    want, *got = alone(x), eager(part), compiled(part)
+    for out in (want, *got):
+        out.square().mean().backward()
+    near = 1e-6 if recipe == "delayed" else 1e-2  # 24 rows of a weight are another block than 48
+    torch.testing.assert_close(want, whole(got[0]), rtol=near, atol=near)
+    assert same_bits(local(got[0]), local(got[1]))
+    grads = [whole(layer.weight.grad) for layer in layers]
+    assert same_bits(grads[1], grads[2])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", OWN)
+def test_partial_sums(world2: World, recipe: str) -> None:
+    world2.run(partial_case, recipe)
