@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import local_tensor, make_dtensor, retyped_spec
@@ -159,13 +159,16 @@ def quantise(
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude in `x`, as a plain fp32 scalar; of a DTensor, over all ranks that hold a part.
 
-    Which mesh axes are reduced over follows from the placements: those on which it is sharded, or a partial
-    sum.
+    Args:
+        x: of any shape; a DTensor is reduced over the mesh axes that it is sharded over, and must not be a
+            partial sum, see `settled`. A rank may hold an empty part.
     """
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
-    amax = x.detach().abs().amax().float()
-    return amax.full_tensor() if isinstance(amax, DTensor) else amax
+    local = local_tensor(x) if isinstance(x, DTensor) else x
+    amax = local.detach().abs().amax().float() if local.numel() else torch.zeros((), device=local.device)
+    if not isinstance(x, DTensor):
+        return amax
+    parts = [placement if placement.is_replicate() else Partial("max") for placement in x.placements]
+    return DTensor.from_local(amax, x.device_mesh, parts, run_check=False).full_tensor()
 
 
 def cast(

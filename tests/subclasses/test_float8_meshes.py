@@ -138,6 +138,9 @@ def cast_case() -> None:
         assert x8.placements == placements
         expected = distribute_tensor(alone.float8.view(torch.uint8), mesh, placements)
         assert same_bits(x8._local_tensor.float8.view(torch.uint8), expected._local_tensor)
+    few = distribute_tensor(x[:3], line(4), [Shard(0)])  # none are left for the last rank
+    assert same_bits(amax_of(few), x[:3].abs().amax())
+    assert local(cast(few, alone.scale, E4M3)).float8.shape == local(few).shape
     ours = mesh.get_coordinate()[0] + 1.0
     apart = DTensor.from_local(x * ours, mesh["tp"], [Shard(0)])
     assert same_bits(amax_of(apart), (x * ours).abs().amax())  # the other axis has other numbers
