@@ -21,9 +21,11 @@ STAMP := $(VENV)/.aotdist-setup
 # One process and its OpenMP team a core; more teams than cores cost a two-rank step half its speed.
 RANK_THREADS := $(shell echo $$(( $(CORES) / $(NPROC) > 0 ? $(CORES) / $(NPROC) : 1 )))
 DOCUMENTED := program capture convention joint partition passes codegen runtime report subclasses launch
+FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
+FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup train test test-all test-torch211 bench check format docs clean
+.PHONY: help setup train float8-curves test test-all test-torch211 bench check format docs clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
@@ -31,10 +33,10 @@ help: ## Show this list
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)"
 	@echo "  ARGS='...' goes to train, test and bench; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
 
-setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, validate and dev extras
+setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, validate and dev extras
 
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[train,validate,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[train,fp8,validate,dev]'
 	@touch $@
 
 $(BIN)/python:
@@ -45,6 +47,15 @@ $(BIN)/python:
 
 train: $(STAMP) ## Train the example model on NPROC ranks; ARGS="--help" lists its options
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(RANK_THREADS)} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m aotdist.launch.train $(ARGS)
+
+float8-curves: $(STAMP) ## Train in bf16 and with every FP8 recipe (runs that are there are kept), and draw docs/float8.svg
+	for recipe in off $(FLOAT8_RECIPES); do \
+	  name=$${recipe/off/bf16}; [[ -d $(FLOAT8_RUNS)/$$name ]] || OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(RANK_THREADS)} \
+	    $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m aotdist.launch.train --float8.recipe $$recipe \
+	    --parallel.precision bf16 --compile.backend fx --optim.steps 200 --run.log-every 20 --run.sample-bytes 0 \
+	    --run.folder $(FLOAT8_RUNS) --run.name $$name $(ARGS); \
+	done
+	$(BIN)/python -m aotdist.launch.comparison docs/float8.svg $(FLOAT8_RUNS)/bf16 $(FLOAT8_RECIPES:%=$(FLOAT8_RUNS)/%)
 
 test: $(STAMP) ## Run the tests, all but the sweeps; ARGS="-k bucket" chooses some
 	$(PYTEST) $(ARGS)

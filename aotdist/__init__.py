@@ -17,6 +17,7 @@ from aotdist.errors import (
     UnsupportedProgram,
 )
 from aotdist.settings import Settings
+from aotdist.subclasses.float8 import to_float8
 from aotdist.subclasses.sparse24_linear import Sparsified, sparsify_24
 
 __version__ = "0.1.0"
@@ -39,4 +40,5 @@ __all__ = [
     "mark_dynamic",
     "reset",
     "sparsify_24",
+    "to_float8",
 ]

@@ -1226,6 +1226,16 @@ def with_placements(context: Any, placements: tuple[Any, ...]) -> Any:
     return (placements, *rest)
 
 
+def retyped_spec(tensor: DTensor, dtype: torch.dtype) -> Any:
+    """The spec of a DTensor placed like `tensor`, of another dtype."""
+    from dataclasses import replace
+
+    spec: Any = tensor._spec
+    if spec.tensor_meta.dtype == dtype:
+        return spec
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
 def make_dtensor(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """A DTensor without history, without the decorated constructor: 1.1 us instead of 2.4."""
     return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)

@@ -208,6 +208,24 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Float8Options:
+    """What the blocks multiply in 8 bits.
+
+    Args:
+        recipe: where scales come from, see `aotdist.to_float8`; `off` leaves the blocks as they are. The
+            output head, and everything that is no product with a weight, is left in any case.
+        all_gather: with `delayed`, let FSDP2 gather the weights of the blocks in 8 bits.
+    """
+
+    recipe: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"] = "off"
+    all_gather: bool = False
+
+    def __post_init__(self) -> None:
+        fits = self.recipe == "delayed" or not self.all_gather
+        _require(fits, f"--float8.all-gather goes with no recipe {self.recipe}", "choose the recipe delayed")
+
+
+@dataclass(frozen=True, slots=True)
 class CompileOptions:
     """What `aotdist.compile` is asked for; settings left out follow `AOTDIST_*`, then the defaults.
 
@@ -292,6 +310,7 @@ class JobOptions:
         data: the text.
         optim: the optimizer.
         parallel: the ranks.
+        float8: the FP8 recipe.
         compile: the compiler.
         run: the run.
     """
@@ -301,6 +320,7 @@ class JobOptions:
     data: DataOptions = field(default_factory=DataOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    float8: Float8Options = field(default_factory=Float8Options)
     compile: CompileOptions = field(default_factory=CompileOptions)
     run: RunOptions = field(default_factory=RunOptions)
 

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import torch
 
-from aotdist.launch.compiling import compile_model, uncompiled
+from aotdist.launch.compiling import compile_model, convert_model, uncompiled
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.loop import Trainer, TrainState
@@ -40,6 +40,7 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
     sparsify_model(model, options.sparse24)
     facts = _facts(options, world, corpus, model)
+    convert_model(model, options.float8)
     spread(model, world, options)
     compile_model(model, options.compile)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
@@ -91,4 +92,5 @@ def _facts(options: JobOptions, world: World, corpus: Corpus, model: Decoder) ->
         "2:4 weights": options.sparse24.mask,
         "ranks": f"{world.layout} on {world.device.type}, {dtype}",
         "compiler": options.compile.backend,
+        "float8": options.float8.recipe,
     }

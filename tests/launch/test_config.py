@@ -8,6 +8,7 @@ from aotdist import BadSettings, Settings
 from aotdist.launch.config import (
     CompileOptions,
     DataOptions,
+    Float8Options,
     JobOptions,
     ModelOptions,
     OptimOptions,
@@ -43,7 +44,16 @@ def test_help_lists_every_option(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [ModelOptions, Sparse24Options, DataOptions, OptimOptions, ParallelOptions, CompileOptions, RunOptions],
+    [
+        ModelOptions,
+        Sparse24Options,
+        DataOptions,
+        OptimOptions,
+        ParallelOptions,
+        Float8Options,
+        CompileOptions,
+        RunOptions,
+    ],
 )
 def test_every_option_is_explained(options):
     described = options.__doc__.split("Args:")[1]
@@ -85,6 +95,7 @@ def test_other_ranks_leave_silently(capsys):
         ("--optim.clip-norm -1", "--optim.clip-norm is -1"),
         ("--optim.lr nan", "--optim.lr is nan"),
         ("--parallel.dp-shard 0", "--parallel.dp-shard is 0"),
+        ("--float8.recipe blockwise --float8.all-gather", "no recipe blockwise"),
         ("--compile.bucket-bytes 0", "bucket_bytes is 0"),
         ("--run.name a/b", "'a/b'"),
         ("--run.validate-every -1", "--run.validate-every is -1"),

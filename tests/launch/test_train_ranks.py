@@ -22,6 +22,8 @@ VARIANTS = {
     "untied": (2, ["--model.no-tie-head"]),
     "bf16": (2, ["--parallel.precision=bf16"]),
     "tp-bf16": (2, ["--parallel.precision=bf16", *MESHES["tp"][1]]),
+    "float8": (2, ["--parallel.precision=bf16", "--float8.recipe=delayed", "--float8.all-gather"]),
+    "float8-tp": (2, ["--float8.recipe=blockwise", *MESHES["tp"][1]]),
     "sparse24": (2, ["--sparse24.mask=transposable", "--sparse24.decay=2e-4"]),
     "accumulate": (2, ["--data.batch-size=2", "--optim.accumulate=2"]),
     "accumulate-sync": (2, ["--data.batch-size=2", "--optim.accumulate=2", "--optim.sync-every-micro-step"]),

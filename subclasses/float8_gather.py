@@ -1,0 +1,240 @@
+"""Weights that FSDP2 gathers in 8 bits: a quarter of the bytes of fp32, half of those of bf16.
+
+A `Float8GatherWeight` is a parameter as precise as ever, to the optimizer and to checkpoints; only FSDP2's
+extension of its all-gather (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) casts it, shard by shard, and what
+the module multiplies with is a Float8Tensor. What travels is uint8: not every backend of `torch.distributed`
+knows 8-bit floats (gloo does not).
+
+All shards of a weight need one scale. `WeightScales` computes those of all weights at once, with one
+reduction over each mesh axis that they are sharded over, whenever a weight has changed since::
+
+    shard ─ abs ─ amax ┐
+    shard ─ abs ─ amax ┼─ stack ─ all_reduce(max) ─ scales        once after an optimizer step
+    ...                ┘
+    shard ─ / scale ─ to float8 ─ view(uint8) ─ all_gather ─ view(float8) ─► Float8Tensor     each gather
+
+Source: torchao's `precompute_float8_dynamic_scale_for_fsdp`, which is called by hand after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.float8_tensor import E4M3, Float8Tensor, amax_of, on_local, quantise, scale_for
+from aotdist.subclasses.protocol import is_real
+from aotdist.torch_seam import local_tensor, make_dtensor, pytree, retyped_spec, writes_arguments
+
+aten = torch.ops.aten
+
+
+class Float8GatherWeight(torch.Tensor):
+    """A weight, or FSDP2's shard of one, that is gathered in 8 bits.
+
+    Operators see the weight itself, and what they return is plain, but for those with which FSDP2 cuts it up.
+
+    Args:
+        weight: (out_features, in_features), of 16 or 32 bits.
+        scale: fp32 scalar, see `WeightScales`; all shards and views of a weight have the same object.
+        scales: what computes it.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    scales: WeightScales
+
+    @staticmethod
+    def __new__(
+        cls: type[Float8GatherWeight], weight: torch.Tensor, scale: torch.Tensor, scales: WeightScales
+    ) -> Float8GatherWeight:
+        """A wrapper laid out like `weight`."""
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            weight.size(),
+            strides=weight.stride(),
+            storage_offset=weight.storage_offset(),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, scales: WeightScales) -> None:
+        self.weight = weight
+        self.scale = scale
+        self.scales = scales
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Float8GatherWeight({self.weight!r}, scale={self.scale!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The plain tensors, and what else is needed to put them together."""
+        return ["weight", "scale"], self.scales
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
+    ) -> Float8GatherWeight:
+        """The inverse of `__tensor_flatten__`."""
+        return Float8GatherWeight(inner["weight"], inner["scale"], context)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` on the weights themselves."""
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        bare_args, bare_kwargs = pytree.tree_map_only(cls, lambda t: t.weight, (args, kwargs or {}))
+        result = func(*bare_args, **bare_kwargs)
+        if writes_arguments(func):  # whoever writes a weight holds it still
+            return args[0] if isinstance(args[0], torch.Tensor) else result
+        if func not in _CUTS or (func is aten._to_copy.default and result.dtype != first.dtype):
+            return result
+        scale = first.scale.to(result[0].device if isinstance(result, list | tuple) else result.device)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: Float8GatherWeight(t, scale, first.scales), result
+        )
+
+    def prepare_gather(self) -> None:
+        """Bring the scale up to date; before a compiled call, which reads it as it is."""
+        self.scales.prepare(self)
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor]]:
+        """What FSDP2 gathers, and what it hands on to `fsdp_post_all_gather`.
+
+        Shapes: this rank's rows -> uint8, padded to as many rows as every rank brings; the scale.
+
+        Raises:
+            UnsupportedProgram: the weight is sharded by columns.
+        """
+        if self.size(1) != outer_size[1]:
+            raise UnsupportedProgram(
+                "a weight that is gathered in float8 is sharded on dimension 1",
+                fix="shard it on dimension 0 (`shard_placement_fn`), or leave out `float8_all_gather`",
+            )
+        if is_real(self):  # a stand-in's scale is an argument of the program
+            self.prepare_gather()
+        missing = -(-outer_size[0] // mesh.size()) - self.size(0)
+        float8 = quantise(self.weight, self.scale, E4M3).view(torch.uint8)
+        # The scale is handed on as it is now: the next optimizer step changes it.
+        return (nn.functional.pad(float8, (0, 0, 0, missing)),), (self.scale.clone(),)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: tuple[torch.Tensor],
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The gathered weight, around the memory that FSDP2 gathered into; `out` is around it already."""
+        (gathered,), (scale,) = all_gather_outputs, metadata
+        if out is None:
+            return Float8Tensor(gathered.view(E4M3), scale, param_dtype), (gathered,)
+        local: Any = local_tensor(out) if isinstance(out, DTensor) else out
+        local.scale = scale
+        return None
+
+
+_CUTS = frozenset(
+    {
+        aten._to_copy.default,
+        aten.alias.default,
+        aten.as_strided.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.empty_like.default,
+        aten.new_zeros.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.view.default,
+    }
+)
+"""Operators of which FSDP2, `distribute_tensor`, autograd and `Module.to` expect the same class."""
+
+
+class WeightScales:
+    """The scales of all weights that one call of `to_float8` prepared for gathering.
+
+    A weight has changed when a version counter says so: the parameter's, or that of what lies in it. A write
+    that no counter sees (`param.data.copy_`) is asked for by `refresh`.
+    """
+
+    def __init__(self) -> None:
+        self._linears: list[nn.Linear] = []
+        self._params: dict[nn.Linear, Any] = {}
+        self._seen: dict[int, tuple[Any, int]] = {}
+        """The parameter and its version at the latest pass, by the identity of what lies in it."""
+
+    def wrap(self, linear: nn.Linear) -> None:
+        """Make the weight of `linear` one that is gathered in 8 bits."""
+        weight = linear.weight
+        scale = scale_for(amax_of(weight), E4M3)
+        wrapped = on_local(lambda part: Float8GatherWeight(part, scale, self), weight.detach())
+        linear.weight = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+        self._linears.append(linear)
+
+    def prepare(self, shard: Float8GatherWeight) -> None:
+        """Compute all scales anew if this weight has changed, which it does on all ranks alike."""
+        param, version = self._seen.get(id(shard), (None, None))
+        if param is None or _version(param) != version:
+            self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute all scales anew; every rank must call it as often."""
+        # While FSDP2 has gathered some, those do not hang in their modules: they are known from before.
+        self._params |= {linear: linear.weight for linear in self._linears if _is_sharded(linear.weight)}
+        for groups, together in _by_groups(self._params.values()).items():
+            _refresh(groups, together)
+        params = self._params.values()
+        self._seen = {id(local_tensor(param)): (param, _version(param)) for param in params}
+
+
+def _is_sharded(param: Any) -> bool:
+    return isinstance(param, DTensor) and isinstance(local_tensor(param), Float8GatherWeight)
+
+
+def _version(param: Any) -> int:
+    local: Any = local_tensor(param)
+    return param._version + local._version + local.weight._version
+
+
+def _by_groups(params: Iterable[Any]) -> dict[tuple[dist.ProcessGroup, ...], list[Any]]:
+    """Parameters by the process groups among which their parts lie."""
+    found: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
+    for param in params:
+        sharded = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
+        groups = tuple(param.device_mesh.get_group(axis) for axis in sharded)
+        found.setdefault(groups, []).append(param)
+    return found
+
+
+def _refresh(groups: tuple[dist.ProcessGroup, ...], params: Sequence[Any]) -> None:
+    """One pass: the amax of every shard, one reduction for each mesh axis, every scale."""
+    weights: list[Any] = [local_tensor(param) for param in params]
+    amaxes = torch.stack([amax_of(weight.weight) for weight in weights])
+    for group in groups:
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
+    for weight, scale in zip(weights, scale_for(amaxes, E4M3).unbind(), strict=True):
+        weight.scale.copy_(scale)
+
+
+def precise_weight(weight: Any) -> torch.Tensor:
+    """The weight itself, in high precision, sharing memory: what checkpoints hold. Others as they are."""
+    if isinstance(weight, Float8GatherWeight):
+        return weight.weight
+    if isinstance(weight, DTensor) and isinstance(local := local_tensor(weight), Float8GatherWeight):
+        return make_dtensor(local.weight, retyped_spec(weight, local.dtype))
+    return weight

@@ -1,0 +1,287 @@
+"""Float8Tensor: a matrix kept in 8 bits, and the scales that say what it stands for.
+
+`float8 * scale` is the tensor that it stands for. One scale serves the whole tensor, or one serves each block
+of it. Products of two are taken by `torch._scaled_mm` where there is one scale each, on a GPU and on a CPU;
+no kernel of PyTorch's for CPUs knows blocks, so those are multiplied in fp32 after the scales are applied,
+which is what the kernel for one scale does on a CPU too.
+
+Rounding is to nearest, ties to even, and saturates: what is beyond the largest number of the format becomes
+that number, so that a scale that is too small (delayed scaling's may be) costs accuracy and makes no NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import local_tensor, make_dtensor, retyped_spec
+
+aten = torch.ops.aten
+
+E4M3 = torch.float8_e4m3fn
+"""4 bits of exponent, 3 of mantissa, largest number 448: for activations and weights."""
+E5M2 = torch.float8_e5m2
+"""5 bits of exponent, 2 of mantissa, largest number 57,344: for gradients, whose range is wider."""
+
+ALIGNMENT = 16
+"""What `torch._scaled_mm` wants the sizes of a matrix to divide by, on a GPU."""
+
+Block: TypeAlias = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+
+class Float8Tensor(torch.Tensor):
+    """A matrix in 8 bits that stands for one of more.
+
+    Products of two come in the dtype that the first stands for. There is no other arithmetic: dequantise
+    first.
+
+    Args:
+        float8: (rows, columns), float8_e4m3fn or float8_e5m2; with `block`, filled up to whole blocks with
+            zeros, which add nothing to a product.
+        scale: fp32, what `float8` is to be multiplied by; a scalar, or with `block` one number for each
+            block: (ceil(rows / block rows), ceil(columns / block columns)).
+        dtype: what it stands for.
+        block: rows and columns that share a scale; None for one scale.
+        size: (rows, columns) with `block`, if `float8` is filled up.
+    """
+
+    float8: torch.Tensor
+    scale: torch.Tensor
+    block: Block | None
+
+    @staticmethod
+    def __new__(
+        cls: type[Float8Tensor],
+        float8: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        block: Block | None = None,
+        size: torch.Size | None = None,
+    ) -> Float8Tensor:
+        """A wrapper laid out like `float8`, or like that part of it which is no filling."""
+        stride = float8.stride()
+        if size is not None:
+            stride = (size[1], 1) if float8.is_contiguous() else (1, size[0])
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, size or float8.size(), strides=stride, dtype=dtype, device=float8.device
+        )
+
+    def __init__(
+        self,
+        float8: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        block: Block | None = None,
+        size: torch.Size | None = None,
+    ) -> None:
+        self.float8 = float8
+        self.scale = scale
+        self.block = block
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Float8Tensor({self.float8!r}, scale={self.scale!r}, dtype={self.dtype}, block={self.block})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The plain tensors, and what else is needed to put them together."""
+        return ["float8", "scale"], (self.dtype, self.block)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
+    ) -> Float8Tensor:
+        """The inverse of `__tensor_flatten__`."""
+        dtype, block = context
+        return Float8Tensor(inner["float8"], inner["scale"], dtype, block, None if block is None else size)
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The matrix that this stands for, multiplied out in fp32 and then rounded to `dtype` or its own."""
+        rows, columns = self.shape
+        return self.multiplied_out()[:rows, :columns].to(dtype or self.dtype)
+
+    def multiplied_out(self) -> torch.Tensor:
+        """In fp32, with the filling."""
+        if self.block is None:
+            return self.float8.float() * self.scale
+        return _flat(_in_blocks(self.float8.float(), self.block) * self.scale[:, None, :, None])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Does what products and autograd ask for, and refuses the rest.
+
+        Raises:
+            UnsupportedProgram: there is no such operation on 8 bits.
+        """
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise UnsupportedProgram(
+                f"`{func}` was called on a Float8Tensor, which only knows products with its like",
+                fix="call `.dequantise()` on it first",
+            )
+        return handler(*args, **(kwargs or {}))
+
+
+def scale_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale that brings `amax` to the largest number of `dtype`; 1 where nothing was seen yet.
+
+    Shapes: any -> the same, fp32.
+    """
+    return torch.where(amax > 0, amax.float() / torch.finfo(dtype).max, 1.0)
+
+
+def quantise(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: Block | None = None
+) -> torch.Tensor:
+    """`x / scale`, rounded to 8 bits and saturating; arithmetic is fp32.
+
+    Shapes: (rows, columns) and a scalar -> (rows, columns). With a scale for each block, what is returned is
+    filled up to whole blocks: Inductor (torch 2.13, AVX-512) reads and writes wrong bytes where 8-bit floats
+    are cut off, and kernels want whole blocks anyway.
+    """
+    largest = torch.finfo(dtype).max
+    if block is None:
+        return (x.float() / scale).clamp(-largest, largest).to(dtype)
+    blocks = _in_blocks(x.float(), block) / scale[:, None, :, None]
+    return _flat(blocks.clamp(-largest, largest)).to(dtype)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in `x`, as a plain fp32 scalar; of a DTensor, over all ranks that hold a part.
+
+    Args:
+        x: of any shape; a DTensor is reduced over the mesh axes that it is sharded over, and must not be a
+            partial sum, see `settled`. A rank may hold an empty part.
+    """
+    local = local_tensor(x) if isinstance(x, DTensor) else x
+    amax = local.detach().abs().amax().float() if local.numel() else torch.zeros((), device=local.device)
+    if not isinstance(x, DTensor):
+        return amax
+    parts = [placement if placement.is_replicate() else Partial("max") for placement in x.placements]
+    return DTensor.from_local(amax, x.device_mesh, parts, run_check=False).full_tensor()
+
+
+def cast(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, stands_for: torch.dtype | None = None
+) -> torch.Tensor:
+    """`x` in 8 bits with one scale: a Float8Tensor, or a DTensor around one.
+
+    Args:
+        x: a matrix; a DTensor must not be a partial sum, see `settled`.
+        scale: a plain scalar, the same on all ranks.
+        dtype: of 8 bits.
+        stands_for: the dtype of products with it, by default that of `x`.
+    """
+    wide = stands_for or x.dtype
+    return on_local(lambda part: Float8Tensor(quantise(part, scale, dtype), scale, wide), x)
+
+
+def on_local(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`fn` of what this rank holds, placed like `x`; `fn` keeps sizes and may give another dtype."""
+    if not isinstance(x, DTensor):
+        return fn(x)
+    local = fn(local_tensor(x))
+    return make_dtensor(local, retyped_spec(x, local.dtype))
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its partial sums added up, since rounding does not add: other tensors as they are."""
+    if not isinstance(x, DTensor) or not any(placement.is_partial() for placement in x.placements):
+        return x
+    whole = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+    return x.redistribute(placements=whole)
+
+
+def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """The largest magnitude in each block.
+
+    Shapes: (rows, columns) -> (ceil(rows / block rows), ceil(columns / block columns)).
+    """
+    return _in_blocks(x.detach().abs(), block).amax((1, 3))
+
+
+def _in_blocks(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """Zeros fill up the last blocks.
+
+    Shapes: (rows, columns) -> (blocks, block rows, blocks, block columns).
+    """
+    rows, columns = (-(-size // length) for size, length in zip(x.shape, block, strict=True))
+    padding = (0, columns * block[1] - x.size(1), 0, rows * block[0] - x.size(0))
+    return nn.functional.pad(x, padding).view(rows, block[0], columns, block[1])
+
+
+def _flat(blocks: torch.Tensor) -> torch.Tensor:
+    """Shapes: (blocks, block rows, blocks, block columns) -> (rows, columns), with the filling."""
+    return blocks.flatten(2).flatten(0, 1)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
+        raise UnsupportedProgram(
+            "a Float8Tensor is multiplied by a plain tensor", fix="dequantise it, or cast the other one too"
+        )
+    if a.block is not None or b.block is not None:
+        filled = torch.mm(a.multiplied_out(), b.multiplied_out())
+        return filled[: a.size(0), : b.size(1)].to(a.dtype)
+    left, right = _aligned(a.float8), _aligned(b.float8.t())
+    return aten._scaled_mm.default(left, right.t(), a.scale, b.scale, out_dtype=a.dtype)
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """Rows next to each other in memory, and zeros after each up to what `_scaled_mm` wants.
+
+    Zeros add nothing, and only the product for a weight's gradient needs them, for an odd number of tokens.
+    """
+    missing = -matrix.size(1) % ALIGNMENT
+    if not missing:
+        return matrix.contiguous()
+    return torch.cat([matrix, matrix.new_zeros(matrix.size(0), missing)], 1)
+
+
+def _transposed(x: Float8Tensor) -> Float8Tensor:
+    if x.block is None:
+        return Float8Tensor(x.float8.t(), x.scale, x.dtype)
+    rows, columns = x.block
+    size = torch.Size((x.size(1), x.size(0)))
+    return Float8Tensor(x.float8.t(), x.scale.t(), x.dtype, (columns, rows), size)
+
+
+def _detached(x: Float8Tensor) -> Float8Tensor:
+    return Float8Tensor(x.float8.detach(), x.scale.detach(), x.dtype, x.block, _size_in_blocks(x))
+
+
+def _cloned(x: Float8Tensor, *, memory_format: torch.memory_format | None = None) -> Float8Tensor:
+    copy = x.float8.clone(memory_format=memory_format or torch.preserve_format)
+    return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block, _size_in_blocks(x))
+
+
+def _size_in_blocks(x: Float8Tensor) -> torch.Size | None:
+    return None if x.block is None else x.size()
+
+
+def _strided(
+    x: Float8Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Float8Tensor:
+    """FSDP2 cuts the padding off a gathered weight with it; blocks would be torn apart."""
+    if x.block is not None:
+        raise UnsupportedProgram("a Float8Tensor with blocks has no strided views", fix="dequantise it first")
+    return Float8Tensor(x.float8.as_strided(size, stride, storage_offset), x.scale, x.dtype)
+
+
+_HANDLERS: Mapping[Any, Callable[..., Any]] = {
+    aten.mm.default: _mm,
+    aten.t.default: _transposed,
+    aten.as_strided.default: _strided,
+    aten.detach.default: _detached,
+    aten.clone.default: _cloned,
+}
