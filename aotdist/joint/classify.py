@@ -30,6 +30,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
     ViewStep,
+    data_of,
 )
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
@@ -160,9 +161,10 @@ class _Classifier:
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
     def _count_bumps(self, change: Change) -> None:
-        """A view has the version counter of its base."""
-        of_input = self._inputs.index_of(self._log.root(change.tensor, ()).base)
-        if of_input is not None:
+        """A view has the version counter of its base, unless it was made by `.data`."""
+        root = self._log.root(change.tensor, ())
+        of_input = self._inputs.index_of(root.base)
+        if of_input is not None and not any(step.op is data_of for step in root.steps):
             self._node.bumps[of_input] += change.bumps
 
     def _write(self, number: int, change: Change, target: Place) -> MetadataWrite:

@@ -120,6 +120,7 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "an intermediate, set to the input": lambda x: (y := x * 2, quietly(y.set_, x.detach()), x * 3)[::2],
     "an intermediate, data =": lambda x: assign(x * 2, new(x, 2, 3)),
     "an intermediate, data = an input": lambda x: assign(new(x, 2, 3), x.data),
+    "its data, resized": lambda x: (x.data.resize_(x.shape[:-1]), x * 2),
     "an intermediate, data =, used": lambda x: assign(x * 2, new(x, 2, 3)) * 3,
     "an intermediate, t_ with a view before": lambda x: ((y := x * 2)[1], y.t_()),
     "an intermediate, detach_ with a view before": lambda x: ((y := x * 2)[1], y.detach_()),
