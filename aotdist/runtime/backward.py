@@ -172,6 +172,8 @@ class Backward:
         if not arrived and not caught:
             return (None,) * len(self.plan.grads)
         if self.derivative is not None and (plan.obstacle is not None or not plan.takes(arrived)):
+            if caught:
+                raise refusal(arrived.values(), CAUGHT)
             return self.derivative(ctx, arrived, lambda: self(ctx, *tangents))
         outs = tuple(slot for slot in self.results if slot.role == "grad")
         found = self._twice(ctx, outs, arrived, caught, in_parts=is_watched(ctx))
