@@ -32,6 +32,7 @@ from aotdist.capture.modules import (
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.source import Source
+from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
@@ -47,10 +48,17 @@ class Returned:
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
         assigned: places that are assigned the outputs after those, and the structure of each value.
+        replaced: attributes of wrappers that are assigned the outputs after those: position of the wrapper
+            among the program's inputs, and path.
     """
 
     spec: pytree.TreeSpec
     assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
+    replaced: tuple[tuple[int, str], ...] = ()
+
+    def assigned_paths(self) -> list[str]:
+        """What is assigned something, by name; of wrappers, the attribute."""
+        return [*(source.path for source, _ in self.assigned), *(path[1:] for _, path in self.replaced)]
 
     @classmethod
     def of(cls, facts: Facts) -> Returned:
@@ -183,7 +191,7 @@ def capture(
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
-        return _call(environment, lambda: run(*inner_args, **inner_kwargs), settings)
+        return _call(environment, lambda: run(*inner_args, **inner_kwargs), flat, settings)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
@@ -212,12 +220,15 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
         yield
 
 
-def _call(environment: Environment, run: Callable[[], Any], settings: Settings) -> list[Any]:
+def _call(
+    environment: Environment, run: Callable[[], Any], inputs: Sequence[torch.Tensor], settings: Settings
+) -> list[Any]:
     """Run the user's code; its flat results, what it assigned, and how to put them back."""
     reassignments = Reassignments(environment.modules, environment.reached)
+    attributes = WrapperAttributes(inputs)
     try:
         leaves, spec = pytree.tree_flatten(run(), is_leaf=is_leaf)
-        assigned = reassignments.collect()
+        assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:
         reassignments.undo()
         raise
@@ -228,8 +239,9 @@ def _call(environment: Environment, run: Callable[[], Any], settings: Settings) 
                 stacklevel=2,
             )
     flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in assigned]
-    returned = Returned(spec, tuple((source, structure) for source, _, structure in flat))
-    return [*leaves, *(leaf for _, values, _ in flat for leaf in values), returned]
+    places = tuple((source, structure) for source, _, structure in flat)
+    returned = Returned(spec, places, tuple(replaced))
+    return [*leaves, *(leaf for _, values, _ in flat for leaf in values), *replaced.values(), returned]
 
 
 def _closed_over(environment: Environment) -> dict[int, Source]:

@@ -220,6 +220,12 @@ class Assembly:
                 )
             found[source.path] = OutIdx(position)
             position += 1
+        for _, path in returned.replaced:
+            raise UnsupportedProgram(
+                f"the attribute `{path[1:]}` of a wrapper is replaced",
+                stage="export",
+                fix="return the tensor",
+            )
         return found
 
     def _distinct(self, nodes: dict[Input, Node]) -> dict[Input, Node]:

@@ -167,7 +167,7 @@ def print_call(
                 do(action)
         else:
             print_steps(printer, gates, primals, do)
-        print_return(printer, returned)
+        print_return(printer, returned, fit.variables)
 
 
 def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[str]) -> None:

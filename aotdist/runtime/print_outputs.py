@@ -184,13 +184,15 @@ def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, *
         return view(base, *args, **kwargs)
 
 
-def print_return(printer: Printer, returned: Returned) -> None:
-    """Print the user's result, and what the program assigns."""
+def print_return(printer: Printer, returned: Returned, variables: Sequence[str]) -> None:
+    """Print the user's result, and what the program assigns; `variables` hold the inputs."""
     positions = itertools.count()
     result = _display(printer, returned.spec, positions)
     for source, spec in returned.assigned:
         value = _display(printer, spec, positions)
         printer.line(f"{source.expression(printer.bind)} = {value}  # {source.path} is reassigned")
+    for idx, path in returned.replaced:
+        printer.line(f"{variables[idx]}{path} = o{next(positions)}  # is replaced")
     printer.line(f"return {result}")
 
 

@@ -1,0 +1,60 @@
+"""Tensors inside of wrappers that the program replaces: `weight.scale = new_scale`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import is_wrapper
+from aotdist.torch_seam import flatten_protocol
+
+
+class WrapperAttributes:
+    """What is inside the wrappers among the inputs of a program, before it runs.
+
+    Args:
+        inputs: what it is given.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._inputs = inputs
+        self._before = {
+            (idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in _inside(tensor, "")
+        }
+
+    def replaced(self) -> dict[tuple[int, str], torch.Tensor]:
+        """What has been put in the place of another tensor, by position of the input and path (`.scale`).
+
+        Raises:
+            UnsupportedProgram: it is no tensor.
+        """
+        found: dict[tuple[int, str], torch.Tensor] = {}
+        for (idx, path), before in self._before.items():
+            if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
+                continue  # it is gone with what it was in
+            now = operator.attrgetter(path[1:])(self._inputs[idx])
+            if now is before:
+                continue
+            if not isinstance(now, torch.Tensor):
+                raise UnsupportedProgram(
+                    f"the tensor `{path[1:]}` of a {type(self._inputs[idx]).__name__} is replaced by a "
+                    f"{type(now).__name__}",
+                    stage="capture",
+                    fix="replace it by a tensor, or outside of the compiled function",
+                )
+            found[idx, path] = now
+        return found
+
+
+def _inside(tensor: torch.Tensor, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor inside of a wrapper, outer ones first, and where."""
+    if not is_wrapper(tensor):
+        return
+    for name in flatten_protocol(tensor)[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield f"{path}.{name}", inner
+            yield from _inside(inner, f"{path}.{name}")
