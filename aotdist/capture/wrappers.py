@@ -20,7 +20,7 @@ class WrapperAttributes:
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self._inputs = inputs
+        self._inputs, self._vars = inputs, list(map(vars, inputs))
         self._before = {
             (idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in _inside(tensor, "")
         }
@@ -33,6 +33,8 @@ class WrapperAttributes:
         """
         found: dict[tuple[int, str], torch.Tensor] = {}
         for (idx, path), before in self._before.items():
+            if vars(self._inputs[idx]) is not self._vars[idx]:
+                continue  # `torch.utils.swap_tensors`: all that is inside has gone to another tensor
             if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
                 continue  # it is gone with what it was in
             now = operator.attrgetter(path[1:])(self._inputs[idx])
