@@ -8,6 +8,7 @@ Each re-export says why it is needed. Heavy imports stand inside small functions
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import functools
 import inspect
 import logging
@@ -1228,12 +1229,10 @@ def with_placements(context: Any, placements: tuple[Any, ...]) -> Any:
 
 def retyped_spec(tensor: DTensor, dtype: torch.dtype) -> Any:
     """The spec of a DTensor placed like `tensor`, of another dtype."""
-    from dataclasses import replace
-
     spec: Any = tensor._spec
     if spec.tensor_meta.dtype == dtype:
         return spec
-    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    return dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
 
 def make_dtensor(local: torch.Tensor, spec: Any) -> torch.Tensor:

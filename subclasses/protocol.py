@@ -323,6 +323,11 @@ def same_layout(before: Recipe, after: Recipe) -> bool:
     return wrapper_rule(before.cls).same_layout(before, after)
 
 
+def mixes_with_plain(recipes: Iterable[Recipe]) -> bool:
+    """Whether there are wrappers among them that operators take together with plain tensors."""
+    return any(isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls).mixes for recipe in recipes)
+
+
 def process_groups(recipes: Iterable[Recipe]) -> set[str]:
     """Names of the process groups that a program with such inputs may communicate in."""
     wrappers = [recipe for recipe in recipes if isinstance(recipe, Wrapper)]

@@ -28,11 +28,11 @@ from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
     leaves,
+    mixes_with_plain,
     plain_tensors,
     rebuild,
     recipe_of,
     tangent_recipe,
-    wrapper_rule,
 )
 from aotdist.torch_seam import (
     REENTRANT_CHECKPOINT,
@@ -60,8 +60,7 @@ def is_linear(ends: Sequence[End]) -> bool:
 def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether wrappers meet other kinds of tensors: of which kind a gradient is depends on what it is of."""
     recipes = [recipe_of(tensor) for tensor in tensors]
-    open_ = any(isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls).mixes for recipe in recipes)
-    return open_ and len(set(map(_kind, recipes))) > 1
+    return mixes_with_plain(recipes) and len(set(map(_kind, recipes))) > 1
 
 
 def _kind(recipe: Recipe) -> Hashable:

@@ -164,8 +164,7 @@ class Effects:
         for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
                 raise requires_grad_by_itself(node_out.slot)
-        acts = any(not isinstance(action, int) for action in outputs.order)
-        is_rewritten = bool(metadata.written) or self.swaps.some() or acts
+        is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
 

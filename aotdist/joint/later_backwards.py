@@ -29,8 +29,8 @@ from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
     leaves,
+    mixes_with_plain,
     recipe_of,
-    wrapper_rule,
 )
 from aotdist.torch_seam import custom_functions, is_once_differentiable
 
@@ -134,9 +134,7 @@ class LaterBackwards:
         plain tensors, as DTensors do not, plain results have plain gradients.
         """
         of_outs = [out.recipe for out in self._node_outs if out.differentiable]
-        return any(isinstance(recipe, Wrapper) for recipe in of_outs) or any(
-            isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls).mixes for recipe in self._recipes
-        )
+        return any(isinstance(recipe, Wrapper) for recipe in of_outs) or mixes_with_plain(self._recipes)
 
     def of_kinds(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> OtherJoint:
         """The program with the backward for such gradients.

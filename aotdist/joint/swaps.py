@@ -88,10 +88,6 @@ class Swaps:
             if use_count(tensor) > 1 and self._log.changes_of(tensor):
                 raise _refuse("after its size, storage or history was written in place")
 
-    def some(self) -> bool:
-        """Whether there are any."""
-        return bool(self._swapped)
-
     def seen_outside(self, outs: Sequence[Any]) -> list[Any]:
         """By the objects that are now what they were at first: `outs`, then what else is swapped.
 

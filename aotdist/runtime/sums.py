@@ -39,15 +39,20 @@ def adds_beneath(recipe: Recipe) -> bool:
         return True
     if is_symbolic(recipe):
         return False
-    first, second = (
-        [torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in plains]
-        for plains in [[leaf for _, leaf in leaves(recipe)]] * 2
-    )
-    summands = rebuild(recipe, first), rebuild(recipe, second)
+    first, second = _stand_ins(recipe), _stand_ins(recipe)
+    a, b = rebuild(recipe, first), rebuild(recipe, second)
     with torch.no_grad(), _Beneath() as beneath:
         try:
-            total = summands[0] + summands[1]
+            total = a + b
         except Exception:  # a class of the user's: it may know no sum, or not on this device
             return False
-    sums = [(torch.ops.aten.add.Tensor, id(a), id(b)) for a, b in zip(first, second, strict=True)]
+    sums = [(torch.ops.aten.add.Tensor, id(one), id(other)) for one, other in zip(first, second, strict=True)]
     return beneath.calls == sums and is_laid_out_as(recipe_of(total), recipe)
+
+
+def _stand_ins(recipe: Recipe) -> list[torch.Tensor]:
+    """Tensors without data for the plain tensors beneath."""
+    return [
+        torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device="meta")
+        for _, leaf in leaves(recipe)
+    ]
