@@ -8,7 +8,7 @@ before or after; parameters and gradients keep their dtype.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from aotdist.errors import BadSettings
+from aotdist.subclasses.conversion import in_words, left_out, sort_linears
 from aotdist.subclasses.float8_gather import WeightScales
 from aotdist.subclasses.float8_linear import BlockwiseFloat8Linear, DelayedFloat8Linear, new_history
 from aotdist.subclasses.float8_tensor import ALIGNMENT
@@ -143,16 +144,11 @@ def to_float8(
             f"`float8_all_gather` needs one scale for a weight, which is not what `{recipe}` of ours has",
             fix="choose the recipe `delayed`, or leave out `float8_all_gather`",
         )
-    chosen: dict[str, nn.Linear] = {}
-    skipped: dict[str, str] = {}
-    for path, linear in _linears(module):
-        reason = _why_not(linear, recipe) or (_FILTERED if filter and not filter(path, linear) else None)
-        if reason is None:
-            chosen[path] = linear
-        else:
-            skipped[path] = reason
+    chosen, skipped = sort_linears(
+        module, lambda path, linear: _why_not(linear, recipe) or left_out(filter, path, linear)
+    )
     if not chosen:
-        reasons = "; ".join(f"`{path}` {reason}" for path, reason in skipped.items())
+        reasons = in_words(skipped)
         raise BadSettings(
             f"no linear layer of this {type(module).__name__} can multiply in float8",
             fix=f"see why: {reasons}" if reasons else "pass a module with `nn.Linear` layers",
@@ -164,15 +160,6 @@ def to_float8(
         for path, linear in chosen.items()
     )
     return Float8Converted(recipe, tuple(chosen), MappingProxyType(skipped), layers)
-
-
-_FILTERED = "was left out by the filter"
-
-
-def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for path, found in module.named_modules():
-        if isinstance(found, nn.Linear):
-            yield path or "(root)", found
 
 
 def _why_not(linear: nn.Linear, recipe: Recipe) -> str | None:

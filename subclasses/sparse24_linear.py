@@ -19,7 +19,7 @@ the paper's split by features is left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from aotdist.errors import BadSettings
+from aotdist.subclasses.conversion import Filter, in_words, left_out, sort_linears
 from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24_operators import choose_24
 from aotdist.subclasses.sparse24_packing import MaskKind, refusal
@@ -37,7 +38,6 @@ from aotdist.subclasses.sparse24_shards import sparsify_shards
 
 Operand: TypeAlias = Literal["weight", "input"]
 Select: TypeAlias = Literal["forward", "held", "packed"]
-Filter: TypeAlias = Callable[[str, nn.Linear], bool]
 
 HELD = "weight_meta"
 """Buffer of a layer that holds its choice."""
@@ -230,20 +230,13 @@ def sparsify_24(
     scheme = Scheme(operand, mask, select, gradient, decay)
     scheme.check()
     tied = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    chosen: dict[str, nn.Linear] = {}
-    skipped: dict[str, str] = {}
-    for name, layer in _linear_layers(module):
-        reason = _reason_against(layer, scheme, tied)
-        if filter is not None and not filter(name, layer):
-            reason = "was left out by the filter"
-        if reason is None:
-            chosen[name] = layer
-        else:
-            skipped[name] = reason
+    chosen, skipped = sort_linears(
+        module, lambda name, layer: left_out(filter, name, layer) or _reason_against(layer, scheme, tied)
+    )
     if not chosen:
-        reasons = "; ".join(f"`{name}` {reason}" for name, reason in skipped.items())
+        reasons = in_words(skipped) or "it has no nn.Linear"
         raise BadSettings(
-            f"no layer of this {type(module).__name__} can be made 2:4: {reasons or 'it has no nn.Linear'}",
+            f"no layer of this {type(module).__name__} can be made 2:4: {reasons}",
             fix="pass a module with linear layers whose sizes are multiples of 8",
         )
     weights = [layer.weight for layer in chosen.values() if operand == "weight"]
@@ -260,12 +253,6 @@ def _sparsify(dense: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     if isinstance(dense, DTensor):
         return sparsify_shards(dense, *args, **options)
     return sparsify(dense, *args, **options)
-
-
-def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear):
-            yield name or "(root)", layer
 
 
 def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -> str | None:
