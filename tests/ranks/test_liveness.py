@@ -46,9 +46,7 @@ def test_a_stopped_process_is_alive_and_a_killed_one_is_dead(other):
     assert pulses({0: address}) == {0: "alive"}
     process.kill()
     process.join()
-    start = time.monotonic()
     assert dead_among({0: address}) == [0]
-    assert time.monotonic() - start < 0.5
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # Python 3.12

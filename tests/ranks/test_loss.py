@@ -64,7 +64,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named():
 
 def test_other_errors_pass_at_once(world2: World):
     for message, seconds in world2.run(cases.other_errors_pass):
-        assert "inconsistent tensor size" in message and seconds < 0.5
+        assert "inconsistent tensor size" in message and seconds < SOON_S
 
 
 def test_watching_costs_nothing_to_speak_of(world2: World):

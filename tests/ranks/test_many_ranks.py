@@ -109,7 +109,7 @@ def test_a_refusal_crosses_a_mesh_of_any_number_of_axes(num_axes):
         )
     raised, seconds, _ = meet_all(programs)
     assert all(isinstance(error, RankDivergence) for error in raised.values()), raised
-    assert seconds < 5
+    assert seconds < 30
 
 
 def test_ranks_agree_when_each_runs_a_different_number_of_groups():
