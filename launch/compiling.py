@@ -6,26 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from aotdist.launch.config import CompileOptions, Float8Options
+from aotdist.launch.config import CompileOptions
 from aotdist.settings import Settings
-
-
-def convert_model(model: nn.Module, options: Float8Options) -> None:
-    """Lets the linear layers of the blocks multiply in 8 bits, in place, unless the recipe is `off`.
-
-    Raises:
-        BadSettings: the recipe's package is missing, or the sizes do not fit.
-    """
-    if options.recipe == "off":
-        return
-    import aotdist
-
-    aotdist.to_float8(
-        model,
-        options.recipe,
-        filter=lambda path, _: path.startswith("blocks."),
-        float8_all_gather=options.all_gather,
-    )
 
 
 def compile_model(model: nn.Module, options: CompileOptions) -> None:

@@ -8,8 +8,9 @@ from contextlib import closing
 
 import torch
 
-from aotdist.launch.compiling import compile_model, convert_model, uncompiled
+from aotdist.launch.compiling import compile_model, uncompiled
 from aotdist.launch.config import JobOptions
+from aotdist.launch.conversion import convert_model
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.loop import Trainer, TrainState
 from aotdist.launch.metrics import EndRecord
@@ -21,7 +22,6 @@ from aotdist.launch.recorder import RecordingReporter, SilentReporter
 from aotdist.launch.run_folder import make_run_folder, write_config
 from aotdist.launch.sample import write_sample
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
-from aotdist.launch.sparsity import sparsify_model
 
 
 def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
@@ -38,9 +38,8 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     world = join(options.parallel, place)
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
-    sparsify_model(model, options.sparse24)
     facts = _facts(options, world, corpus, model)
-    convert_model(model, options.float8)
+    convert_model(model, options.float8, options.sparse24)
     spread(model, world, options)
     compile_model(model, options.compile)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))

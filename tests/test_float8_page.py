@@ -1,23 +1,20 @@
 """The examples of docs/float8.md run as they stand, and its numbers are those of the runs that it shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.test_readme import run
+from tests.house.tree import ROOT
+from tests.pages import python_blocks, run
 
-PAGE = (Path(__file__).parent.parent / "docs" / "float8.md").read_text()
-ALONE, SHARDED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PAGE = (ROOT / "docs" / "float8.md").read_text()
+ALONE, SHARDED = python_blocks(PAGE)
 
 
 @pytest.mark.slow
 def test_alone(tmp_path: Path) -> None:
-    script = tmp_path / "alone.py"
-    script.write_text(ALONE)
-    printed = run(script, ranks=1)
+    printed = run(ALONE, tmp_path)
     for comment in re.findall(r"# (.*)$", ALONE, re.MULTILINE)[:2]:
         for part in comment.removeprefix("converted: ").split("; "):
             assert part in printed
@@ -25,9 +22,8 @@ def test_alone(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_sharded(tmp_path: Path) -> None:
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
-    assert "float8 (delayed, gathered in float8): 0.1, 1.1, 2.1, 3.1" in run(script, ranks=2)
+    printed = run(SHARDED, tmp_path, ranks=2)
+    assert "float8 (delayed, gathered in float8): 0.1, 1.1, 2.1, 3.1" in printed
 
 
 def test_every_recipe_stays_within_a_percent() -> None:

@@ -1,57 +1,25 @@
 """The examples in docs/sparse24.md run as they stand."""
 
-from __future__ import annotations
-
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parent.parent / "docs" / "sparse24.md"
+from tests.house.tree import ROOT
+from tests.pages import python_blocks, run
 
-
-def sections() -> dict[str, list[str]]:
-    """The Python blocks under each heading; "" is the top of the page."""
-    _, *parts = re.split(r"^#+ ", PAGE.read_text(), flags=re.MULTILINE)
-    blocks = {part.partition("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in parts}
-    return {("" if heading == "2:4 sparsity" else heading): found for heading, found in blocks.items()}
-
-
-def run(script: Path, *, ranks: int) -> str:
-    launcher = [sys.executable, "-W", "ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning"]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+FIRST, PACKED, ACTIVATIONS, SHARDED = python_blocks((ROOT / "docs" / "sparse24.md").read_text())
 
 
 @pytest.mark.parametrize(
-    "heading, says",
-    [("", "2:4 weight, row mask"), ("Packed", ""), ("Sparse activations", "")],
+    "example, says",
+    [(FIRST, "2:4 weight, row mask"), (PACKED, ""), (ACTIVATIONS, "")],
     ids=["first", "packed", "activations"],
 )
-def test_examples_run(heading: str, says: str, tmp_path: Path) -> None:
-    (example,) = sections()[heading]
-    script = tmp_path / "example.py"
-    script.write_text(example)
-    assert says in run(script, ranks=1)
+def test_alone(example: str, says: str, tmp_path: Path) -> None:
+    assert says in run(example, tmp_path)
 
 
 @pytest.mark.ranks
-def test_the_sharded_example_runs(tmp_path: Path) -> None:
-    (example,) = sections()["Sharded"]
-    script = tmp_path / "sharded.py"
-    script.write_text(example)
-    run(script, ranks=2)
-
-
-def test_every_example_is_run() -> None:
-    assert {heading for heading, found in sections().items() if found} == {
-        "",
-        "Packed",
-        "Sparse activations",
-        "Sharded",
-    }
+def test_sharded(tmp_path: Path) -> None:
+    assert "fully_shard" in SHARDED
+    run(SHARDED, tmp_path, ranks=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +11,16 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.runtime import on_demand
 from aotdist.subclasses import protocol
+from tests.house.tree import ROOT
+from tests.pages import python_blocks
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "add_a_subclass.md"
+PAGE = ROOT / "docs" / "add_a_subclass.md"
 
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(protocol, "_registered", [])
-    yield re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    yield python_blocks(PAGE.read_text())
     protocol.wrapper_rule.cache_clear()
 
 
