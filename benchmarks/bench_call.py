@@ -11,7 +11,7 @@ output", also reported as pytorch/torchtitan issue 3013).
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, assert_never
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import aotdist
 from benchmarks import workers
@@ -32,11 +34,19 @@ from benchmarks.verdicts import Target
 NUM_INPUTS = 100
 NUM_ELEMENTS = 8
 
-Inputs = Literal["plain", "replicated", "sharded"]
+Inputs = Literal["plain", "replicated", "sharded", "two", "nested"]
 Callee = Literal["function", "module"]
 Mode = Literal["forward, no grad", "forward, recorded", "forward+backward"]
 
-INPUTS: tuple[Inputs, ...] = ("plain", "replicated", "sharded")
+INPUTS: dict[Inputs, str] = {
+    "plain": "tensors",
+    "replicated": "DTensors, replicated",
+    "sharded": "DTensors, sharded",
+    "two": "TwoTensors",
+    "nested": "TwoTensors of TwoTensors",
+}
+"""As the tables name them."""
+
 CALLEES: tuple[Callee, ...] = ("function", "module")
 MODES: tuple[Mode, ...] = ("forward, no grad", "forward, recorded", "forward+backward")
 
@@ -46,7 +56,8 @@ class Job:
     """What is called, and what with.
 
     Args:
-        inputs: plain tensors, or DTensors on a fake group of two ranks.
+        inputs: plain tensors, DTensors on a fake group of two ranks, or PyTorch's `TwoTensor`, which computes
+            everything on two tensors.
         callee: a function of 100 arguments, or a module of 100 parameters and none.
         pace: rounds of blocks of calls.
     """
@@ -58,8 +69,7 @@ class Job:
 
 def case_name(inputs: Inputs, callee: Callee) -> str:
     """As the tables name it: `module, 100 DTensors, sharded`."""
-    tensors = "tensors" if inputs == "plain" else f"DTensors, {inputs}"
-    return f"{callee}, {NUM_INPUTS} {tensors}"
+    return f"{callee}, {NUM_INPUTS} {INPUTS[inputs]}"
 
 
 LIMITS: dict[tuple[Inputs, Mode], float] = {
@@ -70,6 +80,10 @@ LIMITS: dict[tuple[Inputs, Mode], float] = {
     ("replicated", "forward+backward"): 0.6,
     ("sharded", "forward, no grad"): 0.2,
     ("sharded", "forward+backward"): 0.6,
+    ("two", "forward, no grad"): 0.5,
+    ("two", "forward+backward"): 0.75,
+    ("nested", "forward, no grad"): 0.5,
+    ("nested", "forward+backward"): 0.7,
 }
 
 TARGETS = tuple(
@@ -92,7 +106,7 @@ class Callable100:
 def cases(effort: Effort) -> list[Case]:
     """Microseconds a call, by mode and contender; a case for each kind of inputs and callee."""
     pace = Pace(rounds=10, calls=20, warmup=3) if effort.quick else Pace(rounds=60, calls=50, warmup=5)
-    kinds: tuple[Inputs, ...] = INPUTS[:2] if effort.quick else INPUTS
+    kinds: tuple[Inputs, ...] = ("plain", "replicated") if effort.quick else tuple(INPUTS)
     callees: tuple[Callee, ...] = CALLEES[:1] if effort.quick else CALLEES
     jobs = [Job(inputs, callee, pace) for inputs in kinds for callee in callees]
     return [Case(case_name(job.inputs, job.callee), partial(_measure, job, effort)) for job in jobs]
@@ -111,7 +125,7 @@ def _measure(job: Job, effort: Effort) -> list[Series]:
 
 def time_calls(job: Job) -> dict[Mode, dict[str, list[float]]]:
     """Seconds a call, by mode and contender."""
-    if job.inputs != "plain":
+    if job.inputs in ("replicated", "sharded"):
         dist.init_process_group("fake", rank=0, world_size=2)
     callables = {name: make(job) for name, make in _makers(job).items()}
     check_agreement(callables)
@@ -133,7 +147,17 @@ def check_agreement(callables: dict[str, Callable100]) -> None:
 def _outcome(each: Callable100) -> list[Tensor]:
     total = each.call()
     grads = torch.autograd.grad(total, each.inputs)
-    return [total, *(grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)]
+    return [plain for tensor in (total, *grads) for plain in _plain(tensor)]
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """What a wrapper holds, or what a tensor is."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _time_mode(mode: Mode, callables: dict[str, Callable100], pace: Pace) -> dict[str, list[float]]:
@@ -227,8 +251,18 @@ class StackAndSum(torch.autograd.Function):
 def _make_inputs(kind: Inputs) -> list[Tensor]:
     torch.manual_seed(0)
     plain = [torch.randn(NUM_ELEMENTS) for _ in range(NUM_INPUTS)]
-    if kind == "plain":
-        return [tensor.requires_grad_() for tensor in plain]
+    match kind:
+        case "plain":
+            return [tensor.requires_grad_() for tensor in plain]
+        case "two":
+            return [TwoTensor(tensor, tensor.neg()).requires_grad_() for tensor in plain]
+        case "nested":
+            halves = [
+                (TwoTensor(tensor, tensor.neg()), TwoTensor(tensor.sin(), tensor.cos())) for tensor in plain
+            ]
+            return [TwoTensor(*pair).requires_grad_() for pair in halves]
+        case "replicated" | "sharded":
+            pass
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placement = Shard(0) if kind == "sharded" else Replicate()
     return [distribute_tensor(tensor, mesh, [placement]).requires_grad_() for tensor in plain]

@@ -120,30 +120,41 @@ def rebuild(recipe: Recipe, plains: Sequence[torch.Tensor]) -> torch.Tensor:
     No autograd history is attached: the result does not require grad.
     """
     remaining = iter(plains)
-    tensor = _rebuild(recipe, remaining)
+    tensor = _assembler(recipe)(remaining)
     assert next(remaining, None) is None, "more plain tensors than the recipe has leaves"
-    # A context may carry `requires_grad` (DTensor's does); autograd decides that anew.
-    return tensor.requires_grad_(False) if isinstance(recipe, Wrapper) and tensor.is_leaf else tensor
+    return _without_grad(tensor) if isinstance(recipe, Wrapper) else tensor
 
 
-def _rebuild(recipe: Recipe, remaining: Iterator[torch.Tensor]) -> Any:
+def _without_grad(wrapper: torch.Tensor) -> torch.Tensor:
+    """A context may carry `requires_grad` (DTensor's does); autograd decides that anew."""
+    return wrapper.requires_grad_(False) if wrapper.requires_grad and wrapper.is_leaf else wrapper
+
+
+def _assembler(recipe: Recipe) -> Callable[[Iterator[torch.Tensor]], Any]:
+    """Puts together what `recipe` says from the plain tensors that it takes; what can be is decided here."""
     match recipe:
         case Plain():
-            return next(remaining)
+            return next
         case Constant(value=value):
-            return value
-        case Wrapper(cls=cls, context=context, size=size, attributes=attributes):
-            inner = {name: _rebuild(part, remaining) for name, part in attributes}
-            stride = _outer_stride(recipe, inner)
-            return cls.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
+            return lambda _: value
+        case Wrapper(cls=cls, context=context, size=size, stride=stride):
+            unflatten: Callable[..., torch.Tensor] = cls.__tensor_unflatten__  # type: ignore[attr-defined]
+            parts = [(name, _assembler(part)) for name, part in recipe.attributes]
+            alike = _part_laid_out_alike(recipe)
+
+            def assemble(remaining: Iterator[torch.Tensor]) -> torch.Tensor:
+                inner = {name: part(remaining) for name, part in parts}
+                return unflatten(inner, context, size, stride if alike is None else inner[alike].stride())
+
+            return assemble
 
 
-def _outer_stride(recipe: Wrapper, inner: Mapping[str, Any]) -> tuple[int, ...]:
-    """The strides of a wrapper: where a part had the same, and now has others, those."""
+def _part_laid_out_alike(recipe: Wrapper) -> str | None:
+    """The part whose strides are the wrapper's: where it has others at run time, so has the wrapper."""
     for name, part in recipe.attributes:
         if not isinstance(part, Constant) and (part.size, part.stride) == (recipe.size, recipe.stride):
-            return inner[name].stride()
-    return recipe.stride
+            return name
+    return None
 
 
 class WrapperRule:
@@ -190,7 +201,8 @@ class WrapperRule:
 
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
         """A quick `(*plains) -> wrapper`; the printed runtime calls it."""
-        return lambda *plains: rebuild(recipe, plains)
+        assemble = _assembler(recipe)
+        return lambda *plains: _without_grad(assemble(iter(plains)))
 
 
 Policy: TypeAlias = Literal["must_save", "must_recompute"]
