@@ -6,9 +6,11 @@ import hypothesis
 import pytest
 import torch
 
+REPEATABLE = hypothesis.settings(deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
-hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.register_profile("sweep", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", REPEATABLE, max_examples=25)
+hypothesis.settings.register_profile("second-torch", REPEATABLE, max_examples=8)
+hypothesis.settings.register_profile("sweep", max_examples=1250, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

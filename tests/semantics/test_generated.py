@@ -59,7 +59,7 @@ SWEEP = settings().max_examples >= 1000
 
 search = settings(
     # Twelve searches in an ordinary run, 2,400 programs; thirteen in a sweep, 130,000.
-    max_examples=10_000 if SWEEP else 200,
+    max_examples=8 * settings().max_examples,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 pytestmark = pytest.mark.timeout(7200 if SWEEP else 120)
