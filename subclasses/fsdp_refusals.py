@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp_units import groups, outermost
+from aotdist.subclasses.fsdp_unshard import arguments_of_extension
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam import fsdp_default_comms, fsdp_groups, fsdp_state, local_tensor
 
@@ -68,10 +68,10 @@ def _refuse_extension(record: Any, local: Any, path: str) -> None:
             f"is a {kind}, which gathers itself (`fsdp_pre_all_gather`) and cannot be taken apart",
             f"give {kind} `__tensor_flatten__` and `__tensor_unflatten__`",
         )
-    if len(inspect.signature(local.fsdp_pre_all_gather).parameters) != 5:
+    if arguments_of_extension(local) not in (1, 5):
         raise _refusal(
             path,
-            f"is a {kind}, whose `fsdp_pre_all_gather` takes the mesh alone",
+            f"is a {kind}, whose `fsdp_pre_all_gather` takes other arguments than FSDP2 gives",
             "let it take `mesh, outer_size, outer_stride, module, mp_policy`",
         )
     if record.fsdp_placement.dim != 0:

@@ -20,6 +20,7 @@ bit.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -240,13 +241,17 @@ def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     return whole if spec is None else make_dtensor(whole, spec)
 
 
+def arguments_of_extension(shard: Any) -> int:
+    """How many of FSDP2's five arguments the extension takes; it may be the mesh alone."""
+    return len(inspect.signature(shard.fsdp_pre_all_gather).parameters)
+
+
 def _gathered_by_extension(shard: Any, param: ShardedParam) -> torch.Tensor:
     """A tensor subclass that says for itself what is gathered, and what is made of it."""
     record = param.record
     size, stride = record._orig_size, record._contiguous_orig_stride
-    sent, metadata = shard.fsdp_pre_all_gather(
-        record.shard_mesh, size, stride, record._module_info.module, record.mp_policy
-    )
+    known = (record.shard_mesh, size, stride, record._module_info.module, record.mp_policy)
+    sent, metadata = shard.fsdp_pre_all_gather(*known[: arguments_of_extension(shard)])
     gathered = tuple(_all_gather(part, param.gather) for part in sent)
     dtype = record.param_dtype or record.orig_dtype
     whole, _ = shard.fsdp_post_all_gather(gathered, metadata, dtype)
@@ -351,6 +356,8 @@ def _all_gather(shard: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     # One shard is copied, as FSDP2 does: the optimizer may write the parameter while backward still reads it.
     if ranks.size == 1:
         return shard.clone()
+    if shard.dtype.is_floating_point and shard.itemsize == 1:  # FP8 travels as bytes: gloo does not know it
+        return _all_gather(shard.view(torch.uint8), ranks).view(shard.dtype)
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(shard, ranks.size, ranks.group))
 
 

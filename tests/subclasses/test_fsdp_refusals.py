@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp import MODULE_RULE
@@ -28,15 +29,31 @@ class Gathering(torch.Tensor):
     def fsdp_post_all_gather(self, *args: Any) -> Any: ...
 
 
+class GatheringPair(TwoTensor):
+    """One that can be, whose hook asks for more than FSDP2 gives."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any: ...
+    def fsdp_post_all_gather(self, *args: Any) -> Any: ...
+
+
 def wrap_a_weight(model: Net) -> None:
     weight = model.blocks[1].up.weight
     weight._local_tensor = weight._local_tensor.as_subclass(Gathering)
+
+
+def pair_a_weight(model: Net) -> None:
+    weight = model.blocks[1].up.weight
+    weight._local_tensor = GatheringPair(weight._local_tensor, weight._local_tensor)
 
 
 SWITCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "gathering subclass": (
         r"`blocks\.1\.up\.weight` is a Gathering, which gathers itself .* cannot be taken apart",
         wrap_a_weight,
+    ),
+    "arguments of the gathering": (
+        r"`blocks\.1\.up\.weight` is a GatheringPair, whose `fsdp_pre_all_gather` takes other arguments",
+        pair_a_weight,
     ),
     "all-reduce hook": (
         r"`blocks\.0` has an all-reduce hook",

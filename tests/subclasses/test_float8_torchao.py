@@ -1,0 +1,78 @@
+"""Models that were converted by torchao itself, or split by its styles: compiled as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import aotdist
+from tests.ranks.harness import World
+from tests.subclasses.float8_models import different, needs_torchao
+from tests.subclasses.fsdp_models import line, same_bits, seeded
+from tests.subclasses.test_float8_meshes import PLANS, Feedforward, step_of
+
+pytestmark = [pytest.mark.ranks, needs_torchao]
+
+
+def by_torchao(model: nn.Module, **options: Any) -> Any:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=True, **options)
+    return convert_to_float8_training(model, config=config)
+
+
+def gathers_in_8_bits() -> Any:
+    model = by_torchao(seeded(Feedforward), enable_fsdp_float8_all_gather=True)
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=line(2))
+    return fully_shard(model, mesh=line(2))
+
+
+def split_by_its_styles() -> nn.Module:
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    plan: dict[str, Any] = {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()}
+    return parallelize_module(by_torchao(seeded(Feedforward)), line(2), plan)
+
+
+def split(which: str) -> nn.Module:
+    return parallelize_module(by_torchao(seeded(Feedforward)), line(2), PLANS[which])
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "FSDP2 gathers in 8 bits": gathers_in_8_bits,
+    "its parallel styles": split_by_its_styles,
+    **{f"PyTorch's styles, {which}": (lambda which=which: split(which)) for which in PLANS},
+}
+
+
+def training_case(name: str, scales_beforehand: bool) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    eager, compiled = (MODELS[name]() for _ in range(2))
+    aotdist.compile(compiled, backend="fx")
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (eager, compiled)]
+    for step in range(3):
+        assert same_bits(*(step_of(model, step) for model in (eager, compiled)))
+        assert not (names := different(eager, compiled)), (step, names)
+        for model, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            if scales_beforehand:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training(world2: World, name: str) -> None:
+    world2.run(training_case, name, False)
+
+
+def test_scales_computed_beforehand(world2: World) -> None:
+    world2.run(training_case, "FSDP2 gathers in 8 bits", True)
