@@ -1299,6 +1299,11 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def local_part(tensor: Any) -> Any:
+    """What this rank holds of a DTensor; any other tensor itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 # --- subclasses: 2:4 sparse -----------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.float8_tensor import E4M3, Float8Tensor, amax_of, on_local, quantise, scale_for
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import local_tensor, make_dtensor, pytree, retyped_spec, writes_arguments
+from aotdist.torch_seam import local_part, local_tensor, make_dtensor, pytree, retyped_spec, writes_arguments
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ class Float8GatherWeight(torch.Tensor):
         (gathered,), (scale,) = all_gather_outputs, metadata
         if out is None:
             return Float8Tensor(gathered.view(E4M3), scale, param_dtype), (gathered,)
-        local: Any = local_tensor(out) if isinstance(out, DTensor) else out
+        local: Any = local_part(out)
         local.scale = scale
         return None
 

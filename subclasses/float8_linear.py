@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from aotdist.subclasses.float8_gather import precise_weight
 from aotdist.subclasses.float8_tensor import (
@@ -28,7 +27,7 @@ from aotdist.subclasses.float8_tensor import (
     scale_for,
     settled,
 )
-from aotdist.torch_seam import in_backward, local_tensor
+from aotdist.torch_seam import in_backward, local_part
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
 """Rows of an amax history."""
@@ -79,7 +78,7 @@ class DelayedFloat8Linear(Float8Linear):
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Shapes: (tokens, in_features) -> (tokens, out_features)."""
         history = self.amax_history
-        history = local_tensor(history) if isinstance(history, DTensor) else history
+        history = local_part(history)
         return _DelayedProduct.apply(rows, self.weight, history, self.training)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -175,7 +174,7 @@ def _cast_delayed(
 
 
 def _is_float8(x: torch.Tensor) -> bool:
-    return isinstance(local_tensor(x) if isinstance(x, DTensor) else x, Float8Tensor)
+    return isinstance(local_part(x), Float8Tensor)
 
 
 class _BlockwiseProduct(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import local_tensor, make_dtensor, retyped_spec
+from aotdist.torch_seam import local_part, local_tensor, make_dtensor, retyped_spec
 
 aten = torch.ops.aten
 
@@ -163,7 +163,7 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
         x: of any shape; a DTensor is reduced over the mesh axes that it is sharded over, and must not be a
             partial sum, see `settled`. A rank may hold an empty part.
     """
-    local = local_tensor(x) if isinstance(x, DTensor) else x
+    local = local_part(x)
     amax = local.detach().abs().amax().float() if local.numel() else torch.zeros((), device=local.device)
     if not isinstance(x, DTensor):
         return amax

@@ -57,9 +57,9 @@ from torch.distributed.fsdp import FSDPModule
 from aotdist.subclasses.fsdp_hooks import Capture
 from aotdist.subclasses.fsdp_refusals import refuse, refuse_accumulation_inside_eager_root, refuse_switches
 from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
-from aotdist.subclasses.fsdp_unshard import local_part, new_accumulator
+from aotdist.subclasses.fsdp_unshard import new_accumulator
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import fsdp_state, local_tensor
+from aotdist.torch_seam import fsdp_state, local_part, local_tensor
 
 
 class _FsdpRule:

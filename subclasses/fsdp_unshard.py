@@ -374,11 +374,6 @@ def _divided(tensor: torch.Tensor, divisor: float | None) -> torch.Tensor:
     return tensor if divisor is None or divisor == 1 else tensor / divisor
 
 
-def local_part(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a DTensor; a plain tensor itself."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _placed_like(grad: torch.Tensor, accumulated: torch.Tensor) -> torch.Tensor:
     if isinstance(grad, DTensor) and isinstance(accumulated, DTensor):
         return grad.redistribute(placements=accumulated.placements)

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.sparse import (
     SparseSemiStructuredTensor,
     SparseSemiStructuredTensorCUSPARSELT,
@@ -44,7 +43,7 @@ from aotdist.subclasses.sparse24_packing import (
     bytes_of_cutlass_words,
     cutlass_words,
 )
-from aotdist.torch_seam import OpOverload, local_tensor
+from aotdist.torch_seam import OpOverload, local_part
 
 _PARTS = ("packed", "meta", "packed_t", "meta_t")
 _aten = torch.ops.aten
@@ -220,7 +219,7 @@ class Sparse24Tensor(torch.Tensor):
                 whole = Sparse24Tensor.from_choice(whole.to_dense(), meta, both=True)
                 whole.packed, whole.meta = packed, meta
             return whole, tuple(whole.parts().values())
-        local: Any = local_tensor(out) if isinstance(out, DTensor) else out
+        local: Any = local_part(out)
         if metadata:
             both = Sparse24Tensor.from_choice(Sparse24Tensor(packed, meta).to_dense(), meta, both=True)
             local.packed_t.copy_(both.packed_t)
