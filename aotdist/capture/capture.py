@@ -29,6 +29,7 @@ from aotdist.capture.modules import (
     state_tensors,
     swapped,
 )
+from aotdist.capture.objects import taken_apart
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.source import Source
@@ -226,8 +227,10 @@ def _call(
     """Run the user's code; its flat results, what it assigned, and how to put them back."""
     reassignments = Reassignments(environment.modules, environment.reached)
     attributes = WrapperAttributes(inputs)
+    existing = {id(owner) for _, owner in environment.reached.owners}
+    existing |= {id(value) for module in environment.modules.values() for value in vars(module).values()}
     try:
-        leaves, spec = pytree.tree_flatten(run(), is_leaf=is_leaf)
+        leaves, spec = pytree.tree_flatten(taken_apart(run(), existing), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:
         reassignments.undo()
