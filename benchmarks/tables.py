@@ -12,7 +12,7 @@ HEAD = """# Results
 
 Written by `make bench` (`python -m benchmarks.run`) from the JSON in `results/`; do not edit. Contenders of
 a case took turns in the same processes; a ratio is the median of the rounds' ratios, with their quartiles
-beside it. Absolute numbers are this machine's and hold nothing.
+beside it. Absolute numbers are this machine's and hold nothing. [MODELS.md](MODELS.md) has real models.
 """
 
 

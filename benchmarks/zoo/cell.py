@@ -107,7 +107,7 @@ class Found:
         return min((name for name in names if self.ran(name)), key=self.time_ratio, default=None)
 
 
-class _Training:
+class Training:
     """A contender's model, and how it is trained."""
 
     def __init__(self, job: Job, mesh: DeviceMesh, compiler: Compiler) -> None:
@@ -173,13 +173,13 @@ def fill(job: Job) -> Found:
     A contender that raises does so on all ranks, or the cell comes to no end.
     """
     mesh = mesh_of(job.layout)
-    running: dict[Compiler, _Training] = {}
+    running: dict[Compiler, Training] = {}
     outcomes: dict[Compiler, Outcome] = {}
     expected: list[dict[str, Tensor]] = []
     for compiler in job.compilers:
         outcomes[compiler] = outcome = Outcome()
         try:
-            training = _Training(job, mesh, compiler)
+            training = Training(job, mesh, compiler)
             steps = [training.train(number) for number in range(job.num_steps)]
         except Exception as error:
             outcome.failure = in_a_line(error)
@@ -187,7 +187,7 @@ def fill(job: Job) -> Found:
                 break
             continue
         expected = expected or steps
-        outcome.differs, outcome.where = _difference(expected, steps)
+        outcome.differs, outcome.where = difference(expected, steps)
         outcome.num_graphs = training.num_graphs()
         running[compiler] = training
     _measure(job, running, outcomes)
@@ -203,7 +203,7 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {sentence[:_LONGEST]}{'...' * (len(sentence) > _LONGEST)}"
 
 
-def _difference(expected: list[dict[str, Tensor]], steps: list[dict[str, Tensor]]) -> tuple[float, str]:
+def difference(expected: list[dict[str, Tensor]], steps: list[dict[str, Tensor]]) -> tuple[float, str]:
     """The largest relative difference, and of what; 0.0 only if all bits are equal."""
     worst, where = 0.0, ""
     for number, (eager, ours) in enumerate(zip(expected, steps, strict=True)):
@@ -230,7 +230,7 @@ def _bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _measure(job: Job, running: Mapping[Compiler, _Training], outcomes: Mapping[Compiler, Outcome]) -> None:
+def _measure(job: Job, running: Mapping[Compiler, Training], outcomes: Mapping[Compiler, Outcome]) -> None:
     contenders = [Contender(name, training.step, training.clear) for name, training in running.items()]
     for name, seconds in take_turns(contenders, job.pace, together=True).items():
         outcomes[cast("Compiler", name)].seconds = tuple(seconds)
