@@ -218,6 +218,17 @@ def calling_to_be_traced() -> Generator[None]:
         _TRACES.reset(token)
 
 
+@contextmanager
+def said_to_be_compiling() -> Generator[None]:
+    """`torch.compiler.is_compiling()` is true; in all threads, as it is while Dynamo is at work."""
+    compiler: Any = torch.compiler
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+
+
 def _hook_calls(change: int) -> None:
     global _num_tracing
     with _hook_lock:

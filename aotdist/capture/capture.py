@@ -39,7 +39,7 @@ from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
-from aotdist.torch_seam import marked_dims, pytree
+from aotdist.torch_seam import marked_dims, pytree, said_to_be_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,8 @@ def capture(
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
+        if settings.is_compiling:
+            scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
         return _call(environment, lambda: run(*inner_args, **inner_kwargs), flat, settings)
 

@@ -73,3 +73,23 @@ def cache_case(family: Family) -> None:
         before = caches[1]
         for theirs, ours in zip(caches[0].layers, caches[1].layers, strict=True):
             assert torch.equal(theirs.keys, ours.keys) and torch.equal(theirs.values, ours.values)
+
+
+def padding_case(family: Family) -> None:
+    """A batch with a padding mask, which transformers looks into unless it is told not to."""
+    models = [make(family, SMALL) for _ in range(2)]
+    for model in models:
+        spread(model, "FSDP2", mesh_of("FSDP2"), None)
+    aotdist.compile(models[1], backend="fx", settings={"is_compiling": True})
+    for num_padded in (4, 0):
+        mask = torch.ones(SMALL.batch, SMALL.sequence, dtype=torch.int64)
+        mask[0, SMALL.sequence - num_padded :] = 0
+        losses = []
+        for model in models:
+            torch.manual_seed(0)
+            loss = model(**make_batch(family, SMALL, seed=0), attention_mask=mask).loss
+            loss.backward()
+            losses.append(loss)
+        torch.testing.assert_close(*losses)
+        if num_padded:
+            assert torch.equal(*losses)  # else eager goes another way: `is_causal` for a mask

@@ -42,3 +42,7 @@ def test_a_plan_splits_what_is_computed(world2: World, family: str) -> None:
 
 def test_a_cache_is_returned_as_an_object(world2: World) -> None:
     world2.run(f"{CASES}:cache_case", "Qwen3")
+
+
+def test_a_padded_batch(world2: World) -> None:
+    world2.run(f"{CASES}:padding_case", "Llama")
