@@ -11,6 +11,7 @@ import copyreg
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 import threading
 from collections import OrderedDict
@@ -215,6 +216,17 @@ def calling_to_be_traced() -> Generator[None]:
     finally:
         _hook_calls(-1)
         _TRACES.reset(token)
+
+
+@contextmanager
+def said_to_be_compiling() -> Generator[None]:
+    """`torch.compiler.is_compiling()` is true; in all threads, as it is while Dynamo is at work."""
+    compiler: Any = torch.compiler
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
 
 
 def _hook_calls(change: int) -> None:
@@ -890,9 +902,15 @@ def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a Python autograd function with several results is in the history of `tensors`."""
-    nodes = _custom_nodes(tensors)
-    return any(len(node._input_metadata) > 1 and node.name() != REENTRANT_CHECKPOINT for node in nodes)
+    """Whether a Python autograd function is in the history of `tensors` that may tell None from zeros.
+
+    That takes several results. One of ours says that it does not by `passes_gradients_on`.
+    """
+    nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]
+    return any(
+        node.name() != REENTRANT_CHECKPOINT and not getattr(node._forward_cls, "passes_gradients_on", False)
+        for node in nodes
+    )
 
 
 def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -1250,6 +1268,24 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], container: Any) -> A
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(fn, container)
+
+
+def replace_differentiable(
+    container: Any, replace: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+) -> Any:
+    """`container` with others in the place of the tensors in it that require grad, as FSDP2 finds them.
+
+    Before torch 2.13 it finds them where pytrees do.
+    """
+    try:
+        from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+    except ImportError:
+        leaves, spec = pytree.tree_flatten(container)
+        found = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        others = iter(replace(tuple(itertools.compress(leaves, found))))
+        mixed = [next(others) if is_one else leaf for leaf, is_one in zip(leaves, found, strict=True)]
+        return pytree.tree_unflatten(mixed, spec)
+    return replace_grad_tensors(container, iter(replace(collect_grad_tensors(container))))
 
 
 def to_device(

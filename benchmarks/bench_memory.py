@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import workers
+from benchmarks.allocation import most_allocated_by
 from benchmarks.effort import Case, Effort
 from benchmarks.models import LlamaShape
 from benchmarks.timing import Series
@@ -36,8 +34,6 @@ from benchmarks.variants import (
     make_step,
 )
 from benchmarks.verdicts import Target
-
-MIB = 2.0**20
 
 
 def _targets(layout: Layout) -> tuple[Target, ...]:
@@ -104,7 +100,8 @@ def peak_of(job: Job) -> Peak:
     _forget_high_water()
     _repeat(step, job.num_steps)
     process = _status("VmHWM") - resident
-    return _hungriest_rank(Peak(_allocated_by_step(step), process))
+    step.clear()
+    return _hungriest_rank(Peak(most_allocated_by(step), process))
 
 
 def _repeat(step: TrainStep, times: int) -> None:
@@ -125,18 +122,6 @@ def _forget_high_water() -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _allocated_by_step(step: TrainStep) -> float:
-    step.clear()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        recorded.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    # "Total Allocated" counts from the first allocation that the process ever profiled: this step's.
-    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]") / MIB
 
 
 def _hungriest_rank(peak: Peak) -> Peak:

@@ -78,14 +78,15 @@ def record(bench: str, series: Sequence[Series], failed: Sequence[str], load_bef
         bench=bench,
         command=shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
         date=datetime.date.today().isoformat(),
-        versions=_versions(),
-        machine=_machine() | {"load before": f"{load_before:.1f}"},
+        versions=versions(),
+        machine=machine() | {"load before": f"{load_before:.1f}"},
         series=tuple(series),
         failed=tuple(failed),
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of everything that numbers depend on."""
     compiler = _first_line(["g++", "-dumpfullversion"])
     commit = _first_line(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
     return {
@@ -96,7 +97,8 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
+    """What they are measured on; nothing that names it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": _cpu_model(),

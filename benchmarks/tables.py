@@ -12,7 +12,7 @@ HEAD = """# Results
 
 Written by `make bench` (`python -m benchmarks.run`) from the JSON in `results/`; do not edit. Contenders of
 a case took turns in the same processes; a ratio is the median of the rounds' ratios, with their quartiles
-beside it. Absolute numbers are this machine's and hold nothing.
+beside it. Absolute numbers are this machine's and hold nothing. [MODELS.md](MODELS.md) has real models.
 """
 
 
@@ -42,10 +42,10 @@ def section(record: Record, purpose: str, targets: Sequence[Target]) -> str:
 def _target_table(judgements: Sequence[Judgement]) -> Iterator[str]:
     if not judgements:
         return
-    yield from _header("case", "quantity", "ours / best peer", "predicted", "limit", "measured", "verdict")
+    yield from header("case", "quantity", "ours / best peer", "predicted", "limit", "measured", "verdict")
     for found in judgements:
         target = found.target
-        yield _row(
+        yield row(
             found.case,
             target.quantity,
             f"{target.ours} / {found.peer}",
@@ -59,11 +59,11 @@ def _target_table(judgements: Sequence[Judgement]) -> Iterator[str]:
 def _series_table(found: Sequence[Series]) -> Iterator[str]:
     per_piece = any(series.work > 1 for series in found)
     share = ["a layer"] if per_piece else []
-    yield from _header("case", "quantity", "contender", "median", *share, "rounds", "ratio to the first")
+    yield from header("case", "quantity", "contender", "median", *share, "rounds", "ratio to the first")
     for series in found:
         first = next(each for each in found if (each.case, each.quantity) == (series.case, series.quantity))
         spread = spread_of(series.samples)
-        yield _row(
+        yield row(
             series.case,
             series.quantity,
             series.contender,
@@ -74,12 +74,14 @@ def _series_table(found: Sequence[Series]) -> Iterator[str]:
         )
 
 
-def _header(*names: str) -> Iterator[str]:
-    yield _row(*names)
-    yield _row(*("---" for _ in names))
+def header(*names: str) -> Iterator[str]:
+    """The first two lines of a table."""
+    yield row(*names)
+    yield row(*("---" for _ in names))
 
 
-def _row(*cells: str) -> str:
+def row(*cells: str) -> str:
+    """A line of a table."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -17,9 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.subclasses.fsdp_unshard import GatherAgain, LeaveSharded, ReachAll, ShardedParam, Unshard
+from aotdist.subclasses.fsdp_unshard import (
+    EnterUnit,
+    GatherAgain,
+    LeaveSharded,
+    ReachAll,
+    ShardedParam,
+    Unshard,
+)
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import as_parameter, in_backward, map_tensors, to_device
+from aotdist.torch_seam import as_parameter, in_backward, map_tensors, replace_differentiable, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,8 @@ class UnitHooks:
         args, kwargs = self._cast_inputs(args), self._cast_inputs(kwargs)
         if entering:
             self._unshard()
+        if self.params and torch.is_grad_enabled():
+            args, kwargs = replace_differentiable((args, kwargs), _entering)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -254,6 +263,10 @@ def _registered(param: ShardedParam) -> Any:
 def _register(param: ShardedParam, tensor: Any) -> None:
     for module, name in param.places():
         module._parameters[name] = tensor
+
+
+def _entering(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return EnterUnit.apply(*tensors) if tensors else ()
 
 
 def _cast(container: Any, dtype: torch.dtype | None) -> Any:

@@ -178,6 +178,26 @@ class ReachAll(torch.autograd.Function):
         return *grads, *[None] * ctx.num_unsharded
 
 
+class EnterUnit(torch.autograd.Function):
+    """The inputs of a unit. FSDP2 hangs the end of the unit's backward on a node like this one.
+
+    Gradients of all uses of an input inside of the unit meet here, before they meet those of other units, and
+    one that none arrives for is zero: sums of three numbers show it.
+    """
+
+    passes_gradients_on = True
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`inputs`, all of which require grad."""
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Their gradients."""
+        return grads
+
+
 class GatherAgain(torch.autograd.Function):
     """A second use of a parameter that was resharded in between: new nodes, but the same gradient.
 

@@ -29,6 +29,7 @@ from aotdist.capture.modules import (
     state_tensors,
     swapped,
 )
+from aotdist.capture.objects import taken_apart
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.source import Source
@@ -38,7 +39,7 @@ from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
-from aotdist.torch_seam import marked_dims, pytree
+from aotdist.torch_seam import marked_dims, pytree, said_to_be_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,8 @@ def capture(
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
+        if settings.is_compiling:
+            scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
         return _call(environment, lambda: run(*inner_args, **inner_kwargs), flat, settings)
 
@@ -226,8 +229,10 @@ def _call(
     """Run the user's code; its flat results, what it assigned, and how to put them back."""
     reassignments = Reassignments(environment.modules, environment.reached)
     attributes = WrapperAttributes(inputs)
+    existing = {id(owner) for _, owner in environment.reached.owners}
+    existing |= {id(value) for module in environment.modules.values() for value in vars(module).values()}
     try:
-        leaves, spec = pytree.tree_flatten(run(), is_leaf=is_leaf)
+        leaves, spec = pytree.tree_flatten(taken_apart(run(), existing), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:
         reassignments.undo()

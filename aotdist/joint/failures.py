@@ -73,7 +73,8 @@ def naming_failures() -> Generator[None]:
             where=raised_at(error.__traceback__),
             stage="joint",
             fix="keep it a tensor (`torch.where` for a branch, a mask for a shape), or move "
-            "that part out of the compiled function",
+            "that part out of the compiled function, or use `Settings(is_compiling=True)` if the line is not "
+            "reached where `torch.compiler.is_compiling()` is true",
         ) from error
 
 

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import functional_draw
+from aotdist.joint import known
 from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.random import Draws
 from aotdist.torch_seam import (
@@ -126,6 +127,8 @@ class Recording(ProxyTorchDispatchMode):
             return self._draws.draw(
                 func, args, kwargs or {}, lambda: self._draw(func, types, args, kwargs, direct=direct)
             )
+        if is_operator(func) and torch.Tag.data_dependent_output in func.tags:
+            return self._read(func, types, args, kwargs)
         if func is _VIEW_AS_REAL and args[0].is_conj():
             # A written base has lost its bit when its views are made again; it gets it back after that.
             with self:
@@ -134,6 +137,17 @@ class Recording(ProxyTorchDispatchMode):
             with uncached_fake(args[0]):  # the cache forgets offsets of what is no view
                 return self._dispatch(func, types, args, kwargs, direct=direct)
         return self._dispatch(func, types, args, kwargs, direct=direct)
+
+    def _read(
+        self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """A number that is read off tensors: known, or for the general mode to refuse."""
+        try:
+            node_args, node_kwargs = map(self._argument, args), (kwargs or {}).items()
+            by_name = {name: self._argument(value) for name, value in node_kwargs}
+            return known.result_of(func, tuple(node_args), by_name, self.tracer.root)
+        except (known.NotKnown, _NeedsGeneralMode):
+            return self._dispatch(func, types, args, kwargs, direct=False)
 
     def _draw(
         self,

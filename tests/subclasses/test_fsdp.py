@@ -228,3 +228,48 @@ def unsharded_before_case() -> None:
 
 def test_units_left_unsharded(world2: World) -> None:
     world2.run(unsharded_before_case)
+
+
+class Reader(nn.Module):
+    """Reads, twice, what all readers read, and takes something that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, *, memory: torch.Tensor, idle: list[torch.Tensor]) -> torch.Tensor:
+        return x + torch.tanh(self.key(memory)) * self.value(memory)
+
+
+class Crossing(Net):
+    """As a decoder does, whose every block reads what the encoder wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers = nn.ModuleList(Reader() for _ in range(3))
+        self.idle = nn.Parameter(torch.ones(2, 3))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        memory = super().hidden(tokens)
+        x = memory
+        for reader in self.readers:
+            x = reader(x, memory=memory, idle=[self.idle * 2])
+        return x
+
+
+def crossing(policy: dict[str, Any] | None = None) -> nn.Module:
+    model = Crossing()
+    for reader in model.readers:
+        fully_shard(reader, mesh=line(2), mp_policy=MixedPrecisionPolicy(**(policy or {})))
+    return shard_blocks(model, line(2), mp_policy=MixedPrecisionPolicy(**(policy or {})))
+
+
+def crossing_case(policy: dict[str, Any]) -> None:
+    eager, _ = compare(lambda: crossing(policy))
+    assert eager.idle.grad is not None and not eager.idle.grad._local_tensor.any()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_an_input_of_several_units(world2: World, name: str) -> None:
+    """Its gradients meet inside of each unit first; one that a unit does not use gets zeros from there."""
+    world2.run(crossing_case, PRECISIONS[name])

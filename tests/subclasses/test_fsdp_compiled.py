@@ -24,7 +24,7 @@ from tests.subclasses.fsdp_models import (
     shard_blocks,
     tokens,
 )
-from tests.subclasses.test_fsdp import Checkpointed, CheckpointedBlock, Looped, grouped
+from tests.subclasses.test_fsdp import Checkpointed, CheckpointedBlock, Looped, crossing, grouped
 from tests.subclasses.test_fsdp_meshes import plane, shared_tokens, tensor_parallel
 
 pytestmark = pytest.mark.ranks
@@ -41,6 +41,7 @@ def checkpointed_inside() -> Net:
 TWO: dict[str, Callable[[], nn.Module]] = {
     "bf16": lambda: shard_blocks(Net(), line(2), mp_policy=BF16),
     "not resharded": lambda: shard_blocks(Net(), line(2), reshard_after_forward=False),
+    "an input of several units": crossing,
     "a unit used twice": lambda: shard_blocks(Looped(), line(2)),
     "checkpoints inside units": checkpointed_inside,
     "checkpoints around units": lambda: shard_blocks(Checkpointed(), line(2)),

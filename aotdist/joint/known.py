@@ -1,0 +1,79 @@
+"""What is known of a value while a program is captured.
+
+A tensor that is made of no argument, no random number and nothing that other ranks compute (`torch.arange(n)`
+and what follows from it) is the same at every call. A program may read it, to choose between two ways: the
+nodes that lead to it are run when it asks. Libraries do so with masks and positions of their own making.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from aotdist.torch_seam import autocast_off, is_operator, no_modes
+
+_MADE_BY = ("aten", "prims")
+"""Namespaces whose operators compute from their arguments alone, but for those that draw random numbers."""
+
+
+class NotKnown(Exception):
+    """The value depends on something that is only there at a call."""
+
+
+def result_of(target: Callable[..., Any], args: Any, kwargs: Any, root: torch.nn.Module) -> Any:
+    """What `target` returns for real.
+
+    Args:
+        target: an operator.
+        args: its positional arguments, with nodes in the place of tensors.
+        kwargs: its named ones.
+        root: the module that holds the graph's literal tensors.
+
+    Raises:
+        NotKnown: a node leads to an argument, to a random number, or out of the process.
+    """
+    values: dict[Node, Any] = {}
+    with no_modes(), autocast_off(), torch.no_grad():
+        for node in _in_order((args, kwargs)):
+            values[node] = _value(node, values, root)
+        real_args, real_kwargs = map_arg((args, kwargs), values.__getitem__)
+        return target(*real_args, **real_kwargs)
+
+
+def _in_order(last: Any) -> list[Node]:
+    """The nodes that lead to those in `last`, and these, in the order of the graph."""
+    found: set[Node] = set()
+    waiting: list[Node] = []
+    map_arg(last, waiting.append)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            _require_known(node)
+            found.add(node)
+            waiting += node.all_input_nodes
+    return sorted(found)
+
+
+def _require_known(node: Node) -> None:
+    if node.op != "get_attr" and not (node.op == "call_function" and _follows_from_arguments(node.target)):
+        raise NotKnown(node)
+
+
+def _follows_from_arguments(target: Any) -> bool:
+    if target is operator.getitem:
+        return True
+    is_computed = is_operator(target) and target.namespace in _MADE_BY
+    return is_computed and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _value(node: Node, values: dict[Node, Any], root: torch.nn.Module) -> Any:
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(root)
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    assert callable(node.target), "an operator"
+    return node.target(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Models as people have them, from Hugging Face's transformers, spread and compiled: `make models`."""

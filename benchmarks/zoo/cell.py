@@ -1,0 +1,252 @@
+"""One cell of the table: a model in one layout and one precision, eager and compiled side by side.
+
+Runs on every rank. All contenders start from the same weights, see the same batches and draw the same random
+numbers; after each step, loss, gradients, parameters and buffers are held against eager's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import aotdist
+from benchmarks.allocation import most_allocated_by
+from benchmarks.timing import Contender, Pace, take_turns
+from benchmarks.zoo.families import Family, Size, make, make_batch
+from benchmarks.zoo.layouts import Layout, mesh_of, spread
+from benchmarks.zoo.precisions import Precision, convert, dtype_of
+
+Compiler = Literal["eager", "aotdist", "torch.compile"]
+
+_LONGEST = 240  # characters of a message
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the ranks of one cell are asked.
+
+    Args:
+        family: which model.
+        layout: how it is spread.
+        precision: what it computes in.
+        compilers: who takes part; eager is the first.
+        size: of model and batch.
+        num_steps: training steps that are compared.
+        pace: of the steps that are timed.
+    """
+
+    family: Family
+    layout: Layout
+    precision: Precision
+    compilers: tuple[Compiler, ...]
+    size: Size
+    num_steps: int
+    pace: Pace
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one contender did, on the rank where it did worst.
+
+    Args:
+        failure: the message, if it came to no end; then nothing else counts.
+        differs: largest relative difference from eager, in loss, gradients, parameters and buffers of all
+            steps; 0.0 if they are equal bit for bit.
+        where: what differs most.
+        num_graphs: graphs that the forward was cut into, as its compiler counts them; 0 for eager.
+        seconds: of forward and backward, one a round.
+        peak: MiB of tensors that a step has at once beyond the model, gradients included.
+    """
+
+    failure: str = ""
+    differs: float = 0.0
+    where: str = ""
+    num_graphs: int = 0
+    seconds: tuple[float, ...] = ()
+    peak: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A cell.
+
+    Args:
+        num_converted: linear layers that compute in 8 bits, or 2:4.
+        num_linear: linear layers that there are.
+        outcomes: by contender.
+    """
+
+    num_converted: int
+    num_linear: int
+    outcomes: dict[Compiler, Outcome] = field(default_factory=dict[Compiler, Outcome])
+
+    def ran(self, name: Compiler) -> bool:
+        """Whether a contender came to its end."""
+        return name in self.outcomes and not self.outcomes[name].failure
+
+    def time_ratio(self, name: Compiler) -> float:
+        """A contender's time to eager's, the median of all rounds."""
+        pairs = zip(self.outcomes[name].seconds, self.outcomes["eager"].seconds, strict=True)
+        return statistics.median(ours / eager for ours, eager in pairs)
+
+    def peak_ratio(self, name: Compiler) -> float:
+        """A contender's memory to eager's."""
+        return self.outcomes[name].peak / self.outcomes["eager"].peak
+
+    def fastest(self, names: Sequence[Compiler]) -> Compiler | None:
+        """Who of those of `names` that ran took least time."""
+        return min((name for name in names if self.ran(name)), key=self.time_ratio, default=None)
+
+
+class Training:
+    """A contender's model, and how it is trained."""
+
+    def __init__(self, job: Job, mesh: DeviceMesh, compiler: Compiler) -> None:
+        self._job, self._mesh, self.compiler = job, mesh, compiler
+        self.plain = make(job.family, job.size)
+        self.num_converted = convert(self.plain, job.precision)
+        self.num_linear = sum(isinstance(module, nn.Linear) for module in self.plain.modules())
+        spread(self.plain, job.layout, mesh, dtype_of(job.precision))
+        # One tensor after the other: lists may not hold DTensors beside plain tensors.
+        self._optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1, foreach=False)
+        self._model: Any = self.plain
+        if compiler == "aotdist":
+            self._model = aotdist.compile(self.plain, backend="fx")
+        elif compiler == "torch.compile":
+            # Its backend that runs the captured graphs operator by operator, as `fx` does.
+            self._model = torch.compile(self.plain, backend="aot_eager", dynamic=False)
+
+    def clear(self) -> None:
+        for parameter in self.plain.parameters():
+            parameter.grad = None
+
+    def step(self, number: int = 0) -> Tensor:
+        """Forward and backward on a batch of this rank's; the loss."""
+        job = self._job
+        batch = make_batch(job.family, job.size, seed=100 * number + self._mesh.get_local_rank("dp"))
+        torch.manual_seed(number)
+        loss: Tensor = self._model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def train(self, number: int) -> dict[str, Tensor]:
+        """A whole step; what it computed and left behind, by name."""
+        self.clear()
+        seen = {"loss": self.step(number)}
+        for name, parameter in self.plain.named_parameters():
+            if parameter.grad is not None:
+                seen[f"{name}.grad"] = parameter.grad
+        self._optimizer.step()
+        tensors = (*self.plain.named_parameters(), *self.plain.named_buffers())
+        return {name: _local(tensor) for name, tensor in (*seen.items(), *tensors)}
+
+    def num_graphs(self) -> int:
+        """How many graphs the forward became."""
+        if self.compiler == "aotdist":
+            return len(self._model.graphs)
+        return _dynamo_graphs() if self.compiler == "torch.compile" else 0
+
+
+def _dynamo_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportPrivateUsage]
+    return local.detach().clone()
+
+
+def fill(job: Job) -> Found:
+    """The cell; runs on every rank, and comes back from the first.
+
+    A contender that raises does so on all ranks, or the cell comes to no end.
+    """
+    mesh = mesh_of(job.layout)
+    running: dict[Compiler, Training] = {}
+    outcomes: dict[Compiler, Outcome] = {}
+    expected: list[dict[str, Tensor]] = []
+    for compiler in job.compilers:
+        outcomes[compiler] = outcome = Outcome()
+        try:
+            training = Training(job, mesh, compiler)
+            steps = [training.train(number) for number in range(job.num_steps)]
+        except Exception as error:
+            outcome.failure = in_a_line(error)
+            if compiler == "eager":
+                break
+            continue
+        expected = expected or steps
+        outcome.differs, outcome.where = difference(expected, steps)
+        outcome.num_graphs = training.num_graphs()
+        running[compiler] = training
+    _measure(job, running, outcomes)
+    first = next(iter(running.values()), None)
+    layers = (first.num_converted, first.num_linear) if first is not None else (0, 0)
+    return Found(*layers, _worst_of_all_ranks(outcomes))
+
+
+def in_a_line(error: BaseException) -> str:
+    """The class of an error and the first sentence of what it says."""
+    text = " ".join(str(error).split())
+    sentence = text.split(". ")[0]
+    return f"{type(error).__name__}: {sentence[:_LONGEST]}{'...' * (len(sentence) > _LONGEST)}"
+
+
+def difference(expected: list[dict[str, Tensor]], steps: list[dict[str, Tensor]]) -> tuple[float, str]:
+    """The largest relative difference, and of what; 0.0 only if all bits are equal."""
+    worst, where = 0.0, ""
+    for number, (eager, ours) in enumerate(zip(expected, steps, strict=True)):
+        for name in eager.keys() | ours.keys():
+            apart = _apart(eager.get(name), ours.get(name))
+            if apart > worst:
+                worst, where = apart, f"{name}, step {number}"
+    return worst, where
+
+
+def _apart(a: Tensor | None, b: Tensor | None) -> float:
+    """By how much of its norm `a` is not `b`."""
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    if _bits(a) == _bits(b):
+        return 0.0
+    wide_a, wide_b = a.double(), b.double()
+    return float((wide_a - wide_b).norm() / wide_a.norm().clamp_min(torch.finfo(a.dtype).tiny)) or math.ulp(
+        0.0
+    )
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _measure(job: Job, running: Mapping[Compiler, Training], outcomes: Mapping[Compiler, Outcome]) -> None:
+    contenders = [Contender(name, training.step, training.clear) for name, training in running.items()]
+    for name, seconds in take_turns(contenders, job.pace, together=True).items():
+        outcomes[cast("Compiler", name)].seconds = tuple(seconds)
+    for name, training in running.items():
+        training.clear()
+        outcomes[name].peak = most_allocated_by(training.step)
+        training.clear()
+
+
+def _worst_of_all_ranks(outcomes: dict[Compiler, Outcome]) -> dict[Compiler, Outcome]:
+    everyone = [outcomes] * dist.get_world_size()
+    dist.all_gather_object(everyone, outcomes)
+    return {name: _worst([rank[name] for rank in everyone]) for name in outcomes}
+
+
+def _worst(ranks: list[Outcome]) -> Outcome:
+    furthest = max(ranks, key=lambda outcome: outcome.differs)
+    failure = next((outcome.failure for outcome in ranks if outcome.failure), "")
+    return replace(furthest, failure=failure, peak=max(outcome.peak for outcome in ranks))

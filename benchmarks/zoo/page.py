@@ -1,0 +1,167 @@
+"""`benchmarks/MODELS.md`: the cells as tables, with every failure's message."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import get_args
+
+from benchmarks.tables import header, row
+from benchmarks.zoo.cell import Compiler, Found, Outcome
+from benchmarks.zoo.families import Family
+from benchmarks.zoo.layouts import NUM_RANKS, Layout
+from benchmarks.zoo.precisions import Precision
+from benchmarks.zoo.record import Cells
+
+_HEAD = """# Real models
+
+Six models of Hugging Face's transformers, from tiny configs with random weights, trained with their own loss:
+in each layout and each precision, eager, compiled by aotdist (`backend="fx"`), and by `torch.compile` with
+`backend="aot_eager", dynamic=False`. Both compilers run what they captured operator by operator: no kernels
+are made, so none are compared. Written by `make models` from `results/models.json`; do not edit.
+
+- **FSDP2**: 2 ranks, a unit for each block and one for the rest. **TP**: 2 ranks, transformers' own plan
+  (Llama, Qwen3, Mixtral) or one of ours in the same words. **2-D**: 4 ranks, FSDP2 over one axis, TP over the
+  other.
+- **bf16**: by FSDP2's policy, gradients reduced in fp32; under TP alone the whole model. **fp8**
+  (`to_float8`, recipe `delayed`) and **2:4** (`sparsify_24`) come on top of bf16 and leave output heads as
+  they are. GPT2's layers, which hold their weights transposed, are made `nn.Linear` for them; Mixtral's
+  experts are no linear layers, and stay in bf16.
+- On a CPU the arithmetic of FP8 and 2:4 is emulated: times say nothing about the formats, and what is saved
+  in memory is what is kept for the backward.
+- **same bits**: loss, gradients, parameters and buffers of three steps of SGD equal eager's bit for bit, on
+  every rank; else the largest relative difference, and of what. Dropout is what the configs say: 0.1 in GPT2
+  and T5.
+- **time**, of forward and backward, and **peak**, of tensors beyond the model in one such step, gradients
+  included, are ratios to eager; of times, the median of rounds in which all took turns in the same processes.
+  Ranks share two cores: read times to a tenth.
+- **graphs**: what `torch.compile` cut the forward into. aotdist makes one of it.
+"""
+
+
+def page(cells: Cells) -> str:
+    """The whole page."""
+    layouts: tuple[Layout, ...] = get_args(Layout)
+    circumstances = ", ".join(f"{key} {value}" for key, value in {**cells.versions, **cells.machine}.items())
+    older = sorted({cell.aotdist for cell in cells.cells} - {cells.versions.get("aotdist", "")})
+    lines = [_HEAD, f"`{cells.command}`, {cells.date}; {circumstances}."]
+    lines += [f"Some cells are from {', '.join(older)}."] if older else []
+    lines += ["", "## Summary", "", *_summary(cells), "", "## Memory", "", *_memory(cells)]
+    for layout in layouts:
+        ranks = NUM_RANKS[layout]
+        lines += ["", f"## {layout}, {ranks} ranks", "", *_cells(cells, layout), *_failures(cells, layout)]
+    return "\n".join(lines) + "\n"
+
+
+def _places(cells: Cells, *layouts: Layout) -> Iterator[tuple[Layout, Family, Precision, Found | None]]:
+    families: tuple[Family, ...] = get_args(Family)
+    precisions: tuple[Precision, ...] = get_args(Precision)
+    for layout in layouts or get_args(Layout):
+        for family in families:
+            for precision in precisions:
+                yield layout, family, precision, cells.at(layout, family, precision)
+
+
+def _summary(cells: Cells) -> Iterator[str]:
+    """Who is as eager is, who is faster, who fails: all cells counted."""
+    found = [each for *_, each in _places(cells) if each is not None]
+    yield from header(
+        "", "cells", "same bits as eager", "fails", "time / eager", "peak / eager", "faster of the two"
+    )
+    names: tuple[Compiler, ...] = ("aotdist", "torch.compile")
+    for name in names:
+        ran = [each for each in found if each.ran(name)]
+        yield row(
+            name,
+            str(len(found)),
+            str(sum(each.outcomes[name].differs == 0 for each in ran)),
+            str(len(found) - len(ran)),
+            _range(each.time_ratio(name) for each in ran),
+            _range(each.peak_ratio(name) for each in ran),
+            str(sum(each.fastest(names) == name for each in found)),
+        )
+
+
+def _range(ratios: Iterable[float]) -> str:
+    values = sorted(ratios)
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.2f} ({values[0]:.2f}-{values[-1]:.2f})"
+
+
+def _memory(cells: Cells) -> Iterator[str]:
+    """Peaks in FP8 and 2:4 against bf16."""
+    names: tuple[Compiler, ...] = ("eager", "aotdist")
+    columns = [f"{precision} / bf16, {name}" for precision in ("fp8", "2:4") for name in names]
+    yield from header("layout", "model", *(f"bf16, {name}" for name in names), *columns)
+    families: tuple[Family, ...] = get_args(Family)
+    for layout in get_args(Layout):
+        for family in families:
+            base = [_peak(cells.at(layout, family, "bf16"), name) for name in names]
+            ratios = [
+                _peak(cells.at(layout, family, precision), name) / peak
+                for precision in ("fp8", "2:4")
+                for name, peak in zip(names, base, strict=True)
+            ]
+            yield row(layout, family, *(_mib(peak) for peak in base), *map(_ratio, ratios))
+
+
+def _peak(found: Found | None, name: Compiler) -> float:
+    return found.outcomes[name].peak if found is not None and found.ran(name) else math.nan
+
+
+def _mib(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f} MiB"
+
+
+def _ratio(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _cells(cells: Cells, layout: Layout) -> Iterator[str]:
+    yield from header(
+        "model",
+        "precision",
+        "linear layers in it",
+        "aotdist",
+        "time / eager",
+        "peak / eager",
+        "`torch.compile`",
+        "graphs",
+        "time / eager",
+        "peak / eager",
+    )
+    for _, family, precision, found in _places(cells, layout):
+        if found is None:
+            yield row(family, precision, *("not run" for _ in range(8)))
+            continue
+        share = f"{found.num_converted} of {found.num_linear}" if found.num_converted else ""
+        ours, theirs = (_contender(found, name) for name in ("aotdist", "torch.compile"))
+        graphs = str(found.outcomes["torch.compile"].num_graphs) if found.ran("torch.compile") else "-"
+        yield row(family, precision, share, *ours, theirs[0], graphs, *theirs[1:])
+
+
+def _contender(found: Found, name: Compiler) -> tuple[str, str, str]:
+    if not found.ran(name):
+        return "fails" if name in found.outcomes else "eager fails", "-", "-"
+    return _sameness(found.outcomes[name]), f"{found.time_ratio(name):.2f}", f"{found.peak_ratio(name):.2f}"
+
+
+def _sameness(outcome: Outcome) -> str:
+    return f"{outcome.differs:.0e}: `{outcome.where}`" if outcome.differs else "same bits"
+
+
+def _failures(cells: Cells, layout: Layout) -> Iterator[str]:
+    """The messages of what failed, each once."""
+    messages: dict[str, list[str]] = {}
+    for _, family, precision, found in _places(cells, layout):
+        for name, outcome in found.outcomes.items() if found is not None else ():
+            if outcome.failure:
+                messages.setdefault(f"`{name}`: {outcome.failure}", []).append(f"{family} {precision}")
+    if messages:
+        yield ""
+        yield "What fails, and what it says:"
+        yield ""
+    for message, places in messages.items():
+        yield f"- {', '.join(places)}: {message}"

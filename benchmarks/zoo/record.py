@@ -1,0 +1,90 @@
+"""The cells that have been filled, in a JSON file, with what it takes to fill them again."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from benchmarks.record import machine, versions
+from benchmarks.zoo.cell import Found, Outcome
+from benchmarks.zoo.families import Family
+from benchmarks.zoo.layouts import Layout
+from benchmarks.zoo.precisions import Precision
+
+_FILE = "models.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A place in the table, and what was found there with which aotdist."""
+
+    layout: Layout
+    family: Family
+    precision: Precision
+    aotdist: str
+    found: Found
+
+    @property
+    def place(self) -> tuple[Layout, Family, Precision]:
+        """Where it stands."""
+        return self.layout, self.family, self.precision
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """All cells, and the circumstances of those that were filled last."""
+
+    command: str = ""
+    date: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, str] = field(default_factory=dict)
+    cells: tuple[Cell, ...] = ()
+
+    def with_found(self, place: tuple[Layout, Family, Precision], found: Found) -> Cells:
+        """The same with one cell filled anew, just now."""
+        current = versions() | {"transformers": transformers.__version__}
+        others = tuple(cell for cell in self.cells if cell.place != place)
+        return Cells(
+            command=shlex.join(["python", "-m", "benchmarks.zoo.run", *sys.argv[1:]]),
+            date=datetime.date.today().isoformat(),
+            versions=current,
+            machine=machine(),
+            cells=(*others, Cell(*place, current["aotdist"], found)),
+        )
+
+    def at(self, layout: Layout, family: Family, precision: Precision) -> Found | None:
+        """What stands at a place, if it was filled."""
+        place = (layout, family, precision)
+        return next((cell.found for cell in self.cells if cell.place == place), None)
+
+    def save(self, folder: Path) -> None:
+        """Write the file into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Cells:
+        """Read what `save` wrote; no cells if nothing was."""
+        file = folder / _FILE
+        if not file.exists():
+            return cls()
+        fields: dict[str, Any] = json.loads(file.read_text())
+        fields["cells"] = tuple(map(_cell, fields["cells"]))
+        return cls(**fields)
+
+
+def _cell(fields: dict[str, Any]) -> Cell:
+    found: dict[str, Any] = fields["found"]
+    for name, outcome in found["outcomes"].items():
+        found["outcomes"][name] = Outcome(**outcome | {"seconds": tuple(outcome["seconds"])})
+    fields["found"] = Found(**found)
+    return Cell(**fields)

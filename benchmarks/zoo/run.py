@@ -1,0 +1,91 @@
+"""Train six models of Hugging Face's transformers in each layout and precision: `make models`.
+
+Fills every cell in processes of its own, writes `benchmarks/results/models.json` after each, and at the end
+`benchmarks/MODELS.md`. Name some to fill those anew and keep the others:
+`make models ARGS="--families Llama --layouts TP 2-D"`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import tyro
+
+from benchmarks import workers
+from benchmarks.record import ROOT
+from benchmarks.timing import Pace
+from benchmarks.zoo.cell import Compiler, Found, Job, Outcome, fill
+from benchmarks.zoo.families import Family, Size
+from benchmarks.zoo.layouts import NUM_RANKS, Layout
+from benchmarks.zoo.page import page
+from benchmarks.zoo.precisions import Precision
+from benchmarks.zoo.record import Cells
+
+RESULTS = ROOT / "results"
+_COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run.
+
+    Args:
+        families: some of the models.
+        layouts: some of the ways to spread them.
+        precisions: some of the precisions.
+        quick: smaller models, few rounds, into `results/quick/`: to see that everything runs.
+    """
+
+    families: tuple[Family, ...] = get_args(Family)
+    layouts: tuple[Layout, ...] = get_args(Layout)
+    precisions: tuple[Precision, ...] = get_args(Precision)
+    quick: bool = False
+
+
+def main(options: Options) -> int:
+    """Fill the cells; the number of those in which aotdist failed where eager did not."""
+    folder = RESULTS / "quick" if options.quick else RESULTS
+    cells = Cells.load(folder)
+    for place in itertools.product(options.layouts, options.families, options.precisions):
+        cells = cells.with_found(place, _filled(*place, options.quick))
+        cells.save(folder)
+    text = page(cells)
+    if options.quick:
+        print(text)
+    else:
+        (ROOT / "MODELS.md").write_text(text)
+    return sum(cell.found.ran("eager") and not cell.found.ran("aotdist") for cell in cells.cells)
+
+
+def _filled(layout: Layout, family: Family, precision: Precision, quick: bool) -> Found:
+    """The cell; without a contender that ends, or hangs, the processes."""
+    size = Size(hidden=64, inner=128, sequence=16, batch=2) if quick else Size()
+    pace = Pace(rounds=3, warmup=1) if quick else Pace(rounds=7, warmup=1)
+    label, lost = f"{layout}, {family}, {precision}", dict[Compiler, Outcome]()
+    for compilers in (_COMPILERS, _COMPILERS[:2], _COMPILERS[:1]):
+        job = Job(family, layout, precision, compilers, size, num_steps=3, pace=pace)
+        try:
+            found = workers.call(label, fill, job, num_ranks=NUM_RANKS[layout], timeout_s=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            lost[compilers[-1]] = Outcome(failure=f"came to no end in {_TIMEOUT_S:.0f} s")
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            lost[compilers[-1]] = Outcome(failure=f"ended its process: {_last_line(str(error))}")
+        else:
+            return replace(found, outcomes=found.outcomes | lost)
+    return Found(0, 0, lost)
+
+
+def _last_line(text: str) -> str:
+    lines: Sequence[str] = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,126 @@
+"""Results that hold tensors in objects of the user's own classes: a fresh object at every call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+
+
+class Layer:
+    def __init__(self, keys: torch.Tensor, name: str) -> None:
+        self.keys, self.name, self.more = keys, name, [keys + 1, {"two": keys + 2}]
+
+
+class Cache:
+    """What a language model returns beside its logits."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.settings = SETTINGS
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        self.layers.append(Layer(keys, f"layer {len(self.layers)}"))
+        return keys
+
+
+class Slotted:
+    __slots__ = ("value", "unset")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: torch.Tensor
+
+
+class Settings:
+    size = 3
+
+
+SETTINGS = Settings()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        cache = Cache()
+        return {"logits": cache.update(self.linear(cache.update(x * 2))).sum(), "cache": cache}
+
+
+def test_each_call_returns_an_object_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    inputs = [torch.randn(2, 4), torch.randn(2, 4)]
+    expected = [model(x) for x in inputs]
+    aotdist.compile(model, backend="fx")
+    found = [model(x) for x in inputs]
+    assert found[0]["cache"] is not found[1]["cache"]
+    for eager, ours in zip(expected, found, strict=True):
+        cache = ours["cache"]
+        assert type(cache) is Cache and cache.settings is SETTINGS
+        assert [layer.name for layer in cache.layers] == ["layer 0", "layer 1"]
+        for theirs, layer in zip(eager["cache"].layers, cache.layers, strict=True):
+            assert type(layer) is Layer
+            assert torch.equal(theirs.keys, layer.keys)
+            assert torch.equal(theirs.more[1]["two"], layer.more[1]["two"])
+    grads = []
+    for result in (expected[0], found[0]):
+        model.zero_grad()
+        (result["logits"] + result["cache"].layers[1].keys.square().sum()).backward()
+        grads.append(model.linear.weight.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("cls", [Slotted, Frozen])
+def test_slots_and_frozen_classes(cls: type) -> None:
+    program = aotdist.compile(lambda x: cls(x * 2), backend="fx")
+    x = torch.randn(3)
+    first, second = program(x), program(x + 1)
+    assert type(first) is type(second) is cls and not hasattr(first, "unset")
+    assert torch.equal(first.value, x * 2) and torch.equal(second.value, (x + 1) * 2)
+
+
+def test_an_object_from_before_the_call_stays_itself() -> None:
+    held = Cache()
+
+    def program(x: torch.Tensor) -> Cache:
+        held.last = x * 2  # type: ignore[attr-defined]
+        return held
+
+    compiled, x = aotdist.compile(program, backend="fx"), torch.randn(3)
+    for _ in range(2):
+        x = x + 1
+        assert compiled(x) is held and torch.equal(held.last, x * 2)  # type: ignore[attr-defined]
+
+
+def test_an_object_without_tensors_is_handed_on() -> None:
+    assert aotdist.compile(lambda x: (x, SETTINGS), backend="fx")(torch.ones(2))[1] is SETTINGS
+
+
+def test_an_object_in_two_places_is_refused() -> None:
+    def program(x: torch.Tensor) -> list[Frozen]:
+        return [Frozen(x * 2)] * 2
+
+    with pytest.raises(UnsupportedProgram, match="returns a Frozen .* in two places"):
+        aotdist.compile(program, backend="fx")(torch.ones(2))
+
+
+class Names(dict):  # type: ignore[type-arg]
+    """A class that no pytree knows, of a builtin's layout."""
+
+
+def test_an_object_that_cannot_be_made_anew_is_refused() -> None:
+    with pytest.raises(UnsupportedProgram, match="returns a Names .* cannot be made anew"):
+        aotdist.compile(lambda x: Names(x=x * 2), backend="fx")(torch.ones(2))

@@ -1,0 +1,48 @@
+"""Models of Hugging Face's transformers train compiled as they train eagerly, bit for bit, however spread."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.ranks.harness import World
+
+pytestmark = pytest.mark.ranks
+
+CASES = "tests.models.cases"
+FAMILIES = ("Llama", "Qwen3", "Mixtral", "GPT2", "ViT", "T5")
+PRECISIONS = ("fp32", "bf16", "fp8", "2:4")
+CHOSEN = {
+    *((family, "FSDP2", "fp32") for family in FAMILIES),
+    ("Llama", "TP", "fp32"),
+    ("Qwen3", "TP", "fp32"),
+    ("Llama", "2-D", "fp32"),
+    ("Llama", "FSDP2", "fp8"),
+    ("GPT2", "TP", "2:4"),
+}
+CELLS = [
+    pytest.param(*cell, marks=() if cell in CHOSEN else pytest.mark.sweep)
+    for cell in itertools.product(FAMILIES, ("FSDP2", "TP", "2-D"), PRECISIONS)
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "precision"), CELLS)
+def test_trains_as_eager_does(
+    family: str, layout: str, precision: str, world2: World, request: pytest.FixtureRequest
+) -> None:
+    world: World = request.getfixturevalue("world4") if layout == "2-D" else world2
+    world.run(f"{CASES}:same_bits_case", family, layout, precision)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_splits_what_is_computed(world2: World, family: str) -> None:
+    world2.run(f"{CASES}:as_a_whole_case", family, "TP")
+
+
+def test_a_cache_is_returned_as_an_object(world2: World) -> None:
+    world2.run(f"{CASES}:cache_case", "Qwen3")
+
+
+def test_a_padded_batch(world2: World) -> None:
+    world2.run(f"{CASES}:padding_case", "Llama")
