@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from aotdist.joint.backward import (
     requires_grad_by_itself,
     value_results,
 )
+from aotdist.joint.classes import Classes
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
@@ -135,6 +137,7 @@ class Effects:
         log: its views, and writes to what a tensor is.
         storages: what it knows of storages.
         swaps: tensors that became each other.
+        classes: what the user's code sees of the tensors.
         training: see `trace`.
         cuts: see `trace`.
     """
@@ -144,6 +147,7 @@ class Effects:
     log: ViewLog
     storages: Storages
     swaps: Swaps
+    classes: Classes
     training: bool
     cuts: bool
 
@@ -186,7 +190,9 @@ class Effects:
         waypoints = Waypoints(held, ends)
         arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
         wanted = metadata.gradient_ends(inputs.row())
-        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals)
+        asked = self.classes.are_asked_in_backward(forward.outs)
+        shown = functools.partial(self.classes.shown, asked=asked)
+        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals, shown)
         alone = backward.choices() if self.cuts else []
         with waypoints.watched(recorder):
             grads = backward.run(again=again or bool(alone))
