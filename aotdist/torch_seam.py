@@ -377,7 +377,7 @@ def _subclass_of_data(
     made = None if options else _heard(data, cls, torch.ops.aten.detach.default)
     if made is None:
         return _make_subclass(cls, data, require_grad, **options)
-    with torch_functions_off():
+    with class_functions_off():  # a mode hears of it, and notes it
         return made.requires_grad_() if require_grad else made
 
 

@@ -61,7 +61,7 @@ class Guises:
 
     def __init__(self) -> None:
         self._of: dict[int, _Guise] = {}
-        self._plain: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
+        self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_worn = self._has_classes = False
         self._depth = 0
 
@@ -72,16 +72,17 @@ class Guises:
             UnsupportedProgram: an object cannot be given the class.
         """
         self._has_classes = True
-        for plain, plain_cls in self._plain:
-            self._give(plain, plain_cls, given_attributes(plain))  # type: ignore[arg-type]
+        for plain, example in self._plain:
+            self._give(plain, type(example), vars(example))
         self._plain.clear()
         return self._give(tensor, cls, attributes)
 
-    def stands_for_plain(self, tensor: torch.Tensor, cls: type[torch.Tensor]) -> None:
+    def stands_for_plain(self, tensor: torch.Tensor, example: torch.Tensor) -> None:
         """Note a stand-in for a `torch.Tensor`, or for a parameter."""
-        self._plain.append((tensor, cls))
         if self._has_classes:
-            self.give(*self._plain[-1], {})
+            self._give(tensor, type(example), vars(example))
+        else:
+            self._plain.append((tensor, example))
 
     def show(self, result: Any) -> Any:
         """What an operator has made, as the user's code is to see it."""
@@ -178,6 +179,7 @@ class Guises:
 
     def forget_attributes(self) -> None:
         """Let go of what the attributes hold: it is the caller's."""
+        self._plain.clear()
         for guise in self._of.values():
             guise.attributes = {}
 

@@ -22,7 +22,7 @@ from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in
 from aotdist.capture.constants import is_constant
 from aotdist.capture.source import Source
-from aotdist.subclasses.protocol import is_of_own_class
+from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
 _MAX_DEPTH = 12  # objects within objects; what lies deeper is kept by identity, not walked
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
@@ -41,7 +41,8 @@ class Reached:
         tensors: tensors outside of modules.
         constants: constants, with the value that they have now; those of modules are not among them.
         identities: functions and modules that the program depends on as they are.
-        owners: objects whose attributes the program may reassign; tensors of the user's classes are some.
+        owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
+            classes, are some.
         containers: lists and dictionaries whose items the program may reassign.
         assigned: variables that the program assigns without reading them, existing or not.
         generators: random generators.
@@ -67,6 +68,7 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
     walk = _Walk()
     path = "" if isinstance(target, nn.Module) else _display_name(target)
     for source, tensor in arguments:
+        walk.owners += [] if is_of_own_class(tensor) or is_wrapper(tensor) else [(source, tensor)]
         walk.look_at(source, tensor, 0)
     walk.visit(Source(path, target), target, 0)
     walk.follow_names()

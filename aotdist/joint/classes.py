@@ -13,6 +13,7 @@ from aotdist.joint.proxies import Recorder
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam import (
     FakeTensor,
+    FunctionalTensor,
     class_functions_off,
     class_functions_on,
     dispatches,
@@ -69,6 +70,8 @@ class Classes:
         self, tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
         """`tensor` as a tensor of another class, if it is one of the trace's, or is to become one."""
+        if cls is FunctionalTensor:  # of a plain tensor, where nothing is shown as another class
+            cls = torch.Tensor
         if not self.guises.are_worn or dispatches(cls):
             return None
         if is_wrapper(tensor) or isinstance(tensor, FakeTensor):

@@ -66,6 +66,7 @@ from aotdist.torch_seam import (
     data_writes,
     functional_value,
     metadata_written,
+    nodes_behind,
     storage_changes,
     storage_id,
 )
@@ -168,6 +169,7 @@ class Effects:
         for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
                 raise requires_grad_by_itself(node_out.slot)
+        _refuse_uses_of_own_leaves(outs, outputs)
         is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
@@ -241,6 +243,19 @@ class Effects:
             choices=backward.choices,
             early=outputs.early,
         )
+
+
+def _refuse_uses_of_own_leaves(outs: Sequence[Any], outputs: NodeOutputs) -> None:
+    """Refuse results of which others are functions, and that begin to require grad in the program."""
+    views = {
+        id(out): position
+        for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True))
+        if isinstance(fact, (ViewOfInput, ViewOfIntermediate)) and out.requires_grad and out.is_leaf
+    }
+    used = nodes_behind(outputs.tensors[idx] for idx in outputs.with_history) if views else ()
+    for leaf in (node.variable for node in used if hasattr(node, "variable")):
+        if id(leaf) in views:
+            raise requires_grad_by_itself(Slot("output", f"out[{views[id(leaf)]}]"))
 
 
 def _forward_writes(

@@ -142,7 +142,7 @@ class Inputs:
         if is_of_own_class(example):
             self._recorder.guises.give(stand_in.tensor, type(example), vars(example))
         elif isinstance(stand_in.tensor, FunctionalTensor):
-            self._recorder.guises.stands_for_plain(stand_in.tensor, type(example))
+            self._recorder.guises.stands_for_plain(stand_in.tensor, example)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)

@@ -59,12 +59,12 @@ class Unit(torch.Tensor):
         return result
 
 
-class Scaled(torch.Tensor):
+class WithScale(torch.Tensor):
     """Carries a scale, a tensor, that its product is multiplied by; what comes out is plain."""
 
     scale: torch.Tensor
 
-    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Scaled:
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> WithScale:
         return torch.Tensor._make_subclass(cls, data, data.requires_grad)
 
     def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ class Scaled(torch.Tensor):
             result = func(*args, **(kwargs or {}))
             if func in (torch.Tensor.mul, torch.Tensor.matmul):
                 for arg in args:
-                    if isinstance(arg, Scaled):
+                    if isinstance(arg, WithScale):
                         result = result * arg.scale
         return result
 
@@ -92,6 +92,12 @@ class Traveller(torch.Tensor):
                 if isinstance(arg, Traveller) and arg is not result:
                     result.__dict__.update(arg.__dict__)
         return result
+
+
+def tagged(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with attributes: a word, and a tensor."""
+    tensor.tag, tensor.note = "a", torch.ones(3, 4)  # type: ignore[attr-defined]
+    return tensor
 
 
 class Shy(torch.Tensor):

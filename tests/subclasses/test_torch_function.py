@@ -16,12 +16,12 @@ from tests.subclasses.function_classes import (
     Greedy,
     Logging,
     Methods,
-    Scaled,
     Shy,
     Silent,
     Traveller,
     Unit,
     Weight,
+    WithScale,
 )
 
 
@@ -135,13 +135,13 @@ def test_attributes_that_are_not_read_are_no_guards() -> None:
 
 def test_a_tensor_held_by_an_argument_is_an_input() -> None:
     def build() -> list[Scene]:
-        def fn(x: Scaled, y: torch.Tensor) -> Any:
+        def fn(x: WithScale, y: torch.Tensor) -> Any:
             return x * y, y.matmul(x.t())
 
-        scales = [torch.tensor(k, requires_grad=True) for k in (2.0, 3.0)]
-        return [
-            Scene(fn, (Scaled(torch.randn(3, 4, requires_grad=True), s), torch.randn(3, 4))) for s in scales
-        ]
+        def scene(scale: torch.Tensor) -> Scene:
+            return Scene(fn, (WithScale(torch.randn(3, 4, requires_grad=True), scale), torch.randn(3, 4)))
+
+        return [scene(torch.tensor(k, requires_grad=True)) for k in (2.0, 3.0)]
 
     same_as_eager(build, calls=2)
 
@@ -235,7 +235,7 @@ def test_a_class_is_asked_as_often_as_in_eager_and_while_capturing_only() -> Non
 
 
 class Cubed(torch.autograd.Function):
-    """What it hears of inside shows in the numbers: `Weight` and `Scaled` would be multiplied."""
+    """What it hears of inside shows in the numbers: `Weight` and `WithScale` would be multiplied."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -257,7 +257,7 @@ def test_autograd_functions(cls: type[torch.Tensor]) -> None:
 def test_autograd_functions_with_attributes() -> None:
     def build() -> Scene:
         return Scene(
-            lambda x: Cubed.apply(x), (Scaled(torch.randn(3, requires_grad=True), torch.tensor(2.0)),)
+            lambda x: Cubed.apply(x), (WithScale(torch.randn(3, requires_grad=True), torch.tensor(2.0)),)
         )
 
     same_as_eager(build)
@@ -312,7 +312,7 @@ def test_plain_results_get_gradients_of_the_class() -> None:
     def use(call: Any) -> list[torch.Tensor | None]:
         x = torch.randn(3, 4, requires_grad=True)
         y = call(x)
-        y.backward(Scaled(torch.randn(3, 4), torch.tensor(5.0)))
+        y.backward(WithScale(torch.randn(3, 4), torch.tensor(5.0)))
         return [x.grad]
 
     assert_both_give_the_same(lambda x: x.sin(), use)
