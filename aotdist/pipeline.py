@@ -43,7 +43,7 @@ from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
-from aotdist.torch_seam import autocast_off, autocast_only, quiet_fakes
+from aotdist.torch_seam import autocast_off, autocast_only, class_functions_off, quiet_fakes
 
 
 @dataclass(slots=True)
@@ -102,10 +102,15 @@ def compile_call(
         RankDivergence: the ranks compiled different sequences of collectives.
         RankLost: another rank failed to compile, or did not come to compare.
     """
-    label = getattr(target, "__name__", type(target).__name__)
+    with class_functions_off():
+        return _compiled_call(_Call(target, run, args, kwargs, backend, settings, symbolic))
+
+
+def _compiled_call(call: _Call) -> Artifact:
+    label, settings = getattr(call.target, "__name__", type(call.target).__name__), call.settings
     # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
     with failing_together(label), collector_paused():
-        compilation = _compile(_Call(target, run, args, kwargs, backend, settings, symbolic))
+        compilation = _compile(call)
         fit = fit_of(compilation)
         refuse_overlap(fit)
         if settings.validate_guards:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -335,6 +335,72 @@ def use_count(tensor: torch.Tensor) -> int:
         return tensor._use_count()
 
 
+Remake: TypeAlias = Callable[[torch.Tensor, type[torch.Tensor], Callable[..., torch.Tensor]], Any]
+"""Told of a tensor that is to be shown as another class, by what autograd knows of: `alias` or `detach`.
+
+It returns the tensor of that class, or None to let PyTorch make it.
+"""
+_class_hearers: ContextVar[Remake | None] = ContextVar("class_hearers", default=None)
+_num_class_hearers = 0
+_make_subclass = torch.Tensor._make_subclass
+
+
+@contextmanager
+def hearing_of_classes(hear: Remake) -> Generator[None]:
+    """`hear` is called, in this thread, where a tensor is given another class.
+
+    By `as_subclass`, `_make_subclass` (`nn.Parameter` calls it) or the class itself, called with a tensor.
+    None of these is a torch function, so no mode hears of them.
+    """
+    token = _class_hearers.set(hear)
+    _hook_classes(+1)
+    try:
+        yield
+    finally:
+        _hook_classes(-1)
+        _class_hearers.reset(token)
+
+
+def _hook_classes(change: int) -> None:
+    global _num_class_hearers
+    tensor: Any = torch.Tensor
+    with _hook_lock:
+        before, _num_class_hearers = _num_class_hearers, _num_class_hearers + change
+        if not before:
+            tensor.as_subclass, tensor.__new__ = _as_subclass, staticmethod(_of_class)
+            tensor._make_subclass = staticmethod(_subclass_of_data)
+        elif not _num_class_hearers:
+            del tensor.as_subclass, tensor.__new__, tensor._make_subclass
+
+
+def _heard(tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
+    hear = _class_hearers.get()
+    return None if hear is None else hear(tensor, cls, op)
+
+
+def _as_subclass(tensor: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
+    made = _heard(tensor, cls, torch.ops.aten.alias.default)
+    return torch._C.TensorBase.as_subclass(tensor, cls) if made is None else made
+
+
+def _subclass_of_data(
+    cls: type[torch.Tensor], data: torch.Tensor, require_grad: bool = False, **options: Any
+) -> torch.Tensor:
+    made = None if options else _heard(data, cls, torch.ops.aten.detach.default)
+    if made is None:
+        return _make_subclass(cls, data, require_grad, **options)
+    with class_functions_off():  # a mode hears of it, and notes it
+        return made.requires_grad_() if require_grad else made
+
+
+def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        made = _heard(args[0], cls, torch.ops.aten.alias.default)
+        if made is not None:
+            return made
+    return torch._C.TensorBase.__new__(cls, *args, **kwargs)
+
+
 _asks_dynamo = torch.compiler.is_dynamo_compiling
 _num_tracing = 0
 _hook_lock = threading.Lock()
@@ -416,11 +482,9 @@ def flatten_protocol(tensor: Any) -> tuple[list[str], Any]:
     return tensor.__tensor_flatten__()
 
 
-def overrides_functions(cls: type[torch.Tensor]) -> bool:
-    """Whether a class has a `__torch_function__` of its own, neither the usual one nor none at all."""
-    function = cls.__torch_function__
-    usual = getattr(function, "__func__", None) is torch.Tensor.__torch_function__.__func__
-    return not usual and function is not torch._C._disabled_torch_function_impl
+def hears_of_functions(cls: type[torch.Tensor]) -> bool:
+    """Whether a tensor class is told of torch functions, by its own `__torch_function__` or the usual."""
+    return cls is not torch.Tensor and cls.__torch_function__ is not torch._C._disabled_torch_function_impl
 
 
 def dispatches(cls: Any) -> bool:
@@ -441,6 +505,21 @@ def storage_id(tensor: torch.Tensor) -> int:
 def torch_functions_off() -> AbstractContextManager[Any]:
     """No torch-function mode, and no subclass, hears of what is called."""
     return torch._C.DisableTorchFunction()
+
+
+def class_functions_off() -> AbstractContextManager[Any]:
+    """No `__torch_function__` of a subclass is called; those of modes are."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def class_functions_on() -> AbstractContextManager[Any]:
+    """Every `__torch_function__` is called, whatever was switched off around."""
+    return torch._C._EnableTorchFunction()
+
+
+def class_functions_are_on() -> bool:
+    """Whether a `__torch_function__` of a class is called."""
+    return torch._C._is_torch_function_enabled()
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
@@ -731,7 +810,25 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
     `torch.func` transforms wrap tensors once more; then what is inside tells.
     """
     tensor = unwrapped(tensor)
-    return isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor)
+    if isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor):
+        return True
+    return is_disguised(tensor)
+
+
+def is_disguised(tensor: torch.Tensor) -> bool:
+    """Whether a functional tensor shows the class of another (`aotdist.capture.guise`).
+
+    Operators on it are dispatched in Python, which its class knows nothing of.
+    """
+    return not dispatches(type(tensor)) and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+_OWN_ATTRIBUTES = frozenset({"elem", "_inference_mode_base", "_is_param"})
+
+
+def given_attributes(tensor: FunctionalTensor) -> dict[str, Any]:
+    """The attributes that a functional tensor has not from PyTorch, nor from `as_parameter`."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 
 def keep_bases_of_views(mode: FunctionalTensorMode, args: Any) -> None:

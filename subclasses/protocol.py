@@ -27,7 +27,6 @@ from aotdist.torch_seam import (
     dispatches,
     flatten_protocol,
     is_traceable_wrapper_subclass,
-    overrides_functions,
     stands_for_another,
 )
 
@@ -71,6 +70,15 @@ Recipe: TypeAlias = Plain | Constant | Wrapper
 def is_wrapper(tensor: object) -> bool:
     """Whether `tensor` is taken apart before the graph."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+def is_of_own_class(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a plain tensor, as the graph sees it, of a class that its user sees.
+
+    It may have methods, attributes and a `__torch_function__`.
+    """
+    cls = type(tensor)
+    return cls not in (torch.Tensor, nn.Parameter) and not dispatches(cls) and not is_wrapper(tensor)
 
 
 def is_real(tensor: torch.Tensor) -> bool:
@@ -350,8 +358,7 @@ def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
     """Raise for a tensor subclass that has its own say in operators but cannot be taken apart.
 
     Raises:
-        UnsupportedProgram: the class overrides `__torch_dispatch__` or `__torch_function__` without the
-            flatten protocol.
+        UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol.
     """
     cls = type(tensor)
     if is_wrapper(tensor) or not is_real(tensor):
@@ -361,11 +368,4 @@ def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
             f"`{path}` is a {cls.__name__}, which has no `__tensor_flatten__`/`__tensor_unflatten__`",
             stage="capture",
             fix=f"give {cls.__name__} the two methods, or pass the plain tensor inside it",
-        )
-    if overrides_functions(cls):
-        raise UnsupportedProgram(
-            f"`{path}` is a {cls.__name__}, whose `__torch_function__` the compiled program would not call",
-            stage="capture",
-            fix=f"pass `{path}.as_subclass(torch.Tensor)`, or give {cls.__name__} `__tensor_flatten__` and "
-            "`__tensor_unflatten__`",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +33,15 @@ from aotdist.capture.modules import (
 from aotdist.capture.objects import taken_apart
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
-from aotdist.capture.source import Source
+from aotdist.capture.results import Shown, with_attributes
+from aotdist.capture.source import Argument, Source
 from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
-from aotdist.torch_seam import marked_dims, pytree, said_to_be_compiling
+from aotdist.torch_seam import class_functions_on, marked_dims, pytree, said_to_be_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,13 @@ class Returned:
         assigned: places that are assigned the outputs after those, and the structure of each value.
         replaced: attributes of wrappers that are assigned the outputs after those: position of the wrapper
             among the program's inputs, and path.
+        shown: classes and attributes of outputs; what the attributes hold are the outputs after those.
     """
 
     spec: pytree.TreeSpec
     assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
     replaced: tuple[tuple[int, str], ...] = ()
+    shown: tuple[Shown, ...] = ()
 
     def assigned_paths(self) -> list[str]:
         """What is assigned something, by name; of wrappers, the attribute."""
@@ -135,10 +139,11 @@ class Captured:
         return Slot("primal", self.source_of(real).path)
 
     def sources(self, tensors: Row[I, torch.Tensor]) -> dict[I, Source]:
-        """Where those of `tensors` are read that are no arguments."""
+        """Where those of `tensors` are read that are no arguments, nor hang on one."""
         known = {id(tensor.value): tensor.source() for tensor in self.environment.state}
         known.update(self.closed_over)
-        return {idx: known[id(tensor)] for idx, tensor in tensors.enumerate() if id(tensor) in known}
+        found = {idx: known[id(tensor)] for idx, tensor in tensors.enumerate() if id(tensor) in known}
+        return {idx: source for idx, source in found.items() if not isinstance(source.root, Argument)}
 
     def source_of(self, real: torch.Tensor) -> Source:
         """Where to read a tensor that the trace met; one without a known place is kept as it is."""
@@ -146,13 +151,13 @@ class Captured:
         return known or Source(f"constant_{id(real):x}", (real,)).item(0, f"constant_{id(real):x}")
 
 
-def environment_of(target: Any) -> Environment:
-    """What `target`, a module or any callable, reaches.
+def environment_of(target: Any, arguments: Sequence[tuple[Source, torch.Tensor]] = ()) -> Environment:
+    """What `target`, a module or any callable, reaches, given tensors as `arguments`.
 
     Raises:
         UnsupportedProgram: a module in it uses a feature that cannot be captured.
     """
-    reached = reach(target)
+    reached = reach(target, arguments)
     roots = [(source.path, module) for source, module in reached.modules]
     modules = named_modules(roots)
     claims: list[Claim] = []
@@ -185,9 +190,9 @@ def capture(
     Raises:
         UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
     """
-    environment = environment_of(target)
     arguments, tensors = read_arguments(args, kwargs)
     num_args = len(tensors)
+    environment = environment_of(target, _places(arguments, tensors))
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
@@ -203,6 +208,15 @@ def capture(
     name = getattr(target, "__name__", type(target).__name__)
     dims = _dynamic_dims(tensors if settings.dynamic else (), examples)
     return Captured(program, arguments, environment, ambient(), _closed_over(environment), name, dims)
+
+
+def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple[Source, torch.Tensor]]:
+    """Where what hangs on the tensors among the arguments is read."""
+    paths = arguments.tensor_paths()
+    return [
+        (Source(path, Argument(position, weakref.ref(tensor))), tensor)
+        for position, (path, tensor) in enumerate(zip(paths, tensors, strict=True))
+    ]
 
 
 def _dynamic_dims(
@@ -232,7 +246,9 @@ def _call(
     existing = {id(owner) for _, owner in environment.reached.owners}
     existing |= {id(value) for module in environment.modules.values() for value in vars(module).values()}
     try:
-        leaves, spec = pytree.tree_flatten(taken_apart(run(), existing), is_leaf=is_leaf)
+        with class_functions_on():
+            result = run()
+        leaves, spec = pytree.tree_flatten(taken_apart(result, existing), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:
         reassignments.undo()
@@ -245,8 +261,9 @@ def _call(
             )
     flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in assigned]
     places = tuple((source, structure) for source, _, structure in flat)
-    returned = Returned(spec, places, tuple(replaced))
-    return [*leaves, *(leaf for _, values, _ in flat for leaf in values), *replaced.values(), returned]
+    outs = [*leaves, *(leaf for _, values, _ in flat for leaf in values), *replaced.values()]
+    outs, shown = with_attributes(outs, inputs, environment.reached)
+    return [*outs, Returned(spec, places, tuple(replaced), tuple(shown))]
 
 
 def _closed_over(environment: Environment) -> dict[int, Source]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,14 @@ from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in
 from aotdist.capture.constants import is_constant
 from aotdist.capture.source import Source
+from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
 _MAX_DEPTH = 12  # objects within objects; what lies deeper is kept by identity, not walked
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
+_TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class Reached:
         tensors: tensors outside of modules.
         constants: constants, with the value that they have now; those of modules are not among them.
         identities: functions and modules that the program depends on as they are.
-        owners: objects whose attributes the program may reassign.
+        owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
+            classes, are some.
         containers: lists and dictionaries whose items the program may reassign.
         assigned: variables that the program assigns without reading them, existing or not.
         generators: random generators.
@@ -55,10 +58,18 @@ class Reached:
     generators: tuple[torch.Generator, ...]
 
 
-def reach(target: Any) -> Reached:
-    """Walk a function, a module or another callable; see the docstring of this file."""
+def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) -> Reached:
+    """Walk a function, a module or another callable; see the docstring of this file.
+
+    Args:
+        target: what to walk.
+        arguments: tensors that it is given: what hangs on them can be reached too.
+    """
     walk = _Walk()
     path = "" if isinstance(target, nn.Module) else _display_name(target)
+    for source, tensor in arguments:
+        walk.owners += [] if is_of_own_class(tensor) or is_wrapper(tensor) else [(source, tensor)]
+        walk.look_at(source, tensor, 0)
     walk.visit(Source(path, target), target, 0)
     walk.follow_names()
     return Reached(
@@ -113,6 +124,7 @@ class _Walk:
         self.seen.add(id(value))
         if isinstance(value, torch.Tensor):
             self.tensors.append((source, value))
+            self.look_at(source, value, depth)
             return
         if isinstance(value, torch.Generator):
             self._identity(source, value)
@@ -120,6 +132,13 @@ class _Walk:
             return
         for place, inner in self._inside(source, value, depth):
             self.visit(place, inner, depth + 1)
+
+    def look_at(self, source: Source, tensor: torch.Tensor, depth: int) -> None:
+        """Let the attributes of a tensor be read by name, if it is of a class that the user sees."""
+        if is_of_own_class(tensor):
+            self.seen.add(id(tensor))
+            self.owners.append((source, tensor))
+            self.named.append(_Named(source, tensor, depth))
 
     def follow_names(self) -> None:
         """Look up, in everything that is read by name, every name that was met, until nothing new appears."""
@@ -149,9 +168,7 @@ class _Walk:
                 self.modules.append((source, value))
                 for path, module in value.named_modules(prefix=source.path):
                     self.seen.add(id(module))
-                    self.named.append(_Named(Source(path, module), module, depth))
-                    yield from _hooks(path, module)
-                    yield from _library_settings(path, module)
+                    yield from self._of_module(path, module, depth)
             case types.ModuleType() if not is_users_module(value):
                 pass
             case _ if hasattr(value, "__dict__"):
@@ -160,6 +177,13 @@ class _Walk:
                 self.named.append(_Named(source, value, depth))
             case _:
                 pass
+
+    def _of_module(self, path: str, module: nn.Module, depth: int) -> Iterator[tuple[Source, Any]]:
+        self.named.append(_Named(Source(path, module), module, depth))
+        for place, tensor in _state(path, module):
+            self.look_at(place, tensor, depth)
+        yield from _hooks(path, module)
+        yield from _library_settings(path, module)
 
     def _identity(self, source: Source, value: Any) -> None:
         if source.steps:
@@ -184,7 +208,9 @@ class _Walk:
             yield from self._from_classes(value)
             return
         own = vars(value)
-        wanted = (own.keys() if self.any_name else self.names & own.keys()) - named.looked_up
+        # Which attributes an installed library's tensor class reads is not looked up, so all count.
+        everything = self.any_name or (isinstance(value, torch.Tensor) and not is_users_class(type(value)))
+        wanted = (own.keys() if everything else self.names & own.keys()) - named.looked_up
         named.looked_up |= wanted
         for name in sorted(wanted):
             if not isinstance(value, nn.Module) or not _is_watched(name, own[name]):
@@ -196,6 +222,7 @@ class _Walk:
         """What the user's classes among the bases of `cls` hold under the names that were met since."""
         looked_up = self.of_class.setdefault(cls, set())
         extra = _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset[str]()
+        extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset[str]()
         wanted = (self.names | extra) - looked_up
         looked_up |= wanted
         for name in sorted(wanted):
@@ -251,6 +278,15 @@ def _items_of(container: Any) -> tuple[Any, ...]:
 def _keys_of(container: Any) -> tuple[Any, ...]:
     """By what a list, tuple or dictionary is indexed, as a tuple."""
     return tuple(container) if isinstance(container, dict) else tuple(range(len(container)))
+
+
+def _state(path: str, module: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
+    """A module's own parameters and buffers."""
+    for owner in (vars(module)["_parameters"], vars(module)["_buffers"]):
+        for key, value in owner.items():
+            if value is not None:
+                name = f"{path}.{key}" if path else key
+                yield Source(name, owner).item(key, name), value
 
 
 def _hooks(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:

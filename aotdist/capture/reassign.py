@@ -15,7 +15,7 @@ from torch import nn
 
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.reach import Reached
-from aotdist.capture.source import Applied, Source
+from aotdist.capture.source import Applied, Argument, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import pytree
@@ -26,11 +26,19 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, slots=True)
 class _Dictionary:
-    """A dictionary (attributes, buffers, a user's own) and what it held before the trace."""
+    """A dictionary (attributes, buffers, a user's own) and what it held before the trace.
+
+    Args:
+        path: its name.
+        held: the dictionary.
+        before: what it held.
+        source: where it is found, if it hangs on an argument.
+    """
 
     path: str
     held: dict[Any, Any]
     before: dict[Any, Any]
+    source: Source | None = None
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of every entry that is another object now."""
@@ -40,9 +48,10 @@ class _Dictionary:
                 yield self._place(key), before, value
 
     def _place(self, key: Any) -> Source:
+        start = Source(self.path, self.held) if self.source is None else self.source
         if not isinstance(key, str):
-            return Source(self.path, self.held).item(key)
-        return Source(self.path, self.held).item(key, f"{self.path}.{key}" if self.path else key)
+            return start.item(key)
+        return start.item(key, f"{self.path}.{key}" if self.path else key)
 
     def put_back(self, place: Source, before: Any) -> None:
         """Let `place` be as it was."""
@@ -72,7 +81,8 @@ class _List:
         for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
             if value is not before:
                 path = f"{self.source.path}[{position}]"
-                yield Source(path, self.held).item(position, path), before, value
+                start = self.source if _is_of_argument(self.source) else Source(path, self.held)
+                yield start.item(position, path), before, value
 
     def _refuse_growth(self) -> None:
         if any(_is_traced(value) for value in self.held):
@@ -122,13 +132,15 @@ class Reassignments:
     def collect(self) -> list[tuple[Source, Any]]:
         """Places that were assigned traced tensors, or containers of some; each is put back as it was.
 
+        Attributes of arguments are among them whatever they were assigned: the next call's are others.
+
         Raises:
             UnsupportedProgram: a list grew by tensors, or an object that hides some was assigned.
         """
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
             for place, before, value in watched.changed():
-                if _holds_traced(value):
+                if _holds_traced(value) or (_is_of_argument(place) and not _hides_traced(value)):
                     found.append((place, value))
                     watched.put_back(place, before)
                 else:
@@ -141,7 +153,7 @@ class Reassignments:
             place.path
             for watched in self._watched
             for place, before, value in watched.changed()
-            if is_constant(value) and not same_constant(value, before)
+            if is_constant(value) and not same_constant(value, before) and not _is_of_argument(place)
         ]
 
     def roll_back(self) -> None:
@@ -159,7 +171,7 @@ class Reassignments:
             if isinstance(watched, _List) and len(watched.held) != len(watched.before):
                 watched.held[:] = watched.before
             for place, before, value in watched.changed():
-                if _holds_traced(value) or _hides_traced(value):
+                if _holds_traced(value) or _hides_traced(value) or _is_of_argument(place):
                     watched.put_back(place, before)
 
 
@@ -174,7 +186,8 @@ def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _Lis
 
 def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
     for source, owner in reached.owners:
-        yield _Dictionary(source.path, vars(owner), dict(vars(owner)))
+        place = source.attribute("__dict__", source.path) if _is_of_argument(source) else None
+        yield _Dictionary(source.path, vars(owner), dict(vars(owner)), place)
     for source, container in reached.containers:
         yield _container(source, container)
     for source, _ in (*reached.tensors, *reached.constants):
@@ -185,7 +198,8 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
     if isinstance(container, dict):
-        return _Dictionary(source.path, container, dict(container))
+        place = source if _is_of_argument(source) else None
+        return _Dictionary(source.path, container, dict(container), place)
     return _List(source, container, list(container))
 
 
@@ -194,6 +208,10 @@ def _read(source: Source) -> Any:
         return source.read()
     except (KeyError, IndexError, AttributeError, TypeError, ValueError):
         return _ABSENT
+
+
+def _is_of_argument(place: Source) -> bool:
+    return isinstance(place.root, Argument)
 
 
 def _is_traced(value: Any) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,25 @@ Step: TypeAlias = Attribute | Item | Applied
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """Where a place begins that is reached from a tensor among the arguments: another at each call.
+
+    Args:
+        position: which of them.
+        example: that of the call which is captured.
+    """
+
+    position: int
+    example: weakref.ref[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A place reached from an object by attributes and items.
 
     Args:
         path: how the user would write it (`model.blocks.0.scale`); for messages only.
-        root: where to start; held strongly.
+        root: where to start; held strongly, but for an `Argument`.
         steps: how to go on.
     """
 
@@ -62,7 +78,7 @@ class Source:
 
     def read(self) -> Any:
         """What is there now."""
-        value = self.root
+        value: Any = self.root.example() if isinstance(self.root, Argument) else self.root
         for step in self.steps:
             match step:
                 case Attribute(name=name):

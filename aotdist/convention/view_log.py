@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import enable_reentrant_dispatch
 
+from aotdist.capture.guise import Guises
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
 from aotdist.convention.memory import may_repeat
@@ -128,12 +129,17 @@ class Storages(Protocol):
 
 
 class ViewLog(TorchDispatchMode):
-    """Logs views; ask it with `root`."""
+    """Logs views; ask it with `root`.
+
+    Args:
+        guises: what the user's code sees of the tensors, if it sees something else.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, guises: Guises | None = None) -> None:
         super().__init__()
+        self._guises = guises or Guises()
         self._entries: dict[int, _Entry] = {}
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
@@ -150,6 +156,11 @@ class ViewLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        with self._guises.off((*args, *kwargs.values())):
+            result = self._dispatch(func, args, kwargs)
+        return self._guises.show(result)
+
+    def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)  # none of them makes views
         whole = is_left_whole_in_inference(func)

@@ -79,6 +79,7 @@ class Backward:
         wanted: for each input that may get gradients, where they arrive: first of all at its leaf.
         mode: what the program ran in, for tensors that it closes over; every run is in it.
         arrivals: the bases among `ends` whose gradient comes through a view.
+        shown: a context for each run: what the user's code in it sees.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class Backward:
         wanted: Sequence[Wanted],
         mode: AbstractContextManager[Any],
         arrivals: Mapping[NodeOutIdx, Arrival],
+        shown: Callable[[], AbstractContextManager[None]],
     ) -> None:
         recorder.phase = "backward"
         self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
-        self.mode = mode
+        self.mode, self.shown = mode, shown
         self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
@@ -151,6 +153,7 @@ class Backward:
                 stack.enter_context(context)
             starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
             tensors, first = zip(*starts, strict=True)
+            stack.enter_context(self.shown())
             found = run(tensors, wanted, first, retain_graph=again)
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):

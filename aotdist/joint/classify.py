@@ -148,7 +148,14 @@ class _Classifier:
         key = id(change.tensor)
         if self._inputs.index_of(change.tensor) is not None:
             return number in self._written
+        if change.op is torch.Tensor.requires_grad_ and self._is_leaf_of_its_own(change.tensor):
+            return True
         return key in self._replayed or (key in self._first and change.moves())
+
+    def _is_leaf_of_its_own(self, out: torch.Tensor) -> bool:
+        """Whether a view that the caller gets requires grad, and neither what it is a view of nor inputs."""
+        changed = any(change.op is torch.Tensor.requires_grad_ for change in self._log.changes_of(out))
+        return changed and id(out) in self._first and out.requires_grad and out.is_leaf
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):
@@ -228,7 +235,8 @@ class _Classifier:
         if root.base is out:
             return Fresh(self._value(slot, out, history=out.requires_grad))
         if not root.made:
-            return self._view(position, root.base, root.steps, history=out.requires_grad)
+            history = out.requires_grad and not self._is_leaf_of_its_own(out)
+            return self._view(position, root.base, root.steps, history=history)
         steps: tuple[Step, ...] = ()
         inside = root.steps
         for number, made in enumerate(root.made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from aotdist.joint.backward import (
     requires_grad_by_itself,
     value_results,
 )
+from aotdist.joint.classes import Classes
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
@@ -64,6 +66,7 @@ from aotdist.torch_seam import (
     data_writes,
     functional_value,
     metadata_written,
+    nodes_behind,
     storage_changes,
     storage_id,
 )
@@ -135,6 +138,7 @@ class Effects:
         log: its views, and writes to what a tensor is.
         storages: what it knows of storages.
         swaps: tensors that became each other.
+        classes: what the user's code sees of the tensors.
         training: see `trace`.
         cuts: see `trace`.
     """
@@ -144,6 +148,7 @@ class Effects:
     log: ViewLog
     storages: Storages
     swaps: Swaps
+    classes: Classes
     training: bool
     cuts: bool
 
@@ -164,6 +169,7 @@ class Effects:
         for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
             if node_out.differentiable and tensor.is_leaf:
                 raise requires_grad_by_itself(node_out.slot)
+        _refuse_uses_of_own_leaves(outs, outputs)
         is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
@@ -186,7 +192,9 @@ class Effects:
         waypoints = Waypoints(held, ends)
         arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
         wanted = metadata.gradient_ends(inputs.row())
-        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals)
+        asked = self.classes.are_asked_in_backward(forward.outs)
+        shown = functools.partial(self.classes.shown, asked=asked)
+        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals, shown)
         alone = backward.choices() if self.cuts else []
         with waypoints.watched(recorder):
             grads = backward.run(again=again or bool(alone))
@@ -235,6 +243,19 @@ class Effects:
             choices=backward.choices,
             early=outputs.early,
         )
+
+
+def _refuse_uses_of_own_leaves(outs: Sequence[Any], outputs: NodeOutputs) -> None:
+    """Refuse results of which others are functions, and that begin to require grad in the program."""
+    views = {
+        id(out): position
+        for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True))
+        if isinstance(fact, (ViewOfInput, ViewOfIntermediate)) and out.requires_grad and out.is_leaf
+    }
+    used = nodes_behind(outputs.tensors[idx] for idx in outputs.with_history) if views else ()
+    for leaf in (node.variable for node in used if hasattr(node, "variable")):
+        if id(leaf) in views:
+            raise requires_grad_by_itself(Slot("output", f"out[{views[id(leaf)]}]"))
 
 
 def _forward_writes(

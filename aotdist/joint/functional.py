@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.guise import Guises
 from aotdist.capture.origins import Origins
 from aotdist.convention.memory import by_stride
 from aotdist.convention.swapping import Exchange
@@ -57,12 +58,17 @@ _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoull
 
 
 class Functionalisation(FunctionalTensorMode):
-    """Turns writes into new values, of the layout of what is written."""
+    """Turns writes into new values, of the layout of what is written.
+
+    Args:
+        guises: what the user's code sees of its tensors.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, guises: Guises) -> None:
         super().__init__()
+        self._guises = guises
         self._laid_out: dict[int, FunctionalTensor] = {}
         self.strided = Strided(self)
         self.rebinding = Rebinding(self.strided)
@@ -90,6 +96,12 @@ class Functionalisation(FunctionalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._guises.among((*args, *kwargs.values())):
+            with self._guises.off((*args, *kwargs.values())), self:
+                return func(*args, **kwargs)
+        return self._dispatch(func, types, args, kwargs)
+
+    def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         if is_operator(func) and func.name() in _TO_SPARSE:

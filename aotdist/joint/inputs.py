@@ -26,6 +26,7 @@ from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
+    is_of_own_class,
     is_real,
     leaves,
     plain_tensors,
@@ -36,6 +37,7 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam import (
     FunctionalTensor,
     as_parameter,
+    class_functions_off,
     data_writes,
     made_again,
     part_of,
@@ -103,12 +105,13 @@ class Inputs:
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         """What the traced function is given in place of `example`."""
-        with _mode_of(example):
+        with _mode_of(example), class_functions_off():
             return self._add(slot, example)
 
     def _add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         refuse_unknown_subclass(example, slot.path)
         _refuse_layout(example, slot)
+        self._refuse_class(example)
         at = PrimalIdx(len(self._stand_ins))
         is_span = self._bases.is_span(at)
         recipe = recipe_of(example)
@@ -136,10 +139,24 @@ class Inputs:
                 self._recorder.lies_in_more(plain)
             if is_real(example) and not is_span:
                 self._recorder.strided.is_of_input(plain, example, real)
+        if is_of_own_class(example):
+            self._recorder.guises.give(stand_in.tensor, type(example), vars(example))
+        elif isinstance(stand_in.tensor, FunctionalTensor):
+            self._recorder.guises.stands_for_plain(stand_in.tensor, example)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
         return stand_in.tensor
+
+    def _refuse_class(self, example: torch.Tensor) -> None:
+        """Raise for a tensor of the program around this one that shows a class there."""
+        shown = self._recorder.class_around(example)
+        if shown is not None and shown not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedProgram(
+                f"a {shown.__name__} is handed to an operator that takes functions (`torch.cond`)",
+                stage="joint",
+                fix="pass it on as `x.as_subclass(torch.Tensor)`",
+            )
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):

@@ -32,7 +32,7 @@ from aotdist.subclasses.protocol import (
     mixes_with_plain,
     recipe_of,
 )
-from aotdist.torch_seam import custom_functions, is_once_differentiable
+from aotdist.torch_seam import class_functions_off, custom_functions, is_once_differentiable
 
 T = TypeVar("T")
 
@@ -207,7 +207,8 @@ class LaterBackwards:
             NodeOut(self._grad_slot(idx), recipe_of(grad), grad.requires_grad) for idx, grad in grads.items()
         )
         ends = [(NodeOutIdx(k), grad) for k, grad in enumerate(grads.values()) if grad.requires_grad]
-        backward = Backward(recorder, node_outs, ends, self._wanted_of_derivative(given), self._recalling, {})
+        wanted, shown = self._wanted_of_derivative(given), self._backward.shown
+        backward = Backward(recorder, node_outs, ends, wanted, self._recalling, {}, shown)
         found, failure = _tried(backward, [tensor for _, tensor in ends])
         has_history = bool(ends) and not failure
         facts = Facts(
@@ -264,7 +265,7 @@ class LaterBackwards:
         recorder = self._recorder
         recorder.go_on()
         try:
-            with recorder:
+            with recorder, class_functions_off():
                 return run()
         except AotdistError:
             raise

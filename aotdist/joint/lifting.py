@@ -8,16 +8,24 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from aotdist.capture.guise import Guises
 from aotdist.capture.origins import Origins
 from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.classes import ask_classes
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.storages import Storages
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import FunctionalTensor, HigherOrderOperator, pytree, rebind
+from aotdist.torch_seam import (
+    FunctionalTensor,
+    HigherOrderOperator,
+    class_functions_are_on,
+    pytree,
+    rebind,
+)
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
@@ -39,6 +47,7 @@ class Lifting(TorchFunctionMode):
         log: notes writes of storage and history, and views that only show here.
         storages: what the program is shown for the storages of its tensors.
         higher_order: what to do where the program hands functions to an operator.
+        guises: the classes that the program sees of its tensors.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class Lifting(TorchFunctionMode):
         log: ViewLog,
         storages: Storages,
         higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
+        guises: Guises,
     ) -> None:
         super().__init__()
         self._inputs = inputs
@@ -57,6 +67,7 @@ class Lifting(TorchFunctionMode):
         self._higher_order = higher_order
         self._log = log
         self._storages = storages
+        self._guises = guises
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
@@ -66,6 +77,7 @@ class Lifting(TorchFunctionMode):
             _DATA.__set__: self._assign_data,
             torch.Tensor.untyped_storage: self._storage,
             torch.Tensor.storage: self._typed_storage,
+            torch.Tensor.__repr__: _described,
         }
 
     def __torch_function__(
@@ -76,11 +88,20 @@ class Lifting(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
+        if types and class_functions_are_on():
+            with self:  # what a class calls in turn is heard, too
+                return ask_classes(func, types, swapped_args, swapped_kwargs)
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
             self._refuse_attribute(func, swapped_args[0])
         if isinstance(func, HigherOrderOperator):
-            return self._higher_order(func, swapped_args, swapped_kwargs, self)
-        return self._instead.get(func, func)(*swapped_args, **swapped_kwargs)
+            with self._guises.hidden():
+                result = self._higher_order(func, swapped_args, swapped_kwargs, self)
+            return self._guises.show(result)
+        instead = self._instead.get(func)
+        if instead is None:
+            return func(*swapped_args, **swapped_kwargs)
+        with self._guises.off(swapped_args):
+            return instead(*swapped_args, **swapped_kwargs)
 
     def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._stand_in(tensor) if self._is_foreign(tensor) else tensor
@@ -156,6 +177,9 @@ class Recalling(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         met, named = _each(self._stand_in, args, kwargs)
+        if types and class_functions_are_on():
+            with self:
+                return ask_classes(func, types, met, named)
         return func(*met, **named)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,6 +187,12 @@ class Recalling(TorchFunctionMode):
             return tensor
         found = (idx for idx, source in self._sources.items() if source.read() is tensor)
         return next((self._stand_ins[idx] for idx in found), tensor)
+
+
+def _described(tensor: torch.Tensor, **options: Any) -> str:
+    if isinstance(tensor, FunctionalTensor):
+        return f"tensor of size {list(tensor.size())} and {tensor.dtype}, traced"
+    return tensor.__repr__(**options)
 
 
 def _each(

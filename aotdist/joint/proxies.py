@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from aotdist.capture.annotations import current_module, current_tags
+from aotdist.capture.guise import Guises
 from aotdist.capture.origins import Origins
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
@@ -112,7 +113,8 @@ class Recorder:
         self._tracer = _Tracer(self._stamp)
         self._decompositions = decompositions
         self.draws = Draws()
-        self._functionalisation = Functionalisation()
+        self.guises = Guises()
+        self._functionalisation = Functionalisation(self.guises)
         self.strided = self._functionalisation.strided
         self.backward_autocast = backward_autocast
         self._functional_rng = functional_rng
@@ -170,6 +172,12 @@ class Recorder:
             return False
         plains = map(unwrapped, plain_tensors(tensor))
         return any(isinstance(p, FunctionalTensor) and self._node_of(p) is None for p in plains)
+
+    def class_around(self, tensor: torch.Tensor) -> type[torch.Tensor] | None:
+        """The class that a tensor of a program around this one shows there."""
+        if self._within is None:
+            return None
+        return self._within.guises.class_of(tensor) or self._within.class_around(tensor)
 
     def fake(self, example: torch.Tensor) -> torch.Tensor:
         """A fake of a plain tensor, real or another recorder's; its storage is not touched."""

@@ -20,6 +20,7 @@ from aotdist.facts import (
     Facts,
 )
 from aotdist.joint.body import Around
+from aotdist.joint.classes import Classes
 from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.effects import Effects
 from aotdist.joint.failures import naming_failures, naming_outdated_views
@@ -31,13 +32,8 @@ from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.program import Graph, PrimalIdx, Program, Slot
-from aotdist.subclasses.protocol import (
-    is_real,
-)
-from aotdist.torch_seam import (
-    FakeTensorMode,
-    hearing_of_swaps,
-)
+from aotdist.subclasses.protocol import is_real
+from aotdist.torch_seam import FakeTensorMode, class_functions_off, hearing_of_swaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +102,12 @@ def trace(
         known = inputs.of_example(example)
         return inputs.add(name_closed_over(example), example) if known is None else known
 
-    log = ViewLog()
+    log, classes = ViewLog(recorder.guises), Classes(recorder, stand_in)
     storages = Storages(inputs, log, recorder.strided)
     swaps = Swaps(inputs, log, storages, recorder, stand_in)
-    effects = Effects(recorder, inputs, log, storages, swaps, training, cuts)
+    effects = Effects(recorder, inputs, log, storages, swaps, classes, training, cuts)
     with ExitStack() as stack:
+        stack.enter_context(class_functions_off())
         stack.enter_context(recorder)
         tensors = [
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
@@ -118,8 +115,8 @@ def trace(
         stack.enter_context(log)
         stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
-        lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow)
-        with lifting, naming_failures(), naming_outdated_views(log):
+        lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow, classes.guises)
+        with classes.shown(), lifting, naming_failures(), naming_outdated_views(log):
             outs = program.fn(*tensors)
         recorder.draws.check()
         foreign = recorder.is_foreign
@@ -132,6 +129,7 @@ def trace(
     later = None
     if cuts and again and not backward.writes:
         recorder.strided.forget_inputs()
+        classes.forget_inputs()
         later = LaterBackwards(
             recorder,
             backward.runs,

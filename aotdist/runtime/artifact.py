@@ -84,6 +84,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
                 backward,
                 [(claim.rule.after_backward, claim.root) for claim in compilation.captured.environment.rules],
                 watch,
+                has_classes=fit.has_classes(),
             )
             run = "Node.apply"
         case Inference() as region:

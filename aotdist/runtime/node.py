@@ -21,7 +21,7 @@ from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.results import detached_views
 from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import any_autocast, autocast_off
+from aotdist.torch_seam import any_autocast, autocast_off, class_functions_off
 
 
 def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: Mapping[str, int]) -> Call:
@@ -37,6 +37,11 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *primals: Any) -> Any:
+            with class_functions_off():
+                return Node.compute(ctx, primals)
+
+        @staticmethod
+        def compute(ctx: Any, primals: Sequence[Any]) -> Any:
             plains = [plain for primal in primals for plain in plain_tensors(primal)]
             ctx.rng = plan.rng.state()
             sizes = [evaluate(size, symbols) for size in plan.sizes]
@@ -63,7 +68,8 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
             run = backward.again if torch.is_grad_enabled() else backward
-            return run(ctx, *(tangents[idx] for idx in plan.differentiable()))
+            with class_functions_off():
+                return run(ctx, *(tangents[idx] for idx in plan.differentiable()))
 
     return lambda primals: list(Node.apply(*primals))
 

@@ -27,12 +27,12 @@ from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import shield
-from aotdist.runtime.print_node import print_plains
-from aotdist.runtime.print_outputs import action_printer, print_return, print_steps, print_write
+from aotdist.runtime.print_node import print_classes_off, print_plains
+from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.sizes import Sizes, is_symbolic
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, recipe_of, wrapper_rule
-from aotdist.torch_seam import tree_children
+from aotdist.torch_seam import hears_of_functions, tree_children
 
 T = TypeVar("T")
 
@@ -82,6 +82,10 @@ class Fit:
     identities: tuple[tuple[Source, Any], ...]
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
 
+    def has_classes(self) -> bool:
+        """Whether tensors of the call hear of torch functions, which it is not to tell them of."""
+        return any(hears_of_functions(type(example)) for example in self.examples)
+
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""
         return bool(self.sources or self.constants or self.identities or self.base_variables)
@@ -130,7 +134,8 @@ def print_call(
         shielded: results of the node with hooks of their own.
         detached: inputs that get no gradient, so that their hooks are not called.
     """
-    with printer.block("def call(args, kwargs):"):
+    quiet = print_classes_off(printer) if fit.has_classes() else nullcontext()
+    with printer.block("def call(args, kwargs):"), quiet:
         for function, argument in fit.prepare:
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
@@ -143,7 +148,8 @@ def print_call(
         _print_sizes(printer, fit.sizes, primals)
         printer.comment("run")
         _print_what_comes_first(printer, plans, primals)
-        do = action_printer(printer, plans.epilogue, primals, fit.ambient)
+        bind = binder(printer, fit.variables)
+        do = action_printer(printer, plans.epilogue, primals, fit.ambient, bind)
         for idx in plans.epilogue.early:
             do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
@@ -167,7 +173,7 @@ def print_call(
                 do(action)
         else:
             print_steps(printer, gates, primals, do)
-        print_return(printer, returned, fit.variables)
+        print_return(printer, returned, plans.epilogue.outputs, fit.variables)
 
 
 def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[str]) -> None:
@@ -257,7 +263,7 @@ def _print_sources(printer: Printer, fit: Fit) -> None:
     if fit.sources:
         printer.comment("parameters, buffers and closed-over tensors")
     for name, source in zip(fit.variables[start:], fit.sources, strict=True):
-        printer.line(f"{name} = {source.expression(printer.bind)}")
+        printer.line(f"{name} = {source.expression(binder(printer, fit.variables))}")
 
 
 def _print_sizes(printer: Printer, sizes: Sizes, primals: Sequence[str]) -> None:
@@ -310,12 +316,12 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
 def _conditions(printer: Printer, fit: Fit) -> list[str]:
     """Everything that must be as it was at capture, cheap and telling things first."""
     conditions = [f"{printer.bind('ambient', ambient)}() == {printer.bind('AMBIENT', fit.ambient)}"]
+    bind = binder(printer, fit.variables)
     for source, value in fit.identities:
-        conditions.append(
-            f"{source.expression(printer.bind)} is {printer.bind(f'{source.path} at capture', value)}"
-        )
+        expected = printer.bind(f"{source.path} at capture", value)
+        conditions.append(f"{source.expression(bind)} is {expected}")
     for source, value in fit.constants:
-        conditions.append(_same(printer, source.expression(printer.bind), value, source.path))
+        conditions.append(_same(printer, source.expression(bind), value, source.path))
     conditions += [f"{printer.bind(name, function)}()" for name, function in fit.holds]
     for idx, primal in fit.dedupe.source.enumerate():
         if fit.dedupe.kept[primal] != idx:

@@ -21,7 +21,7 @@ from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
 from aotdist.sizes import Expression, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
-from aotdist.torch_seam import keeps_graph, node_base
+from aotdist.torch_seam import class_functions_off, keeps_graph, node_base
 
 Watch: TypeAlias = AbstractContextManager[Any] | None
 """What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
@@ -73,6 +73,8 @@ def print_node(
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
     watch: Watch,
+    *,
+    has_classes: bool,
 ) -> None:
     """Print the class `Node`.
 
@@ -85,11 +87,15 @@ def print_node(
         backward: what runs in the backward; as it is, where some tangent is missing.
         after_backward: functions to call, each with its argument, when the gradients are there.
         watch: a context for every run of a graph, if any.
+        has_classes: whether inputs hear of torch functions, which they are not to be told of.
     """
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
         _print_forward(printer, names, symbols, plan, forward, watch)
         printer.line()
-        _print_backward(printer, symbols, plan, backward, after_backward, watch)
+        quiet = print_classes_off(printer) if has_classes else nullcontext()
+        names = [f"t{idx}" for idx in plan.outs.indices()]
+        with _static(printer, f"def backward(ctx, {', '.join(names)}):"), quiet:
+            _print_backward(printer, names, symbols, plan, backward, after_backward, watch)
     printer.line()
 
 
@@ -221,69 +227,73 @@ def _print_forward(
         printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
 
 
+def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
+    """What is printed inside calls no `__torch_function__`: those of the program were called at capture."""
+    return printer.block(f"with {printer.bind('class_functions_off', class_functions_off)}():")
+
+
 def _print_backward(
     printer: Printer,
+    names: Sequence[str],
     symbols: Sequence[str],
     plan: NodePlan,
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
     watch: Watch,
 ) -> None:
-    names = [f"t{idx}" for idx in plan.outs.indices()]
-    with _static(printer, f"def backward(ctx, {', '.join(names)}):"):
-        arrived = [names[idx] for idx in plan.differentiable()]
-        again, of_some = (
-            f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
-            for name, call in (("BACKWARD_AGAIN", backward.again), ("BACKWARD_OF_SOME", backward))
-        )
-        with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
-            printer.line(f"return (*{again}, None)" if symbols else f"return {again}")
-        missing = [f"{name} is None" for name in arrived]
-        if plan.passages.waypoints:
-            missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
-        returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
-        with printer.block(f"if {' or '.join(missing)}:"):
-            printer.line(returned_of_some)
-        _print_symbols(printer, symbols, "ctx.symbols")
-        given = ["*ctx.saved_tensors", *(print_size(printer, size) for size in plan.backward_sizes)]
-        given += [
-            f"*{_tangent(printer, tangent)}({names[idx]})"
-            for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
-        ]
-        given += [f"ctx.written[{position}]" for position in plan.buffers.values()]
-        given += ["*ctx.rng"] if plan.rng.draw is not None else []
-        args = f"args = [{', '.join(given)}]"
-        if backward.other_kinds is None:
+    arrived = [names[idx] for idx in plan.differentiable()]
+    again, of_some = (
+        f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
+        for name, call in (("BACKWARD_AGAIN", backward.again), ("BACKWARD_OF_SOME", backward))
+    )
+    with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
+        printer.line(f"return (*{again}, None)" if symbols else f"return {again}")
+    missing = [f"{name} is None" for name in arrived]
+    if plan.passages.waypoints:
+        missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
+    returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
+    with printer.block(f"if {' or '.join(missing)}:"):
+        printer.line(returned_of_some)
+    _print_symbols(printer, symbols, "ctx.symbols")
+    given = ["*ctx.saved_tensors", *(print_size(printer, size) for size in plan.backward_sizes)]
+    given += [
+        f"*{_tangent(printer, tangent)}({names[idx]})"
+        for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
+    ]
+    given += [f"ctx.written[{position}]" for position in plan.buffers.values()]
+    given += ["*ctx.rng"] if plan.rng.draw is not None else []
+    args = f"args = [{', '.join(given)}]"
+    if backward.other_kinds is None:
+        printer.line(args)
+    else:
+        with printer.block("try:"):
             printer.line(args)
-        else:
-            with printer.block("try:"):
-                printer.line(args)
-            with printer.block(f"except {printer.bind('OtherKind', OtherKind)}:"):
-                printer.line(returned_of_some)
-        printer.line(f"del {', '.join(names)}")
-        with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
-            printer.line("ctx.maybe_clear_saved_tensors()")
-            if plan.again:
-                printer.line("ctx.again = None")
-        with _watched(printer, watch):
-            printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
-        grads = [recipe for recipe in plan.grads if recipe is not None]
-        count = sum(1 for recipe in grads for _ in leaves(recipe))
-        for offset, (_, num_bytes) in enumerate(plan.backward_storages):
-            resize = printer.bind("resize_storage", resize_storage)
-            printer.line(f"{resize}(ctx.resized[{offset}], {num_bytes})")
-        for offset, bumps in enumerate(plan.backward_bumps):
-            printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-        for offset, (_, bumps) in enumerate(plan.bumped):
-            printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
-        built = iter(
-            print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
-        )
-        for function, argument in after_backward:
-            printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
-        returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
-        returned += ["None"] if symbols else []
-        printer.spread("return (", returned, ",)")
+        with printer.block(f"except {printer.bind('OtherKind', OtherKind)}:"):
+            printer.line(returned_of_some)
+    printer.line(f"del {', '.join(names)}")
+    with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
+        printer.line("ctx.maybe_clear_saved_tensors()")
+        if plan.again:
+            printer.line("ctx.again = None")
+    with _watched(printer, watch):
+        printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
+    grads = [recipe for recipe in plan.grads if recipe is not None]
+    count = sum(1 for recipe in grads for _ in leaves(recipe))
+    for offset, (_, num_bytes) in enumerate(plan.backward_storages):
+        resize = printer.bind("resize_storage", resize_storage)
+        printer.line(f"{resize}(ctx.resized[{offset}], {num_bytes})")
+    for offset, bumps in enumerate(plan.backward_bumps):
+        printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
+    for offset, (_, bumps) in enumerate(plan.bumped):
+        printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
+    built = iter(
+        print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
+    )
+    for function, argument in after_backward:
+        printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
+    returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
+    returned += ["None"] if symbols else []
+    printer.spread("return (", returned, ",)")
 
 
 def _with_symbols(names: Sequence[str], symbols: Sequence[str]) -> list[str]:

@@ -11,6 +11,9 @@ import torch
 
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.capture import Returned
+from aotdist.capture.guise import show_as
+from aotdist.capture.results import Read, Shown
+from aotdist.capture.source import Argument
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
@@ -26,6 +29,7 @@ from aotdist.facts import (
     Kept,
     MetadataWrite,
     NotATensor,
+    OutputFact,
     OutputView,
     Place,
     Step,
@@ -36,7 +40,7 @@ from aotdist.facts import (
     ViewStep,
 )
 from aotdist.partition.gates import Gate
-from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.sizes import concrete, is_symbolic
@@ -78,9 +82,21 @@ def _point(place: HeldPlace, primals: Sequence[str]) -> str:
 
 
 def action_printer(
-    printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient
+    printer: Printer,
+    epilogue: EpiloguePlan,
+    primals: Sequence[str],
+    modes: Ambient,
+    bind: Callable[[str, Any], str],
 ) -> Callable[[Action], None]:
-    """What prints one thing that is done outside: an output is made, each once, or an input written."""
+    """What prints one thing that is done outside: an output is made, each once, or an input written.
+
+    Args:
+        printer: where to print.
+        epilogue: what the outputs are.
+        primals: variables that hold the inputs.
+        modes: those of the call.
+        bind: names the object that a place begins at.
+    """
     printed: set[OutIdx] = set()
     made: dict[int, str] = {}
 
@@ -89,7 +105,10 @@ def action_printer(
         if idx in printed or (isinstance(fact, NotATensor) and isinstance(fact.value, Returned)):
             return
         printed.add(idx)
-        shown = _literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
+        if isinstance(fact, NotATensor) and isinstance(fact.value, Read):
+            shown = fact.value.source.expression(bind)
+        else:
+            shown = _literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
         printer.line(f"o{idx} = {shown}")
 
     def at(place: Place) -> str:
@@ -184,16 +203,41 @@ def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, *
         return view(base, *args, **kwargs)
 
 
-def print_return(printer: Printer, returned: Returned, variables: Sequence[str]) -> None:
+def print_return(
+    printer: Printer, returned: Returned, outputs: Row[OutIdx, OutputFact], variables: Sequence[str]
+) -> None:
     """Print the user's result, and what the program assigns; `variables` hold the inputs."""
     positions = itertools.count()
+    for shown in returned.shown:
+        if not isinstance(outputs[OutIdx(shown.out)], IsInput):
+            _print_shown(printer, shown)
     result = _display(printer, returned.spec, positions)
     for source, spec in returned.assigned:
         value = _display(printer, spec, positions)
-        printer.line(f"{source.expression(printer.bind)} = {value}  # {source.path} is reassigned")
+        place = source.expression(binder(printer, variables))
+        printer.line(f"{place} = {value}  # {source.path} is reassigned")
     for idx, path in returned.replaced:
         printer.line(f"{variables[idx]}{path} = o{next(positions)}  # is replaced")
     printer.line(f"return {result}")
+
+
+def _print_shown(printer: Printer, shown: Shown) -> None:
+    """Print that an output gets its class and attributes."""
+    values = [
+        f"{name!r}: {_display(printer, spec, itertools.count(first))}"
+        for name, spec, first in shown.attributes
+    ]
+    cls = printer.bind(shown.cls.__name__, shown.cls)
+    printer.line(f"{printer.bind('show_as', show_as)}(o{shown.out}, {cls}, {{{', '.join(values)}}})")
+
+
+def binder(printer: Printer, variables: Sequence[str]) -> Callable[[str, Any], str]:
+    """What names the objects that places begin at: a global, or the variable of an argument."""
+
+    def bind(hint: str, value: Any) -> str:
+        return variables[value.position] if isinstance(value, Argument) else printer.bind(hint, value)
+
+    return bind
 
 
 def _display(printer: Printer, spec: pytree.TreeSpec, positions: Any) -> str:

@@ -22,6 +22,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     wrapper_rule,
 )
+from aotdist.torch_seam import class_functions_off
 
 
 class OtherKind(UnsupportedProgram):
@@ -87,6 +88,9 @@ class Tangent:
         Raises:
             OtherKind: it cannot be converted.
         """
+        if type(tangent) is not torch.Tensor and not is_wrapper(tangent):
+            with class_functions_off():  # which autograd does not call either
+                tangent = tangent.as_subclass(torch.Tensor)
         if isinstance(self.recipe, Plain) and (type(tangent) is torch.Tensor or self.any_kind):
             return tangent
         recipe = recipe_of(tangent)

@@ -7,11 +7,12 @@ can see of a set of tensors (bits, layout, autograd state, who shares memory wit
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +21,22 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.api import Compiled, compiled_call
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, rebuild, recipe_of, tangent_recipe
-from aotdist.torch_seam import history_of, pytree, storage_id
+from aotdist.torch_seam import class_functions_off, hears_of_functions, history_of, pytree, storage_id
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def class_functions_are_off(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn`, which looks at tensors and is not to be heard by their classes."""
+
+    @functools.wraps(fn)
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
+        with class_functions_off():
+            return fn(*args, **kwargs)
+
+    return quiet
+
 
 Sight: TypeAlias = dict[str, Any]
 """What is seen at one moment, by name."""
@@ -75,15 +91,25 @@ def tensors_in(prefix: str, thing: Any) -> list[tuple[str, torch.Tensor]]:
             found += [(f"{path}.{k}", v) for k, v in vars(module).items() if isinstance(v, torch.Tensor)]
         return found
     pairs, _ = pytree.tree_flatten_with_path(thing)
-    return [(prefix + pytree.keystr(path), leaf) for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
+    found = [(prefix + pytree.keystr(path), leaf) for path, leaf in pairs if isinstance(leaf, torch.Tensor)]
+    return [*found, *(inside for name, tensor in found for inside in _on(name, tensor))]
+
+
+def _on(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors among the attributes of one that is no wrapper."""
+    return [] if is_wrapper(tensor) else tensors_in(f"{name}.", vars(tensor))
 
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The exact data: NaN equals NaN, and 0.0 is not -0.0."""
-    plains = [p.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for p in plain_tensors(tensor)]
+    with class_functions_off():
+        plains = [
+            p.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for p in plain_tensors(tensor)
+        ]
     return b"|".join(p.view(torch.uint8).numpy().tobytes() if p.numel() else b"" for p in plains)
 
 
+@class_functions_are_off
 def look(tensor: torch.Tensor) -> Sight:
     """What one tensor shows of itself."""
     seen: Sight = {
@@ -101,9 +127,17 @@ def look(tensor: torch.Tensor) -> Sight:
     }
     if is_wrapper(tensor):
         return seen | {"context": str(tensor.__tensor_flatten__()[1])}  # type: ignore[attr-defined]
-    return seen | {"offset": tensor.storage_offset()}
+    return seen | {"offset": tensor.storage_offset(), "attributes": constants_in(vars(tensor))}
 
 
+def constants_in(attributes: Mapping[str, Any]) -> Sight:
+    """What is no tensor among attributes, and what the containers there are."""
+    return {
+        name: shape_of(value) for name, value in attributes.items() if not isinstance(value, torch.Tensor)
+    }
+
+
+@class_functions_are_off
 def relations(named: Mapping[str, torch.Tensor]) -> Sight:
     """Who is who, who shares memory with whom, who is whose base: each by the first name."""
     same: dict[int, str] = {}
@@ -126,6 +160,7 @@ def observe(named: Mapping[str, torch.Tensor]) -> Sight:
     return {name: look(tensor) for name, tensor in named.items()} | relations(named)
 
 
+@class_functions_are_off
 def versions(named: Mapping[str, torch.Tensor]) -> Sight:
     """How often each tensor was written, as autograd counts."""
     return {f"{name} version": None if t.is_inference() else t._version for name, t in named.items()}
@@ -154,6 +189,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=bound, atol=bound * largest, equal_nan=True)
 
 
+@class_functions_are_off
 def gradients(named: Mapping[str, torch.Tensor], *, rounded: bool = False) -> Sight:
     """What hangs on `.grad` of every leaf; of a gradient without elements not its strides.
 
@@ -172,6 +208,7 @@ def gradients(named: Mapping[str, torch.Tensor], *, rounded: bool = False) -> Si
     return {name: one | {"stride": None} if one and 0 in one["size"] else one for name, one in seen.items()}
 
 
+@class_functions_are_off
 def tangent_for(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """A gradient for one output: fixed numbers, laid out as the output is.
 
@@ -195,6 +232,7 @@ def tangent_of_other_kind(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return TwoTensor(tangent_for(tensor, seed), tangent_for(tensor, seed + 1))
 
 
+@class_functions_are_off
 def differentiable(named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The distinct tensors with history among `named`."""
     return list({id(t): t for t in named.values() if t.requires_grad and not t.is_leaf}.values())
@@ -208,7 +246,10 @@ def backward_through(
         others = {id(output) for output in of_other_kinds}
         makers = [tangent_of_other_kind if id(t) in others else tangent_for for t in outputs]
         tangents = [make(t, seed) for seed, (make, t) in enumerate(zip(makers, outputs, strict=True))]
-        torch.autograd.backward(list(outputs), tangents, **options)
+        # As the usual `__torch_function__` has it; classes that differ would not agree on who is to be asked.
+        heard = any(hears_of_functions(type(output)) for output in outputs)
+        with class_functions_off() if heard else nullcontext():
+            torch.autograd.backward(list(outputs), tangents, **options)
 
 
 def shape_of(result: Any) -> Sight:
@@ -232,9 +273,10 @@ def play(
     sights: list[Sight] = []
     for _ in range(calls):
         arguments = list(scene.arguments().values())
-        history = list(map(history_of, arguments))
-        # Held, so that what the program makes does not get the number of memory that it lets go of.
-        before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
+        with class_functions_off():
+            history = list(map(history_of, arguments))
+            # Held, so that what the program makes does not get the number of memory that it lets go of.
+            before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
         with around():
             counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
@@ -266,6 +308,7 @@ def _without_idle_strides(seen: Any) -> Any:
     return seen | {"stride": tuple(None if is_empty or size == 1 else stride for size, stride in strides)}
 
 
+@class_functions_are_off
 def meet_outside(arguments: Sequence[torch.Tensor], history: Sequence[Any]) -> bool:
     """Whether gradients meet at a tensor that is no argument: an argument is a view of it, and was written.
 
@@ -306,12 +349,13 @@ def differentiate(
     """
     taken = set(taken)
     # By `.data =` a view can lie elsewhere than the base where its gradient arrives.
-    memories = [_memory(end) | (set() if end._base is None else _memory(end._base)) for end in ends]
+    with class_functions_off():
+        memories = [_memory(end) | (set() if end._base is None else _memory(end._base)) for end in ends]
     counts = Counter(owner for memory in memories for owner in memory)
     together: list[torch.Tensor] = []
     alone: list[list[torch.Tensor]] = []
     for end, memory in zip(ends, memories, strict=True):
-        is_only = not end._is_view() or all(counts[owner] == 1 for owner in memory)
+        is_only = not _is_view(end) or all(counts[owner] == 1 for owner in memory)
         if is_only and memory.isdisjoint(taken):
             together.append(end)
             taken |= memory
@@ -327,6 +371,12 @@ def differentiate(
     ]
 
 
+@class_functions_are_off
+def _is_view(tensor: torch.Tensor) -> bool:
+    return tensor._is_view()
+
+
+@class_functions_are_off
 def _memory(tensor: torch.Tensor) -> set[int]:
     return {storage_id(plain) for plain in plain_tensors(tensor)}
 
@@ -340,9 +390,10 @@ def _seen_after(
 ) -> Sight:
     backward_through(ends, of_other_kinds, retain_graph=True)
     seen = gradients(everything, rounded=rounded) | observe(everything)
-    for tensor in everything.values():
-        if tensor.is_leaf:
-            tensor.grad = None
+    with class_functions_off():
+        for tensor in everything.values():
+            if tensor.is_leaf:
+                tensor.grad = None
     return seen
 
 

@@ -6,6 +6,7 @@ import torch.utils.checkpoint
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.semantics.functions import FUNCTIONS
+from tests.subclasses.function_classes import Greedy, Methods, Silent, Traveller, WithScale, tagged
 
 INPUTS = {
     "leaf": "torch.randn(3, 4, requires_grad=True)",
@@ -35,6 +36,32 @@ WRAPPERS = (
     "torch.randn(3, 4)",
 )
 """Two tensors in one, also nested, and plain ones beside them."""
+
+CLASSES = (
+    "torch.Tensor._make_subclass(Methods, torch.randn(3, 4), True)",
+    "torch.randn(3, 4).as_subclass(Methods)",
+    "(torch.randn(3, 4, requires_grad=True) * 1.5).as_subclass(Traveller)",
+    "tagged(torch.Tensor._make_subclass(Traveller, torch.randn(3, 4), True))",
+    "torch.Tensor._make_subclass(Silent, torch.randn(3, 4), True)",
+    "torch.randn(3, 4, requires_grad=True).as_subclass(Greedy)",
+    "WithScale(torch.randn(3, 4), torch.randn((), requires_grad=True))",
+    "torch.randn(3, 4, requires_grad=True)",
+    "torch.randn(3, 4)",
+)
+"""Classes that hear of torch functions, and have attributes."""
+
+RECLASSINGS = (
+    "{a}.as_subclass(torch.Tensor)",
+    "{a}.as_subclass(Traveller)",
+    "{a}.as_subclass(type({b}))",
+    "Methods({a})",
+    "torch.Tensor._make_subclass(Greedy, {a})",
+    "WithScale({a}, {b}.sum())",
+    "{a}.note * 2",
+    "{a}.note",
+    "{a}.doubled()",
+)
+ATTRIBUTE_WRITES = ("{a}.note = {b}", "{a}.note.mul_(2)", "{a}.label = 'x'")
 
 COMPLEX = (
     "torch.randn(3, 4, dtype=torch.complex64)",
@@ -209,5 +236,7 @@ SCOPE = {
     "F": torch.nn.functional,
     "checkpoint": torch.utils.checkpoint.checkpoint,
     "TwoTensor": TwoTensor,
+    **{cls.__name__: cls for cls in (Greedy, Methods, WithScale, Silent, Traveller)},
+    "tagged": tagged,
     **{function.__name__: function for function in FUNCTIONS},
 }

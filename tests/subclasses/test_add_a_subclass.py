@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import aotdist
-from aotdist.errors import UnsupportedProgram
 from aotdist.runtime import on_demand
 from aotdist.subclasses import protocol
 from tests.house.tree import ROOT
@@ -48,16 +47,6 @@ def test_a_rule_saves_a_backward(blocks: list[str], monkeypatch: pytest.MonkeyPa
     assert rule in blocks[2]
     run([blocks[0], blocks[1], blocks[2] if has_rule else blocks[2].replace(rule, "")])
     assert bool(made) is not has_rule
-
-
-def test_a_function_that_would_not_be_called_is_refused() -> None:
-    class Loud(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return super().__torch_function__(func, types, args, kwargs or {}) * 2
-
-    with pytest.raises(UnsupportedProgram, match="`args.0.` is a Loud, whose `__torch_function__`"):
-        aotdist.compile(torch.sin, backend="fx")(torch.randn(3).as_subclass(Loud))
 
 
 def test_a_class_that_overrides_nothing() -> None:

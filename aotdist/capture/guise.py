@@ -1,0 +1,206 @@
+"""What a traced stand-in shows to the user's code: the class of the tensor that it stands for.
+
+Beneath the user's code a stand-in is a `FunctionalTensor`. If it stands for a tensor of a user's class, it
+wears that class, and that tensor's very `__dict__`, while the user's code runs: `type(x)`, methods,
+attributes and `__torch_function__` are those of eager. The guise is taken off for each operator, and when the
+user's code returns. Where there is one, plain tensors of the trace show `torch.Tensor`: such classes ask.
+
+Classes of wrapper tensors need none of this: their stand-ins are put together by the class itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import FunctionalTensor, given_attributes, is_disguised
+
+_assign: Callable[[Any, str, Any], None] = object.__setattr__
+"""The class may have a `__setattr__` of its own."""
+
+
+@dataclass(slots=True)
+class _Guise:
+    """One tensor's guise.
+
+    Args:
+        tensor: who wears it.
+        cls: the class that it shows.
+        attributes: the `__dict__` that it shows.
+        beneath: its own class and `__dict__`, while it wears the guise.
+    """
+
+    tensor: torch.Tensor
+    cls: type[torch.Tensor]
+    attributes: dict[str, Any]
+    beneath: tuple[type[torch.Tensor], dict[str, Any]] | None = None
+
+    def put_on(self) -> None:
+        if self.beneath is None:
+            beneath = type(self.tensor), vars(self.tensor)
+            _assign(self.tensor, "__class__", self.cls)
+            _assign(self.tensor, "__dict__", self.attributes)
+            self.beneath = beneath
+
+    def take_off(self) -> None:
+        if self.beneath is not None:
+            self.cls, self.attributes = type(self.tensor), vars(self.tensor)
+            cls, attributes = self.beneath
+            _assign(self.tensor, "__class__", cls)
+            _assign(self.tensor, "__dict__", attributes)
+            self.beneath = None
+
+
+class Guises:
+    """The guises of one trace."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Guise] = {}
+        self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._are_worn = self._has_classes = False
+        self._depth = 0
+
+    def give(self, tensor: torch.Tensor, cls: type[torch.Tensor], attributes: dict[str, Any]) -> torch.Tensor:
+        """Let `tensor` show this class and these attributes to the user's code.
+
+        Raises:
+            UnsupportedProgram: an object cannot be given the class.
+        """
+        self._has_classes = True
+        for plain, example in self._plain:
+            self._give(plain, type(example), vars(example))
+        self._plain.clear()
+        return self._give(tensor, cls, attributes)
+
+    def stands_for_plain(self, tensor: torch.Tensor, example: torch.Tensor) -> None:
+        """Note a stand-in for a `torch.Tensor`, or for a parameter."""
+        if self._has_classes:
+            self._give(tensor, type(example), vars(example))
+        else:
+            self._plain.append((tensor, example))
+
+    def show(self, result: Any) -> Any:
+        """What an operator has made, as the user's code is to see it."""
+        if self._has_classes and self._are_worn and not self._depth:
+            for item in result if isinstance(result, (list, tuple)) else (result,):
+                if type(item) is FunctionalTensor:
+                    self._give(item, torch.Tensor, {})
+        return result
+
+    def _give(
+        self, tensor: torch.Tensor, cls: type[torch.Tensor], attributes: dict[str, Any]
+    ) -> torch.Tensor:
+        if id(tensor) in self._of:
+            self._of[id(tensor)].take_off()
+        guise = self._of[id(tensor)] = _Guise(tensor, cls, attributes)
+        try:
+            guise.put_on()
+        except TypeError as error:
+            raise UnsupportedProgram(
+                f"tensors are of the class {cls.__name__}, which no other tensor can be given ({error})",
+                stage="joint",
+                fix=f"give {cls.__name__} no `__slots__`, or pass `x.as_subclass(torch.Tensor)`",
+            ) from None
+        if not self._are_worn:
+            guise.take_off()
+        return tensor
+
+    @contextmanager
+    def worn(self) -> Generator[None]:
+        """The user's code runs."""
+        before, self._are_worn = self._are_worn, True
+        for guise in self._of.values():
+            guise.put_on()
+        try:
+            yield
+        finally:
+            self._are_worn = before
+            for guise in [] if before else list(self._of.values()):
+                guise.take_off()
+
+    @contextmanager
+    def hidden(self) -> Generator[None]:
+        """The user's code hands functions to an operator, which are traced as programs of their own."""
+        before, self._are_worn = self._are_worn, False
+        for guise in self._of.values():
+            guise.take_off()
+        try:
+            yield
+        finally:
+            self._are_worn = before
+            for guise in self._of.values() if before else ():
+                guise.put_on()
+
+    @property
+    def are_worn(self) -> bool:
+        """Whether the user's code runs."""
+        return self._are_worn
+
+    @contextmanager
+    def off(self, values: Iterable[Any]) -> Generator[None]:
+        """Beneath the user's code: the tensors among `values` are what they are there."""
+        guises = [self._of[id(tensor)] for tensor in self.among(values)]
+        for guise in guises:
+            guise.take_off()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            for guise in guises if self._are_worn else ():
+                guise.put_on()
+
+    def among(self, values: Iterable[Any]) -> list[torch.Tensor]:
+        """Those of `values`, and of lists among them, that wear a guise."""
+        found: list[torch.Tensor] = []
+        for value in values:
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor) and self._wears_one(item):
+                    found.append(item)
+        return found
+
+    def _wears_one(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is FunctionalTensor:
+            return False
+        guise = self._of.get(id(tensor))
+        if guise is None and is_disguised(tensor):
+            guise = self._of[id(tensor)] = _given_by_the_program(tensor)
+        return guise is not None and guise.beneath is not None
+
+    def class_of(self, tensor: torch.Tensor) -> type[torch.Tensor] | None:
+        """The class that a tensor shows, if it shows one."""
+        guise = self._of.get(id(tensor))
+        return None if guise is None else guise.cls
+
+    def forget_attributes(self) -> None:
+        """Let go of what the attributes hold: it is the caller's."""
+        self._plain.clear()
+        for guise in self._of.values():
+            guise.attributes = {}
+
+
+def _given_by_the_program(tensor: torch.Tensor) -> _Guise:
+    """The guise of a tensor whose `__class__` the program has assigned."""
+    everything, attributes = vars(tensor), given_attributes(tensor)  # type: ignore[arg-type]
+    own = {name: value for name, value in everything.items() if name not in attributes}
+    _assign(tensor, "__dict__", attributes)
+    return _Guise(tensor, type(tensor), attributes, (FunctionalTensor, own))
+
+
+def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:
+    """Let a real tensor be of a class, with these attributes."""
+    if type(tensor) is not cls:
+        _assign(tensor, "__class__", cls)
+    vars(tensor).update(attributes)
+
+
+def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
+    """The class that a traced plain tensor shows, and its attributes."""
+    if isinstance(tensor, FunctionalTensor):
+        return torch.Tensor, given_attributes(tensor)
+    return type(tensor), vars(tensor)

@@ -1,0 +1,88 @@
+"""Classes and attributes of what a program returns: a tensor is handed back as the program made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.capture.constants import is_leaf
+from aotdist.capture.guise import appearance
+from aotdist.capture.reach import Reached
+from aotdist.capture.source import Source
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import is_real, is_wrapper
+from aotdist.torch_seam import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A constant output: what is found at a place, so that it is the same object there and in the result."""
+
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The class and the attributes of one output.
+
+    Args:
+        out: its position among the outputs.
+        cls: its class.
+        attributes: of each its name, the structure of its value, and which output is its first leaf.
+    """
+
+    out: int
+    cls: type[torch.Tensor]
+    attributes: tuple[tuple[str, pytree.TreeSpec, int], ...]
+
+
+def with_attributes(
+    outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached
+) -> tuple[list[Any], list[Shown]]:
+    """`outs`, followed by what the attributes of tensors among them hold, and how these are shown.
+
+    What the program is given keeps its class, and its attributes are assigned by `Reassignments`.
+
+    Raises:
+        UnsupportedProgram: an attribute hides tensors that the program computes.
+    """
+    places = _places(reached)
+    flat, shown, seen = list(outs), list[Shown](), set(map(id, inputs))
+    for position, out in enumerate(flat):  # which grows meanwhile
+        if id(out) in seen or not isinstance(out, torch.Tensor) or is_real(out) or is_wrapper(out):
+            continue
+        seen.add(id(out))
+        cls, attributes = appearance(out)
+        found: list[tuple[str, pytree.TreeSpec, int]] = []
+        for name, value in attributes.items():
+            leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: is_leaf(v) or id(v) in places)
+            found.append((name, spec, len(flat)))
+            flat += [Read(places[id(leaf)]) if id(leaf) in places else leaf for leaf in leaves]
+            _refuse_hidden(cls, name, leaves)
+        if found or cls is not torch.Tensor:
+            shown.append(Shown(position, cls, tuple(found)))
+    return flat, shown
+
+
+def _places(reached: Reached) -> Mapping[int, Source]:
+    """Where objects are read that are no constants, by identity."""
+    known = [*reached.containers, *reached.owners, *reached.identities]
+    return {id(value): source for source, value in known if not isinstance(value, torch.Tensor)}
+
+
+def _refuse_hidden(cls: type[torch.Tensor], name: str, leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
+        held = vars(leaf).values() if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor) else ()
+        if any(
+            isinstance(item, torch.Tensor) and not is_real(item) for item in pytree.tree_leaves(list(held))
+        ):
+            raise UnsupportedProgram(
+                f"the attribute `{name}` of a {cls.__name__} is a {type(leaf).__name__} that holds tensors "
+                "which the program computes",
+                stage="capture",
+                fix="assign the tensors themselves, or register its class with "
+                "`torch.utils._pytree.register_pytree_node`",
+            )

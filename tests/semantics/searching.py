@@ -1,0 +1,90 @@
+"""Searches for programs that can be told apart: how many, and how two runs of one are compared."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, event, settings
+
+from aotdist.errors import UnsupportedProgram
+from tests.semantics.observation import Around, same_as_eager
+from tests.semantics.programs import Program, Vocabulary
+from tests.semantics.script import script_of
+from tests.semantics.vocabulary import (
+    ARITHMETIC,
+    FUNCTION_CALLS,
+    FUNCTION_WRITES,
+    SEVERAL_VIEWS,
+    VIEWS,
+    WRITES,
+)
+
+REFUSALS = (
+    "writes through an expanded tensor",
+    "reads a tensor's data",
+    "size, strides or storage written in place",
+    "whose size grew in place, or whose storage was replaced, after the view",
+    "a tensor is resized in place, and",
+    "a tensor with history has its sizes written in place under `no_grad`",
+    "writes memory that `as_strided` shows",
+    "a view is used of a tensor that was detached",
+    "shows memory of an input as another dtype than it has",
+    "whose base was reshaped in place after it was made",
+    "itself a view of another tensor, that was made before a write",
+    "which gets a gradient, is given another dtype",
+)
+"""What a random program may be refused for."""
+
+OF_BACKWARD = (
+    "the backward of the program fails, as in eager",
+    "the program has no backward, in eager neither",
+)
+"""What it may be refused for besides, if eager is not asked for all gradients.
+
+A view made under `no_grad` has none to ask for; its base, which the caller gets with it, has.
+"""
+
+WATCHED = ("gradients of other kinds than the results arrive",)
+"""What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes."""
+
+SWEEP = settings().max_examples >= 1000
+"""Whether the long search was asked for."""
+
+search = settings(
+    # Nineteen searches in an ordinary run, 3,800 programs; twenty in a sweep, 200,000.
+    max_examples=8 * settings().max_examples,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+timeout = pytest.mark.timeout(7200 if SWEEP else 120)
+
+EVERYTHING = Vocabulary(
+    values=(ARITHMETIC, VIEWS, FUNCTION_CALLS),
+    several=SEVERAL_VIEWS,
+    writes=(*WRITES, *FUNCTION_WRITES),
+)
+
+
+def compare(program: Program, around: Around = nullcontext, **options) -> None:
+    assume(program.runs_in_eager(around))
+    compilations = None if program.other_inputs else 1
+    try:
+        same_as_eager(program.scenes, around=around, seed=1, compilations=compilations, **options)
+    except UnsupportedProgram as refusal:
+        event(f"refused: {refusal.what}")
+        without_grad = around is not nullcontext or any("no_grad" in line for line in program.statements)
+        reasons = (*REFUSALS, *OF_BACKWARD) if program.left_out or without_grad else REFUSALS
+        reasons = (*reasons, *WATCHED) if program.other_kinds else reasons
+        known = any(reason in refusal.what for reason in reasons)
+        assert known, _explained(program, around, refusal, options)
+    except Exception as error:
+        error.add_note(_explained(program, around, error, options))
+        raise
+
+
+def _explained(program: Program, around: Around, error: Exception, options: dict) -> str:
+    script = script_of(program, around, str(error), options)
+    return f"As a script, with what was seen:\n\n{script}"
+
+
+def words(**options) -> Vocabulary:
+    return replace(EVERYTHING, **options)
