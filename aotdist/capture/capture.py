@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,7 +213,7 @@ def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple
     """Where what hangs on the tensors among the arguments is read."""
     paths = arguments.tensor_paths()
     return [
-        (Source(path, Argument(position, weakref.ref(tensor))), tensor)
+        (Source(path, Argument(position, tensor)), tensor)
         for position, (path, tensor) in enumerate(zip(paths, tensors, strict=True))
     ]
 

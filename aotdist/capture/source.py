@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -35,17 +34,18 @@ class Applied:
 Step: TypeAlias = Attribute | Item | Applied
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Argument:
     """Where a place begins that is reached from a tensor among the arguments: another at each call.
 
     Args:
         position: which of them.
-        example: that of the call which is captured.
+        example: that of the call which is captured, until it is forgotten: not by a weak reference, which
+            would keep the tensor from being swapped with another.
     """
 
     position: int
-    example: weakref.ref[torch.Tensor]
+    example: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Source:
 
     def read(self) -> Any:
         """What is there now."""
-        value: Any = self.root.example() if isinstance(self.root, Argument) else self.root
+        value: Any = self.root.example if isinstance(self.root, Argument) else self.root
         for step in self.steps:
             match step:
                 case Attribute(name=name):

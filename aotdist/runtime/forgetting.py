@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from aotdist.capture.source import Argument
 from aotdist.errors import InternalError
 from aotdist.program import I, Program, Row
 from aotdist.runtime.compilation import Compilation
@@ -22,12 +23,16 @@ def without_tensors(compilation: Compilation) -> Compilation:
     """`compilation` with shells for the tensors of the call, and without the values of module state."""
     captured, traced = compilation.captured, compilation.traced
     environment = captured.environment
+    for source, _ in environment.reached.owners:
+        if isinstance(source.root, Argument):
+            source.root.example = None
+    reached = replace(environment.reached, tensors=(), owners=())
     return replace(
         compilation,
         captured=replace(
             captured,
             program=_without_tensors(captured.program),
-            environment=replace(environment, state=(), reached=replace(environment.reached, tensors=())),
+            environment=replace(environment, state=(), reached=reached),
         ),
         traced=replace(traced, program=_without_tensors(traced.program), later_backwards=None),
     )
