@@ -230,14 +230,31 @@ def _bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+class _Measured:
+    """Steps of a contender, until one fails."""
+
+    def __init__(self, training: Training, outcome: Outcome) -> None:
+        self.training, self._outcome = training, outcome
+
+    def step(self) -> None:
+        if not self._outcome.failure:
+            try:
+                self.training.step()
+            except Exception as error:
+                self._outcome.failure = in_a_line(error)
+
+
 def _measure(job: Job, running: Mapping[Compiler, Training], outcomes: Mapping[Compiler, Outcome]) -> None:
-    contenders = [Contender(name, training.step, training.clear) for name, training in running.items()]
+    measured: dict[Compiler, _Measured] = {
+        name: _Measured(training, outcomes[name]) for name, training in running.items()
+    }
+    contenders = [Contender(name, each.step, each.training.clear) for name, each in measured.items()]
     for name, seconds in take_turns(contenders, job.pace, together=True).items():
         outcomes[cast("Compiler", name)].seconds = tuple(seconds)
-    for name, training in running.items():
-        training.clear()
-        outcomes[name].peak = most_allocated_by(training.step)
-        training.clear()
+    for name, each in measured.items():
+        each.training.clear()
+        outcomes[name].peak = most_allocated_by(each.step)
+        each.training.clear()
 
 
 def _worst_of_all_ranks(outcomes: dict[Compiler, Outcome]) -> dict[Compiler, Outcome]:
