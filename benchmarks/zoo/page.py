@@ -9,11 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from benchmarks.tables import header, row
-from benchmarks.zoo.cell import Compiler, Found, Outcome
-from benchmarks.zoo.families import Family
-from benchmarks.zoo.layouts import NUM_RANKS, Layout
-from benchmarks.zoo.precisions import Precision
 from benchmarks.zoo.record import Cells
+from benchmarks.zoo.vocabulary import NUM_RANKS, Compiler, Family, Found, Layout, Outcome, Precision
 
 _HEAD = """# Real models
 
@@ -41,7 +38,7 @@ are made, so none are compared. Written by `make models` from `results/models.js
 - Why `torch.compile` differs, as far as it was looked into (FSDP2, first step). Llama, in bf16 and FP8: by
   transformers, which goes another way where `torch.compiler.is_compiling()` is true (a mask in the place of
   `is_causal`, which rounds otherwise): eager has the bits of `torch.compile` when it is told so, and so has
-  aotdist with `Settings(is_compiling=True)`. GPT2 and T5, in bf16: by itself, since eager keeps its bits then.
+  aotdist with `Settings(is_compiling=True)`. GPT2 and T5, in bf16: by itself, as eager keeps its bits then.
 """
 
 
@@ -49,7 +46,7 @@ _GLANCE = (
     """Time / eager of aotdist; **=** where it has eager's bits. Where it fails, its message stands below."""
 )
 
-_MEMORY = """Peak of FP8 and of 2:4 against that of bf16, by the same contender."""
+_MEMORY = "Peak of FP8 and of 2:4 against that of bf16, by the same contender."
 
 
 def page(cells: Cells) -> str:

@@ -19,12 +19,11 @@ import tyro
 from benchmarks import workers
 from benchmarks.record import ROOT
 from benchmarks.timing import Pace
-from benchmarks.zoo.cell import Compiler, Found, Job, Outcome, fill
-from benchmarks.zoo.families import Family, Size
-from benchmarks.zoo.layouts import NUM_RANKS, Layout
+from benchmarks.zoo.cell import Job, fill
+from benchmarks.zoo.families import Size
 from benchmarks.zoo.page import page
-from benchmarks.zoo.precisions import Precision
 from benchmarks.zoo.record import Cells
+from benchmarks.zoo.vocabulary import NUM_RANKS, Compiler, Family, Found, Layout, Outcome, Precision
 
 RESULTS = ROOT / "results"
 _COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
