@@ -1535,6 +1535,23 @@ def default_store() -> Store | None:
     return _get_default_store()
 
 
+def group_name_of(group: Any) -> str:
+    """The name of a process group as an operator takes it: as an object of TorchScript's."""
+    return torch.distributed.ProcessGroup.unbox(group).group_name
+
+
+def name_of_reduction(reduction: Any) -> str:
+    """How functional collectives call a reduction that is an object of TorchScript's: `sum`."""
+    return torch.distributed.ReduceOp.RedOpType(reduction.op()).name.lower()
+
+
+def finished_work() -> Any:
+    """What a collective returns that is over."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
 def held_process_groups() -> list[tuple[str, tuple[int, ...], str]]:
     """Name, global ranks and backend of each process group of this rank, in the order of creation."""
     from torch.distributed import distributed_c10d

@@ -16,6 +16,7 @@ from aotdist.capture.origins import Origins
 from aotdist.convention.memory import by_stride
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint import collectives
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
 from aotdist.joint.strided import Strided
@@ -172,6 +173,9 @@ class Functionalisation(FunctionalTensorMode):
             return lambda: self._by_itself(strided)
         if func is _FILL_DIAGONAL and args[0].storage_offset() != functional_value(args[0]).storage_offset():
             self.strided.refuse_lost_offset(func, args[0])
+        collective = collectives.instead(func, args)
+        if collective is not None:
+            return lambda: self._by_itself(collective)
         if func in _BERNOULLI and _memory_order(args[0]) is not None:
             return lambda: self._draw_in_memory_order(func, *args, **kwargs)
         if func in _MATMULS and _memory_order(_MATMULS[func](args, kwargs)) == [1, 0]:

@@ -75,6 +75,7 @@ class Lifting(TorchFunctionMode):
             _REQUIRES_GRAD.__set__: self._require_grad,
             _DATA.__get__: self._data,
             _DATA.__set__: self._assign_data,
+            torch.Tensor.register_post_accumulate_grad_hook: self._hook_accumulation,
             torch.Tensor.untyped_storage: self._storage,
             torch.Tensor.storage: self._typed_storage,
             torch.Tensor.__repr__: _described,
@@ -113,6 +114,19 @@ class Lifting(TorchFunctionMode):
     def _require_grad(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
         self._log.changes_history(tensor, torch.Tensor.requires_grad_, requires_grad)
         return tensor
+
+    def _hook_accumulation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+        """A hook of a leaf of the program's own will never run; one of an input would never, and has to."""
+        idx = self._inputs.index_of(tensor)
+        if idx is None:
+            return tensor.register_post_accumulate_grad_hook(hook)
+        raise UnsupportedProgram(
+            f"`{self._inputs.row()[idx].slot}` gets a hook for its accumulated gradient inside of the "
+            "compiled function",
+            where=Origins().current(),
+            stage="joint",
+            fix="register the hook before, outside of the compiled function: it is called then as in eager",
+        )
 
     def _storage(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, FunctionalTensor):

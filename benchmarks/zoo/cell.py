@@ -7,10 +7,9 @@ numbers; after each step, loss, gradients, parameters and buffers are held again
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,10 @@ from torch.distributed.tensor import DTensor
 import aotdist
 from benchmarks.allocation import most_allocated_by
 from benchmarks.timing import Contender, Pace, take_turns
-from benchmarks.zoo.families import Family, Size, make, make_batch
-from benchmarks.zoo.layouts import Layout, mesh_of, spread
-from benchmarks.zoo.precisions import Precision, convert, dtype_of
-
-Compiler = Literal["eager", "aotdist", "torch.compile"]
+from benchmarks.zoo.families import Size, make, make_batch
+from benchmarks.zoo.layouts import mesh_of, spread
+from benchmarks.zoo.precisions import convert, dtype_of
+from benchmarks.zoo.vocabulary import Compiler, Family, Found, Layout, Outcome, Precision
 
 _LONGEST = 240  # characters of a message
 
@@ -51,60 +49,6 @@ class Job:
     size: Size
     num_steps: int
     pace: Pace
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What one contender did, on the rank where it did worst.
-
-    Args:
-        failure: the message, if it came to no end; then nothing else counts.
-        differs: largest relative difference from eager, in loss, gradients, parameters and buffers of all
-            steps; 0.0 if they are equal bit for bit.
-        where: what differs most.
-        num_graphs: graphs that the forward was cut into, as its compiler counts them; 0 for eager.
-        seconds: of forward and backward, one a round.
-        peak: MiB of tensors that a step has at once beyond the model, gradients included.
-    """
-
-    failure: str = ""
-    differs: float = 0.0
-    where: str = ""
-    num_graphs: int = 0
-    seconds: tuple[float, ...] = ()
-    peak: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A cell.
-
-    Args:
-        num_converted: linear layers that compute in 8 bits, or 2:4.
-        num_linear: linear layers that there are.
-        outcomes: by contender.
-    """
-
-    num_converted: int
-    num_linear: int
-    outcomes: dict[Compiler, Outcome] = field(default_factory=dict[Compiler, Outcome])
-
-    def ran(self, name: Compiler) -> bool:
-        """Whether a contender came to its end."""
-        return name in self.outcomes and not self.outcomes[name].failure
-
-    def time_ratio(self, name: Compiler) -> float:
-        """A contender's time to eager's, the median of all rounds."""
-        pairs = zip(self.outcomes[name].seconds, self.outcomes["eager"].seconds, strict=True)
-        return statistics.median(ours / eager for ours, eager in pairs)
-
-    def peak_ratio(self, name: Compiler) -> float:
-        """A contender's memory to eager's."""
-        return self.outcomes[name].peak / self.outcomes["eager"].peak
-
-    def fastest(self, names: Sequence[Compiler]) -> Compiler | None:
-        """Who of those of `names` that ran took least time."""
-        return min((name for name in names if self.ran(name)), key=self.time_ratio, default=None)
 
 
 class Training:
@@ -230,14 +174,31 @@ def _bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+class _Measured:
+    """Steps of a contender, until one fails."""
+
+    def __init__(self, training: Training, outcome: Outcome) -> None:
+        self.training, self._outcome = training, outcome
+
+    def step(self) -> None:
+        if not self._outcome.failure:
+            try:
+                self.training.step()
+            except Exception as error:
+                self._outcome.failure = in_a_line(error)
+
+
 def _measure(job: Job, running: Mapping[Compiler, Training], outcomes: Mapping[Compiler, Outcome]) -> None:
-    contenders = [Contender(name, training.step, training.clear) for name, training in running.items()]
+    measured: dict[Compiler, _Measured] = {
+        name: _Measured(training, outcomes[name]) for name, training in running.items()
+    }
+    contenders = [Contender(name, each.step, each.training.clear) for name, each in measured.items()]
     for name, seconds in take_turns(contenders, job.pace, together=True).items():
         outcomes[cast("Compiler", name)].seconds = tuple(seconds)
-    for name, training in running.items():
-        training.clear()
-        outcomes[name].peak = most_allocated_by(training.step)
-        training.clear()
+    for name, each in measured.items():
+        each.training.clear()
+        outcomes[name].peak = most_allocated_by(each.step)
+        each.training.clear()
 
 
 def _worst_of_all_ranks(outcomes: dict[Compiler, Outcome]) -> dict[Compiler, Outcome]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-Family = Literal["Llama", "Qwen3", "Mixtral", "GPT2", "ViT", "T5"]
+from benchmarks.zoo.vocabulary import Family
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from benchmarks.zoo.families import blocks
-
-Layout = Literal["FSDP2", "TP", "2-D"]
-
-NUM_RANKS: Mapping[Layout, int] = {"FSDP2": 2, "TP": 2, "2-D": 4}
+from benchmarks.zoo.vocabulary import Layout
 
 _PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import aotdist
-
-Precision = Literal["fp32", "bf16", "fp8", "2:4"]
+from benchmarks.zoo.vocabulary import Precision
 
 _HEADS = ("lm_head", "classifier")
 

@@ -9,16 +9,12 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from benchmarks.record import machine, versions
-from benchmarks.zoo.cell import Found, Outcome
-from benchmarks.zoo.families import Family
-from benchmarks.zoo.layouts import Layout
-from benchmarks.zoo.precisions import Precision
+from benchmarks.zoo.vocabulary import Family, Found, Layout, Outcome, Precision
 
 _FILE = "models.json"
 
@@ -51,7 +47,7 @@ class Cells:
 
     def with_found(self, place: tuple[Layout, Family, Precision], found: Found) -> Cells:
         """The same with one cell filled anew, just now."""
-        current = versions() | {"transformers": transformers.__version__}
+        current = versions() | {"transformers": metadata.version("transformers")}
         others = tuple(cell for cell in self.cells if cell.place != place)
         return Cells(
             command=shlex.join(["python", "-m", "benchmarks.zoo.run", *sys.argv[1:]]),

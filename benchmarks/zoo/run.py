@@ -8,9 +8,9 @@ Fills every cell in processes of its own, writes `benchmarks/results/models.json
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -19,12 +19,11 @@ import tyro
 from benchmarks import workers
 from benchmarks.record import ROOT
 from benchmarks.timing import Pace
-from benchmarks.zoo.cell import Compiler, Found, Job, Outcome, fill
-from benchmarks.zoo.families import Family, Size
-from benchmarks.zoo.layouts import NUM_RANKS, Layout
+from benchmarks.zoo.cell import Job, fill
+from benchmarks.zoo.families import Size
 from benchmarks.zoo.page import page
-from benchmarks.zoo.precisions import Precision
 from benchmarks.zoo.record import Cells
+from benchmarks.zoo.vocabulary import NUM_RANKS, Compiler, Family, Found, Layout, Outcome, Precision
 
 RESULTS = ROOT / "results"
 _COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
@@ -66,7 +65,7 @@ def main(options: Options) -> int:
 def _filled(layout: Layout, family: Family, precision: Precision, quick: bool) -> Found:
     """The cell; without a contender that ends, or hangs, the processes."""
     size = Size(hidden=64, inner=128, sequence=16, batch=2) if quick else Size()
-    pace = Pace(rounds=3, warmup=1) if quick else Pace(rounds=7, warmup=1)
+    pace = Pace(rounds=3, warmup=1) if quick else Pace(rounds=5, warmup=1)
     label, lost = f"{layout}, {family}, {precision}", dict[Compiler, Outcome]()
     for compilers in (_COMPILERS, _COMPILERS[:2], _COMPILERS[:1]):
         job = Job(family, layout, precision, compilers, size, num_steps=3, pace=pace)
@@ -76,15 +75,18 @@ def _filled(layout: Layout, family: Family, precision: Precision, quick: bool) -
             lost[compilers[-1]] = Outcome(failure=f"came to no end in {_TIMEOUT_S:.0f} s")
         except RuntimeError as error:
             print(error, file=sys.stderr)
-            lost[compilers[-1]] = Outcome(failure=f"ended its process: {_last_line(str(error))}")
+            lost[compilers[-1]] = Outcome(failure=f"ended its process: {_reason(str(error))}")
         else:
             return replace(found, outcomes=found.outcomes | lost)
     return Found(0, 0, lost)
 
 
-def _last_line(text: str) -> str:
-    lines: Sequence[str] = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip()
+def _reason(text: str) -> str:
+    """The last error that the output of a worker names."""
+    errors = [
+        line.partition("]: ")[2] for line in text.splitlines() if re.match(r"\[rank\d\]: \w+Error: ", line)
+    ]
+    return errors[-1] if errors else "without a word"
 
 
 if __name__ == "__main__":

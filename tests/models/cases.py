@@ -11,9 +11,9 @@ import aotdist
 from aotdist.torch_seam import DTensor
 from benchmarks.timing import Pace
 from benchmarks.zoo.cell import Job, Training, difference
-from benchmarks.zoo.families import Family, Size, make, make_batch
-from benchmarks.zoo.layouts import Layout, mesh_of, spread
-from benchmarks.zoo.precisions import Precision
+from benchmarks.zoo.families import Size, make, make_batch
+from benchmarks.zoo.layouts import mesh_of, spread
+from benchmarks.zoo.vocabulary import Family, Layout, Precision
 
 SMALL = Size(hidden=64, inner=128, sequence=16, batch=2)
 

@@ -237,3 +237,36 @@ def test_writing_what_only_as_strided_shows_is_refused(in_place: bool) -> None:
 
     with pytest.raises(UnsupportedProgram, match="writes memory that `as_strided` shows"):
         compiled(reach)(torch.zeros(3, 4))
+
+
+def _double_grad(weight: torch.Tensor) -> None:
+    weight.grad *= 2
+
+
+class HooksItsWeight(nn.Module):
+    """As transformers' tensor parallelism does with norms: a hook at the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.is_hooked = False
+
+    def hook(self) -> None:
+        self.weight.register_post_accumulate_grad_hook(_double_grad)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.hook()
+        return (x * self.weight).sum()
+
+
+def test_a_hook_for_an_accumulated_gradient_is_registered_outside() -> None:
+    model = compiled(HooksItsWeight())
+    with pytest.raises(UnsupportedProgram, match="`weight` gets a hook for its accumulated gradient"):
+        model(torch.ones(2))
+    model = HooksItsWeight()
+    model.is_hooked = True
+    model.hook()
+    compiled(model)(torch.ones(2)).backward()
+    assert model.weight.grad.tolist() == [2.0, 2.0]
