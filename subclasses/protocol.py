@@ -30,8 +30,15 @@ from aotdist.torch_seam import (
     stands_for_another,
 )
 
-_SPECIALISTS = ("aotdist.subclasses.dtensor", "aotdist.subclasses.fsdp", "aotdist.subclasses.ddp")
+_SPECIALISTS = (
+    "aotdist.subclasses.dtensor",
+    "aotdist.subclasses.fsdp",
+    "aotdist.subclasses.ddp",
+    "aotdist.subclasses.sparse24",
+)
 
+
+_FLATTEN_PROTOCOL = ("__tensor_flatten__", "__tensor_unflatten__")
 
 CONVERSION = "_aotdist_conversion"
 """Attribute of a module that was converted in place: what it computes in now, for `explain`."""
@@ -183,8 +190,8 @@ class WrapperRule:
         """`tensor` with the metadata of `recipe` (a tangent laid out otherwise), or None if it cannot."""
         return None
 
-    def tangent_recipe(self, recipe: Wrapper) -> Wrapper:
-        """The metadata to assume of a tangent for an output with metadata `recipe`."""
+    def tangent_recipe(self, recipe: Wrapper) -> Recipe:
+        """The metadata to assume of a tangent for an output with metadata `recipe`; it may be plain."""
         return recipe
 
     def same_layout(self, a: Wrapper, b: Wrapper) -> bool:
@@ -364,8 +371,9 @@ def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
     if is_wrapper(tensor) or not is_real(tensor):
         return
     if dispatches(cls):
+        missing = [f"`{name}`" for name in _FLATTEN_PROTOCOL if not hasattr(cls, name)]
         raise UnsupportedProgram(
-            f"`{path}` is a {cls.__name__}, which has no `__tensor_flatten__`/`__tensor_unflatten__`",
+            f"`{path}` is a {cls.__name__}, which has no {' and no '.join(missing)}",
             stage="capture",
-            fix=f"give {cls.__name__} the two methods, or pass the plain tensor inside it",
+            fix=f"give {cls.__name__} what is missing, or pass the plain tensor inside it",
         )

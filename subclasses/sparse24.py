@@ -29,6 +29,7 @@ from torch.sparse import (
 )
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, WrapperRule, leaves
 from aotdist.subclasses.sparse24_operators import (
     choose_24,
     compress_24,
@@ -390,3 +391,18 @@ _HANDLERS: dict[OpOverload, Callable[..., Any]] = {
 }
 
 torch.serialization.add_safe_globals([Sparse24Tensor])  # a checkpoint may be read with `weights_only`
+
+
+class _Sparse24Rule(WrapperRule):
+    """What aotdist is told of Sparse24Tensor: products send it dense gradients."""
+
+    def owns(self, cls: type[torch.Tensor]) -> bool:
+        return issubclass(cls, Sparse24Tensor)
+
+    def tangent_recipe(self, recipe: Wrapper) -> Recipe:
+        """A dense matrix, laid out as the whole."""
+        (_, values), *_ = leaves(recipe)
+        return Plain(recipe.size, recipe.stride, values.dtype)
+
+
+WRAPPER_RULE = _Sparse24Rule()

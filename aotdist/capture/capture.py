@@ -21,6 +21,7 @@ from aotdist.capture.ambient import Ambient, ambient
 from aotdist.capture.annotations import annotate
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.constants import is_leaf
+from aotdist.capture.guise import hand_over_attributes
 from aotdist.capture.modules import (
     StateTensor,
     attribute_tensors,
@@ -198,7 +199,7 @@ def capture(
         if settings.is_compiling:
             scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
-        return _call(environment, lambda: run(*inner_args, **inner_kwargs), flat, settings)
+        return _call(environment, lambda: run(*inner_args, **inner_kwargs), flat, examples, settings)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
@@ -237,7 +238,11 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
 
 
 def _call(
-    environment: Environment, run: Callable[[], Any], inputs: Sequence[torch.Tensor], settings: Settings
+    environment: Environment,
+    run: Callable[[], Any],
+    inputs: Sequence[torch.Tensor],
+    examples: Sequence[torch.Tensor],
+    settings: Settings,
 ) -> list[Any]:
     """Run the user's code; its flat results, what it assigned, and how to put them back."""
     reassignments = Reassignments(environment.modules, environment.reached)
@@ -247,6 +252,7 @@ def _call(
     try:
         with class_functions_on():
             result = run()
+        hand_over_attributes(inputs, examples)
         leaves, spec = pytree.tree_flatten(taken_apart(result, existing), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:

@@ -192,6 +192,16 @@ def _given_by_the_program(tensor: torch.Tensor) -> _Guise:
     return _Guise(tensor, type(tensor), attributes, (FunctionalTensor, own))
 
 
+def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[torch.Tensor]) -> None:
+    """Let tensors have what the program assigned to attributes of their stand-ins that wear no guise."""
+    for stand_in, example in zip(stand_ins, examples, strict=True):
+        if isinstance(stand_in, FunctionalTensor):
+            given = given_attributes(stand_in)
+            vars(example).update(given)
+            for name in given:
+                delattr(stand_in, name)
+
+
 def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:
     """Let a real tensor be of a class, with these attributes."""
     if type(tensor) is not cls:

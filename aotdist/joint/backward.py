@@ -169,7 +169,9 @@ class Backward:
         if arrival is None:
             return tensor, tangent
         stack.enter_context(arrival.bringing(tangent))
-        return arrival.view, torch.zeros_like(arrival.view, requires_grad=False)
+        # Put together, since a wrapper's class may know no `zeros_like`.
+        zeros = [torch.zeros_like(plain, requires_grad=False) for plain in plain_tensors(arrival.view)]
+        return arrival.view, rebuild(recipe_of(arrival.view), zeros)
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
@@ -184,10 +186,15 @@ def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
 def new_tangent(
     recorder: Recorder, path: str, recipe: Recipe, like: torch.Tensor, role: Role = "tangent"
 ) -> torch.Tensor:
-    """New arguments of the graph, put together as `recipe` says; on the devices of `like`."""
+    """New arguments of the graph, put together as `recipe` says; on the devices of `like`.
+
+    `like` may be another kind of tensor: then all are on its one device.
+    """
+    same_kind = _kind(recipe) == _kind(recipe_of(like))
+    devices = [plain.device for plain in plain_tensors(like)] if same_kind else itertools.repeat(like.device)
     plains = [
-        recorder.argument(Slot(role, path, inner), recorder.fake_like(leaf, plain.device))
-        for (inner, leaf), plain in zip(leaves(recipe), plain_tensors(like), strict=True)
+        recorder.argument(Slot(role, path, inner), recorder.fake_like(leaf, device))
+        for (inner, leaf), device in zip(leaves(recipe), devices, strict=same_kind)
     ]
     return rebuild(recipe, plains)
 

@@ -31,7 +31,16 @@ from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.sizes import Sizes, is_symbolic
-from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, recipe_of, wrapper_rule
+from aotdist.subclasses.protocol import (
+    Constant,
+    Recipe,
+    Wrapper,
+    WrapperRule,
+    leaves,
+    plain_tensors,
+    recipe_of,
+    wrapper_rule,
+)
 from aotdist.torch_seam import hears_of_functions, tree_children
 
 T = TypeVar("T")
@@ -350,7 +359,7 @@ def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
     beneath_all: list[Recipe] = []
     for name, example, recipe in zip(names, fit.examples, fit.recipes, strict=True):
         if isinstance(recipe, Wrapper):
-            conditions.append(_same_context(printer, name, example, recipe))
+            conditions += _same_contexts(printer, name, example, recipe)
             parts = zip(print_plains(recipe, name), plain_tensors(example), leaves(recipe), strict=True)
             for plain, beneath, (_, leaf) in parts:
                 if id(beneath) in plains:  # the check wants different objects
@@ -363,6 +372,23 @@ def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
         check = printer.bind("plain_fits", tensor_check(examples, beneath_all).check)
         conditions.append(f"{check}({', '.join(plains.values())})")
     return conditions if names else []
+
+
+def _same_contexts(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> Iterator[str]:
+    """That a wrapper has the context and the constants that it had; and those inside of it, which class."""
+    yield _same_context(printer, name, example, recipe)
+    # A rule that has a context of its own puts into it all that there is to compare.
+    compares_all = type(wrapper_rule(recipe.cls)).context_of is not WrapperRule.context_of
+    for attribute, part in recipe.attributes:
+        place = f"{name}.{attribute}"
+        match part:
+            case Constant(value=value) if not compares_all:
+                yield _same(printer, place, value, place)
+            case Wrapper(cls=cls):
+                yield f"type({place}) is {printer.bind(cls.__name__, cls)}"
+                yield from _same_contexts(printer, place, getattr(example, attribute), part)
+            case _:
+                pass
 
 
 def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> str:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import event, reject
 from hypothesis import strategies as st
 
+from aotdist.errors import AotdistError
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam import class_functions_off, storage_id
 from tests.semantics.observation import Around, Scene, play
@@ -36,6 +37,18 @@ from tests.semantics.vocabulary import (
 )
 
 _serial = itertools.count()
+
+REFUSED = (
+    RuntimeError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+    UserWarning,
+    AotdistError,  # aotdist's own classes, by which eager does what it can
+)
+"""What eager raises for what it does not do."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,7 @@ class Program:
             for scene in self.scenes():
                 with _warnings_are_errors():  # what the first layout is not warned of, another may be
                     play(scene, scene.fn, around=around, backward=backward)
-        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning) as error:
+        except REFUSED as error:
             event(f"eager: {str(error)[:60]}")
             return False
         return True
@@ -173,7 +186,7 @@ class _Rehearsal:
         try:
             with _warnings_are_errors():
                 exec(statement, self.scope)
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError, UserWarning):
+        except REFUSED:
             return False
         return True
 

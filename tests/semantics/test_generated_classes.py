@@ -1,21 +1,32 @@
 """Random programs over the tensor classes that aotdist knows, see `test_generated.py`."""
 
+import pytest
 import torch
 from hypothesis import given
 
+from tests.semantics.meshes import mesh
 from tests.semantics.programs import programs
-from tests.semantics.searching import compare, search, timeout, words
+from tests.semantics.searching import compare, search_of_classes, timeout, words
 from tests.semantics.vocabulary import (
     ARITHMETIC,
     ATTRIBUTE_WRITES,
     CLASSES,
+    EIGHT_BITS,
     FUNCTION_CALLS,
+    NARROW_VIEWS,
+    NARROW_WRITES,
+    NESTED,
+    PLACEMENTS,
+    PRODUCTS_OF_8_BITS,
+    PRODUCTS_OF_SPARSE,
     RECLASSINGS,
+    SPARSE,
     VIEWS,
     WRITES,
 )
 
-pytestmark = timeout
+pytestmark = [timeout, pytest.mark.usefixtures("mesh")]
+__all__ = ["mesh"]
 
 OF_CLASSES = words(
     inputs=CLASSES,
@@ -24,13 +35,37 @@ OF_CLASSES = words(
 )
 
 
-@search
+@search_of_classes
 @given(programs(OF_CLASSES))
 def test_classes_that_hear_of_functions(program):
     compare(program)
 
 
-@search
+@search_of_classes
 @given(programs(OF_CLASSES))
 def test_classes_that_hear_of_functions_under_no_grad(program):
     compare(program, torch.no_grad)
+
+
+@search_of_classes
+@given(programs(words(inputs=EIGHT_BITS, values=(PRODUCTS_OF_8_BITS, NARROW_VIEWS), writes=NARROW_WRITES)))
+def test_8_bits(program):
+    compare(program)
+
+
+@search_of_classes
+@given(programs(words(inputs=SPARSE, values=(PRODUCTS_OF_SPARSE, NARROW_VIEWS), writes=NARROW_WRITES)))
+def test_2_4_sparse(program):
+    compare(program)
+
+
+@search_of_classes
+@given(programs(words(inputs=NESTED, values=(ARITHMETIC, VIEWS), writes=WRITES)))
+def test_nested_wrappers(program):
+    compare(program)
+
+
+@search_of_classes
+@given(programs(words(inputs=NESTED, values=(ARITHMETIC, VIEWS, PLACEMENTS), writes=())))
+def test_wrappers_taken_apart(program):
+    compare(program)

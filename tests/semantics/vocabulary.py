@@ -6,6 +6,7 @@ import torch.utils.checkpoint
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.semantics.functions import FUNCTIONS
+from tests.semantics.wrapped import WRAPPED
 from tests.subclasses.function_classes import Greedy, Methods, Silent, Traveller, WithScale, tagged
 
 INPUTS = {
@@ -62,6 +63,87 @@ RECLASSINGS = (
     "{a}.doubled()",
 )
 ATTRIBUTE_WRITES = ("{a}.note = {b}", "{a}.note.mul_(2)", "{a}.label = 'x'")
+
+EIGHT_BITS = (
+    "in_8_bits(torch.randn(16, 16))",
+    "in_8_bits(torch.randn(16, 16).t())",
+    "torch.randn(16, 16, requires_grad=True)",
+    "torch.randn(16, 16)",
+    "torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)",
+    "spread(torch.randn(16, 16)).requires_grad_()",
+    "in_8_bits(spread(torch.randn(16, 16)))",
+    "TwoTensor(in_8_bits(torch.randn(16, 16)), in_8_bits(torch.randn(16, 16)))",
+)
+"""Float8Tensors, alone and inside of other wrappers, and what they are made of."""
+
+PRODUCTS_OF_8_BITS = (
+    "{a} @ {b}",
+    "{a} @ {b}",
+    "F.linear({a}, {b})",
+    "product_8({a}, {b})",
+    "product_8({a}, {b})",
+    "in_8_bits({a})",
+    "in_8_bits({a}.detach())",
+    "{a}.dequantise()",
+    "{a}.float8",
+    "{a}.scale * 2",
+    "{a} * {b}",
+    "{a}.relu()",
+)
+
+SPARSE = (
+    "sparsify(torch.randn(16, 16)).detach().requires_grad_()",
+    "sparsify(torch.randn(16, 16))",
+    "sparsify(torch.randn(16, 16), 'transposable').detach().requires_grad_()",
+    "sparsify(torch.randn(16, 16, requires_grad=True) * 2)",
+    "torch.randn(16, 16, requires_grad=True)",
+    "torch.randn(16, 16)",
+    "spread(torch.randn(16, 16)).requires_grad_()",
+)
+"""2:4 sparse matrices, and what they are made of."""
+
+PRODUCTS_OF_SPARSE = (
+    "{a} @ {b}",
+    "F.linear({a}, {b})",
+    "F.linear({a}, {b}, {a}.detach()[0])",
+    "sparsify({a})",
+    "sparsify({a}, 'transposable')",
+    "sparsify({a}, gradient='masked', decay=0.1)",
+    "{a}.to_dense()",
+    "{a}.mask()",
+    "{a}.to(torch.float64)",
+    "{a} * {b}",
+    "{a}.relu()",
+)
+
+NARROW_VIEWS = ("{a}.t()", "{a}.transpose(0, 1)", "{a}.detach()", "{a}.clone()", "{a}[:8]", "{a}.data")
+"""What classes that know few operators know too."""
+
+NARROW_WRITES = (
+    "{a}.copy_({b})",
+    "{a}.mul_({b})",
+    "{a}.add_(1)",
+    "{a}.relu_()",
+    "{a}[0] = 2.5",
+    "{a}.detach().mul_(2)",
+    "{a}.t()[0].mul_(3)",
+    "{a}.scale = {a}.scale * 2",
+    "{a}.scale.mul_(2)",
+)
+
+NESTED = (
+    "TwoTensor(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)), torch.randn(3, 4)).requires_grad_()",
+    "spread(TwoTensor(torch.randn(3, 4), torch.randn(3, 4))).detach().requires_grad_()",
+    "spread(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)))",
+    "spread(torch.randn(3, 4), Replicate()).detach().requires_grad_()",
+    "spread(torch.randn(3, 4)).detach().requires_grad_() * 1.5",
+    "spread(torch.randn(4, 3).t())",
+    "TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()",
+    "torch.randn(3, 4)",
+)
+"""Wrappers in wrappers, and DTensors on a mesh of one."""
+
+PLACEMENTS = ("whole({a})", "{a}.to_local()", "{a}.full_tensor()", "spread({a})", "spread({a}, Shard(1))")
 
 COMPLEX = (
     "torch.randn(3, 4, dtype=torch.complex64)",
@@ -238,5 +320,6 @@ SCOPE = {
     "TwoTensor": TwoTensor,
     **{cls.__name__: cls for cls in (Greedy, Methods, WithScale, Silent, Traveller)},
     "tagged": tagged,
+    **WRAPPED,
     **{function.__name__: function for function in FUNCTIONS},
 }

@@ -1,0 +1,198 @@
+"""Any wrapper in, the same wrapper out: what their parts may be, and how they are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from aotdist.runtime import on_demand
+from aotdist.subclasses import protocol
+from aotdist.subclasses.float8_tensor import E4M3, cast
+from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, WrapperRule, register_wrapper_rule
+from aotdist.subclasses.sparse24_selection import sparsify
+from tests.semantics.meshes import mesh, sharded
+from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
+
+__all__ = ["mesh"]
+
+
+class Sideways(torch.Tensor):
+    """Holds the transpose of what it stands for, a word and a number; strides are others outside."""
+
+    def __new__(cls, inner: torch.Tensor, word: str = "", number: int = 1) -> Sideways:
+        size, stride = inner.t().size(), (inner.size(0), 1)
+        return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor, word: str = "", number: int = 1) -> None:
+        self.inner, self.word, self.number = inner, word, number
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner", "number"], self.word
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, word: Any, size: Any, stride: Any) -> Sideways:
+        return Sideways(inner["inner"], word, inner["number"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        words = {t.word: t.number for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Sideways)}
+        result = func(
+            *pytree.tree_map_only(Sideways, lambda t: t.inner, args),
+            **pytree.tree_map_only(Sideways, lambda t: t.inner, kwargs or {}),
+        )
+        (word, number), *_ = words.items()
+        return pytree.tree_map_only(torch.Tensor, lambda t: Sideways(t, word, number), result)
+
+
+def sideways(rows: int = 3, **constants: Any) -> torch.Tensor:
+    return Sideways(torch.randn(4, rows), **constants).requires_grad_()
+
+
+def test_strides_outside_unlike_those_inside() -> None:
+    same_as_eager(lambda: Scene(lambda x: (x * x).sin(), (sideways(word="a"),)), calls=2)
+
+
+def test_attributes_that_are_no_tensors() -> None:
+    compiled = aotdist.compile(lambda x: x * x.number, backend="fx")
+    for word, number in (("a", 2), ("a", 3), ("b", 3), ("a", 2)):
+        x = sideways(word=word, number=number)
+        y = compiled(x)
+        assert (y.word, y.number) == (word, number) and torch.equal(y.inner, x.inner * number)
+    assert len(compiled.artifacts) == 3
+
+
+def test_what_is_inside_of_another_wrapper_is_guarded() -> None:
+    compiled = aotdist.compile(lambda x: x * 2, backend="fx")
+    for word in ("a", "b"):
+        y = compiled(TwoTensor(sideways(word=word).detach(), sideways(word=word).detach()))
+        assert y.a.word == y.b.word == word
+    compiled(TwoTensor(TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), torch.ones(3, 4)))
+    assert len(compiled.artifacts) == 3
+
+
+def test_symbolic_sizes_outside_and_inside() -> None:
+    compiled = aotdist.compile(lambda x: x * x.size(0), backend="fx", settings={"dynamic": True})
+    for rows in (3, 5, 7):
+        x = sideways(rows)
+        y = compiled(x)
+        assert y.size() == (rows, 4) and torch.equal(y.inner, x.inner * rows)
+    assert len(compiled.artifacts) == 1
+
+
+PARTS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "one tensor twice": lambda t: (TwoTensor(t, t),),
+    "the memory of one": lambda t: (TwoTensor(t, t.view(3, 4)),),
+    "another argument": lambda t: (TwoTensor(t, torch.randn(3, 4)), t),
+    "a part of another argument": lambda t: (TwoTensor(t[:2], torch.randn(2, 4)), t),
+    "parts of two": lambda t: (TwoTensor(t, torch.randn(3, 4)), TwoTensor(torch.randn(3, 4), t)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("written", [None, 0, -1])
+def test_parts_that_share_memory(name: str, written: int | None) -> None:
+    def program(*tensors: torch.Tensor) -> Any:
+        if written is not None:
+            tensors[written].add_(1)
+        return [tensor * 2 for tensor in tensors]
+
+    same_as_eager(lambda: Scene(program, PARTS[name](torch.randn(3, 4))), calls=2)
+
+
+def test_wrappers_of_plain_inputs_and_the_reverse() -> None:
+    def program(x: torch.Tensor, y: TwoTensor) -> Any:
+        return TwoTensor(x * 2, x), y.a * 2, TwoTensor(y, y).sin()
+
+    def build() -> Scene:
+        return Scene(program, (torch.randn(3, 4), TwoTensor(torch.randn(3, 4), torch.randn(3, 4))))
+
+    same_as_eager(build, calls=2)
+
+
+def test_8_bits_in_a_dtensor(mesh: DeviceMesh) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return cast(x, torch.tensor(0.5), E4M3) @ w.t(), w.t()
+
+    def build() -> Scene:
+        x, w = (sharded(mesh, torch.randn(16, 16)) for _ in range(2))
+        return Scene(program, (x, cast(w.redistribute(placements=x.placements), torch.tensor(0.25), E4M3)))
+
+    same_as_eager(build, calls=2)
+
+
+def test_what_is_missing_is_named() -> None:
+    class Half(TwoTensor):
+        pass
+
+    class Nothing(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Flattens(Nothing):
+        def __tensor_flatten__(self) -> Any:
+            return [], None
+
+    for cls, missing in (
+        (Nothing, "no `__tensor_flatten__` and no `__tensor_unflatten__`"),
+        (Flattens, "no `__tensor_unflatten__`"),
+    ):
+        with pytest.raises(UnsupportedProgram, match=f"`args.0.` is a {cls.__name__}, which has {missing}"):
+            aotdist.compile(torch.sin, backend="fx")(torch.randn(3).as_subclass(cls))
+
+
+@contextmanager
+def kinds_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The backwards that are compiled for gradients of kinds which were not assumed."""
+    made: list[Any] = []
+    kinds = on_demand.OnDemand._of_kinds
+    with monkeypatch.context() as patch:
+        patch.setattr(on_demand.OnDemand, "_of_kinds", lambda *args: made.append(args) or kinds(*args))
+        yield made
+
+
+def test_plain_gradients_of_wrappers_may_be_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(call: Any) -> list[torch.Tensor | None]:
+        x = torch.randn(16, 16, requires_grad=True)
+        call(x).backward(torch.randn(16, 16))
+        return [x.grad]
+
+    with kinds_compiled(monkeypatch) as made:
+        assert_both_give_the_same(lambda x: sparsify(x * 2), use)
+    assert not made
+
+
+def test_a_rule_that_assumes_plain_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adds(TwoTensor):
+        """A gradient of it is plain, or of its class."""
+
+        @staticmethod
+        def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Adds:
+            return Adds(inner["a"], inner["b"])
+
+    class Rule(WrapperRule):
+        def owns(self, cls: type[torch.Tensor]) -> bool:
+            return cls is Adds
+
+        def tangent_recipe(self, recipe: Wrapper) -> Recipe:
+            return Plain(recipe.size, recipe.stride, torch.float32)
+
+    monkeypatch.setattr(protocol, "_registered", [])
+    register_wrapper_rule(Rule())
+    compiled = aotdist.compile(lambda x: x * 2, backend="fx")
+    with kinds_compiled(monkeypatch) as made:
+        for kind in (torch.ones(3), Adds(torch.ones(3), torch.ones(3)), torch.ones(3)):
+            x = Adds(torch.randn(3), torch.randn(3)).requires_grad_()
+            (grad,) = torch.autograd.grad(compiled(x), x, kind)
+            assert type(grad) is type(kind)
+    assert len(made) == 1, "for the wrapper, once"
+    protocol.wrapper_rule.cache_clear()
