@@ -37,6 +37,16 @@ from tests.semantics.vocabulary import (
 
 _serial = itertools.count()
 
+_REFUSALS_OF_EAGER = (
+    RuntimeError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+    UserWarning,
+)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -102,15 +112,21 @@ class Program:
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""
+        refusal = self.refused_by_eager(around, backward=backward)
+        if refusal is not None:
+            event(f"eager: {refusal[:60]}")
+        return refusal is None
+
+    def refused_by_eager(self, around: Around = nullcontext, *, backward: bool = True) -> str | None:
+        """What eager says if it does not."""
         torch.manual_seed(1)
         try:
             for scene in self.scenes():
                 with _warnings_are_errors():  # what the first layout is not warned of, another may be
                     play(scene, scene.fn, around=around, backward=backward)
-        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError, UserWarning) as error:
-            event(f"eager: {str(error)[:60]}")
-            return False
-        return True
+        except _REFUSALS_OF_EAGER as error:
+            return str(error)
+        return None
 
     def __repr__(self) -> str:
         calls = ["; ".join(map("{} = {}".format, self.names, inputs)) for inputs in self.layouts()]
@@ -173,7 +189,7 @@ class _Rehearsal:
         try:
             with _warnings_are_errors():
                 exec(statement, self.scope)
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError, AssertionError, UserWarning):
+        except _REFUSALS_OF_EAGER:
             return False
         return True
 
