@@ -8,6 +8,7 @@ expect of a tangent, and the conversion of one that is laid out otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +16,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Constant, Wrapper, WrapperRule
-from aotdist.torch_seam import dtensor_spec, make_dtensor, with_placements
+from aotdist.torch_seam import (
+    dtensor_spec,
+    dtensor_traced,
+    finished,
+    make_dtensor,
+    masks_rows,
+    with_placements,
+)
 
 
 class _DTensorRule(WrapperRule):
@@ -28,7 +37,7 @@ class _DTensorRule(WrapperRule):
     def convert(self, tensor: torch.Tensor, recipe: Wrapper) -> torch.Tensor | None:
         if not isinstance(tensor, DTensor):
             return None
-        spec = _spec(recipe)
+        tensor, spec = finished(tensor), _spec(recipe)
         if tensor.device_mesh == spec.mesh and tensor.placements != spec.placements:
             tensor = tensor.redistribute(placements=spec.placements)
         return tensor
@@ -41,6 +50,19 @@ class _DTensorRule(WrapperRule):
     def same_layout(self, a: Wrapper, b: Wrapper) -> bool:
         first, second = _spec(a), _spec(b)
         return first.placements == second.placements and first.mesh == second.mesh
+
+    def refuse(self, tensor: torch.Tensor, path: str) -> None:
+        if isinstance(tensor, DTensor) and any(map(masks_rows, tensor.placements)):
+            raise UnsupportedProgram(
+                f"`{path}` is a DTensor of partial sums of which each rank has to leave rows out yet "
+                "(`_MaskPartial`), and which rows is not written in it",
+                stage="joint",
+                fix="redistribute what an embedding returns where it is called: "
+                "`embedding(tokens).redistribute(placements=[Replicate()])`",
+            )
+
+    def tracing(self) -> AbstractContextManager[None]:
+        return dtensor_traced()
 
     def process_groups(self, recipe: Wrapper) -> Iterable[str]:
         return [group.group_name for group in _spec(recipe).mesh.get_all_groups()]

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -198,6 +198,13 @@ class WrapperRule:
         """Whether the contexts of two recipes describe interchangeable tangents."""
         return bool(a.context == b.context)
 
+    def refuse(self, tensor: torch.Tensor, path: str) -> None:
+        """Raise `UnsupportedProgram` for a tensor that cannot pass between a program and its caller."""
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """Around each trace: what operators on such wrappers keep, or compute, besides the program."""
+        return nullcontext()
+
     def process_groups(self, recipe: Wrapper) -> Iterable[str]:
         """Names of the process groups that operations on such a tensor may communicate in."""
         return ()
@@ -308,9 +315,21 @@ def register_wrapper_rule(rule: WrapperRule) -> None:
 @functools.cache
 def wrapper_rule(cls: type[torch.Tensor]) -> WrapperRule:
     """The rule for `cls`: one that was registered, a specialist of aotdist's, or the general one."""
+    return next((rule for rule in _wrapper_rules() if rule.owns(cls)), _GENERAL)
+
+
+def _wrapper_rules() -> tuple[WrapperRule, ...]:
     specialists = (getattr(module, "WRAPPER_RULE", None) for module in _specialists())
-    known = (*_registered, *(rule for rule in specialists if rule is not None))
-    return next((rule for rule in known if rule.owns(cls)), _GENERAL)
+    return (*_registered, *(rule for rule in specialists if rule is not None))
+
+
+@contextmanager
+def tracing_wrappers() -> Generator[None]:
+    """Around each trace: what the rules of all wrappers ask for."""
+    with ExitStack() as stack:
+        for rule in _wrapper_rules():
+            stack.enter_context(rule.tracing())
+        yield
 
 
 def module_rules(root: nn.Module) -> list[ModuleRule]:
@@ -365,10 +384,14 @@ def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
     """Raise for a tensor subclass that has its own say in operators but cannot be taken apart.
 
     Raises:
-        UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol.
+        UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol, or its rule
+            refuses the tensor.
     """
     cls = type(tensor)
-    if is_wrapper(tensor) or not is_real(tensor):
+    if is_wrapper(tensor):
+        wrapper_rule(cls).refuse(tensor, path)
+        return
+    if not is_real(tensor):
         return
     if dispatches(cls):
         missing = [f"`{name}`" for name in _FLATTEN_PROTOCOL if not hasattr(cls, name)]

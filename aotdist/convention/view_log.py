@@ -179,7 +179,7 @@ class ViewLog(TorchDispatchMode):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = func(*args, **kwargs)
             # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
-            if isinstance(args[0], torch.Tensor) and (not whole or _share_memory(args[0], result)):
+            if isinstance(args[0], torch.Tensor) and (not whole or share_memory(args[0], result)):
                 self._log(func, args, kwargs, result)
             return result
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
@@ -338,7 +338,7 @@ class ViewLog(TorchDispatchMode):
             edge=edge,
         )
         self._note(change)
-        stays = grown is not None and former is not None and _share_memory(former, tensor)
+        stays = grown is not None and former is not None and share_memory(former, tensor)
         if grown is not None and size.numel() and id(tensor) in self._entries and not stays:
             raise _grows_as_a_view()
         if grown is not None and not stays:
@@ -524,7 +524,8 @@ def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContext
     return nullcontext()
 
 
-def _share_memory(base: torch.Tensor, result: Any) -> bool:
+def share_memory(base: torch.Tensor, result: Any) -> bool:
+    """Whether a result, one tensor or several, lies in memory of `base`; wrappers by what is in them."""
     views = result if isinstance(result, (list, tuple)) else [result]
     if not all(isinstance(tensor, torch.Tensor) for tensor in (base, *views)):
         return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.changes import Change, give_history
-from aotdist.convention.view_log import ViewLog
+from aotdist.convention.view_log import ViewLog, share_memory
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
@@ -34,6 +34,7 @@ from aotdist.facts import (
 )
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
+from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam import creation_meta
 
 
@@ -233,7 +234,9 @@ class _Classifier:
         root = self._log.root(out, self._first)
         slot = Slot("output", f"out[{position}]")
         if root.base is out:
+            self._refuse_unknown_alias(slot, out)
             return Fresh(self._value(slot, out, history=out.requires_grad))
+        self._refuse_outdated_copy(slot, out, root.base)
         if not root.made:
             history = out.requires_grad and not self._is_leaf_of_its_own(out)
             return self._view(position, root.base, root.steps, history=history)
@@ -248,6 +251,33 @@ class _Classifier:
         # The base of what a function returned gets its gradient through the function alone. But what is made
         # under `no_grad` has no gradient, and requires one if its base does.
         return self._view(position, root.base, steps, history=out.requires_grad and out.is_leaf)
+
+    def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
+        """A wrapper around memory of an input may be no view to autograd: `redistribute` where nothing moves.
+
+        Without writes it is handed the input's own memory; a write is done when the graph has run.
+        """
+        for stand_in in self._inputs.row() if is_wrapper(out) else ():
+            if any(stand_in.writes()) and share_memory(stand_in.tensor, out):
+                raise UnsupportedProgram(
+                    f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "
+                    "no view of it to autograd",
+                    stage="joint",
+                    fix=f"clone `{slot.path}`, or return `{stand_in.slot}` itself",
+                )
+
+    def _refuse_outdated_copy(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
+        """A view of a DTensor along what is sharded is a copy that autograd takes for a view.
+
+        It is made again outside, from its base, which must still hold what was copied.
+        """
+        if is_wrapper(out) and self._log.is_outdated(out) and not share_memory(base, out):
+            raise UnsupportedProgram(
+                f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
+                "and one of the two was written after it was made",
+                stage="joint",
+                fix="clone the view, or redistribute before taking it",
+            )
 
     def _is_early(self, position: OutIdx) -> bool:
         """Whether an output is to be made before its base is written, since that changes its history."""

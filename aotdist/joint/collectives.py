@@ -53,5 +53,6 @@ def _refused(func: OpOverload) -> UnsupportedProgram:
         where=Origins().current() or None,
         stage="joint",
         fix="call its functional twin (`torch.distributed._functional_collectives`), or redistribute a "
-        "DTensor; of those that write, `all_reduce` and `broadcast` are captured",
+        "DTensor; `distribute_tensor` takes `src_data_rank=None`. Of those that write, `all_reduce` and "
+        "`broadcast` are captured",
     )

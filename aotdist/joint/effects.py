@@ -59,6 +59,7 @@ from aotdist.subclasses.protocol import (
     leaves,
     plain_tensors,
     recipe_of,
+    refuse_unknown_subclass,
     same_layout,
 )
 from aotdist.torch_seam import (
@@ -167,6 +168,7 @@ class Effects:
             for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
         )
         for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
+            refuse_unknown_subclass(tensor, node_out.slot.path)
             if node_out.differentiable and tensor.is_leaf:
                 raise requires_grad_by_itself(node_out.slot)
         _refuse_uses_of_own_leaves(outs, outputs)

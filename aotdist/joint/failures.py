@@ -12,7 +12,11 @@ from aotdist.capture.origins import raised_at
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
-from aotdist.torch_seam import DataDependentOutputException, DynamicOutputShapeException
+from aotdist.torch_seam import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    ObjectsExchangedError,
+)
 
 _ASKS_FOR_DATA = (
     "tracing tensor",
@@ -64,6 +68,14 @@ def naming_failures() -> Generator[None]:
                 where=raised_at(error.__traceback__),
                 stage="joint",
                 fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
+            ) from error
+        if isinstance(error, ObjectsExchangedError):
+            raise UnsupportedProgram(
+                "the program exchanges Python objects with other ranks (`all_gather_object`; "
+                "`DTensor.from_local(run_check=True)` does so)",
+                where=raised_at(error.__traceback__),
+                stage="joint",
+                fix="do it outside of the compiled function, or leave `run_check` off",
             ) from error
         asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
         if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):

@@ -30,7 +30,7 @@ from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.random import Draws
 from aotdist.joint.recording import Recording
 from aotdist.program import Graph, Role, Slot
-from aotdist.subclasses.protocol import Plain, is_real, plain_tensors
+from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam import (
     FakeTensorMode,
     FunctionalTensor,
@@ -51,6 +51,7 @@ from aotdist.torch_seam import (
     is_functional_base,
     next_sequence_nr,
     no_modes,
+    no_objects_exchanged,
     node_of,
     own_autocast_cache,
     pytree,
@@ -137,6 +138,8 @@ class Recorder:
             calling_to_be_traced(),
             torch.autograd.set_detect_anomaly(False),  # it would look for NaNs among numbers that nobody has
             self.draws,
+            tracing_wrappers(),
+            no_objects_exchanged(),
             tracing(TracingContext(self.fake_mode)),
             self.fake_mode,
             decomposing(self._decompositions),

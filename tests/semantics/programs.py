@@ -115,15 +115,21 @@ class Program:
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""
+        refusal = self.refused_by_eager(around, backward=backward)
+        if refusal is not None:
+            event(f"eager: {refusal[:60]}")
+        return refusal is None
+
+    def refused_by_eager(self, around: Around = nullcontext, *, backward: bool = True) -> str | None:
+        """What eager says if it does not."""
         torch.manual_seed(1)
         try:
             for scene in self.scenes():
                 with _warnings_are_errors():  # what the first layout is not warned of, another may be
                     play(scene, scene.fn, around=around, backward=backward)
         except REFUSED as error:
-            event(f"eager: {str(error)[:60]}")
-            return False
-        return True
+            return str(error)
+        return None
 
     def __repr__(self) -> str:
         calls = ["; ".join(map("{} = {}".format, self.names, inputs)) for inputs in self.layouts()]

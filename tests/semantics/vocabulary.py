@@ -3,10 +3,12 @@
 import torch
 import torch.nn.functional
 import torch.utils.checkpoint
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.semantics.functions import FUNCTIONS
 from tests.semantics.wrapped import WRAPPED
+from tests.subclasses import dtensors
 from tests.subclasses.function_classes import Greedy, Methods, Silent, Traveller, WithScale, tagged
 
 INPUTS = {
@@ -322,4 +324,9 @@ SCOPE = {
     "tagged": tagged,
     **WRAPPED,
     **{function.__name__: function for function in FUNCTIONS},
+    "DTensor": DTensor,
+    **{
+        name: getattr(dtensors, name)
+        for name in ("R", "S0", "S1", "P", "grid", "mine", "spread", "leaf", "non_leaf")
+    },
 }

@@ -1,0 +1,145 @@
+"""Gradients that arrive placed, or laid out, otherwise than was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+import aotdist
+from aotdist.joint.later_backwards import LaterBackwards
+from tests.ranks.harness import World
+from tests.subclasses.dtensors import S0, S1, SIZES, P, R, Size, grid, leaf, mine, spread
+
+pytestmark = pytest.mark.ranks
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "elementwise": lambda x: x * x,
+    "passed on": lambda x: x + 1,
+    "transposed": lambda x: x.t(),
+    "a matrix product": lambda x: x @ x.t(),
+    "a sum": lambda x: x.sum(0),
+    "redistributed": lambda x: (x * 2).redistribute(placements=[R]),
+}
+PLACEMENTS: dict[str, Placement] = {"R": R, "S0": S0, "S1": S1, "P": P}
+
+
+def gradient(mesh: DeviceMesh, size: Size, placement: Placement, *, transposed: bool) -> torch.Tensor:
+    """Of some placement, and of strides that are those of the transposed."""
+    if not transposed:
+        return spread(mesh, size, placement, seed=7)
+    return spread(mesh, tuple(reversed(size)), _other_dim(placement), seed=7).t()
+
+
+def _other_dim(placement: Placement) -> Placement:
+    return {S0: S1, S1: S0}.get(placement, placement)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@contextmanager
+def traced_later() -> Generator[list[Any]]:
+    """The backwards that are traced when gradients arrive."""
+    found: list[Any] = []
+    trace = LaterBackwards.of_kinds
+    LaterBackwards.of_kinds = lambda *args: (found.append(args), trace(*args))[1]  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        LaterBackwards.of_kinds = trace
+
+
+def arriving_case(program: str, source: str) -> None:
+    """They are converted: no other backward is traced, and the leaf's gradient is that of eager as a whole.
+
+    Where eager adds up summands at the end, they are added up at the start here, so its last bits differ.
+    """
+    with traced_later() as later:
+        _each_arrives(program, source)
+    assert not later
+
+
+def _each_arrives(program: str, source: str) -> None:
+    mesh, fn = grid(), PROGRAMS[program]
+    compiled = aotdist.compile(fn, backend="fx")
+    for size in ("even", "uneven"):
+        for placement in PLACEMENTS.values():
+            for transposed in (False, True):
+                found = []
+                for call in (fn, compiled):
+                    x = leaf(SIZES[size], PLACEMENTS[source])(mesh)
+                    out = call(x)
+                    if out.dim() < 2 and (transposed or placement == S1):
+                        break
+                    out.backward(gradient(mesh, tuple(out.shape), placement, transposed=transposed))
+                    found.append(x.grad.full_tensor())
+                if found:
+                    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("source", ["R", "S0"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_any_placement(world2: World, program: str, source: str) -> None:
+    world2.run(arriving_case, program, source)
+
+
+def exact_case() -> None:
+    """What arrives as assumed: bit for bit, placements and strides included."""
+    mesh = grid()
+    for name, fn in PROGRAMS.items():
+        for placement in (R, S0, S1):
+            found = []
+            for call in (fn, aotdist.compile(fn, backend="fx")):
+                x = leaf(SIZES["uneven"], placement)(mesh)
+                out = call(x)
+                settled = [R if p.is_partial() else p for p in out.placements]
+                gradient = spread(mesh, tuple(out.shape), *settled, seed=7)
+                out.backward(gradient)
+                found.append(x.grad)
+            eager, compiled = found
+            assert eager.placements == compiled.placements and eager.stride() == compiled.stride(), name
+            assert torch.equal(eager.to_local(), compiled.to_local()), name
+
+
+def test_what_was_assumed(world2: World) -> None:
+    world2.run(exact_case)
+
+
+def unfinished_case() -> None:
+    """A gradient whose collective still runs is waited for; plain ones have a backward of their own, once."""
+    mesh = grid()
+    double = aotdist.compile(lambda x: x * 2, backend="fx")
+    with traced_later() as later:
+        for _ in range(2):
+            x = leaf((400, 400), R)(mesh)
+            double(x).redistribute(placements=[S0], async_op=True).square().sum().backward()
+            assert torch.equal(x.grad.to_local(), x.detach().to_local() * 8)
+        assert not later
+        for _ in range(2):
+            x = leaf((4, 6), S0)(mesh)
+            double(x).backward(mine((4, 6)))
+            assert type(x.grad) is torch.Tensor and torch.equal(x.grad, mine((4, 6)) * 2)
+        assert len(later) == 1
+
+
+def test_of_other_kinds(world2: World) -> None:
+    world2.run(unfinished_case)
+
+
+def accumulated_case() -> None:
+    """Gradients of several calls meet at one leaf, as in eager, though each came placed otherwise."""
+    mesh, fn = grid(), PROGRAMS["elementwise"]
+    found = []
+    for call in (fn, aotdist.compile(fn, backend="fx")):
+        x = leaf(SIZES["even"], S0)(mesh)
+        for placement in PLACEMENTS.values():
+            call(x).backward(spread(mesh, SIZES["even"], placement, seed=7))
+        found.append(x.grad.full_tensor())
+    torch.testing.assert_close(*found)
+
+
+def test_accumulated(world2: World) -> None:
+    world2.run(accumulated_case)

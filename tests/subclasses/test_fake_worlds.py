@@ -1,0 +1,58 @@
+"""Worlds of 64 and of 1,024 ranks, of which there is one: the group is PyTorch's fake one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import aotdist
+from aotdist.launch.config import ModelOptions
+from aotdist.launch.model import build_decoder
+from tests.subclasses.llama_meshes import SEQUENCE, Llama, batch, shard_parameters, split_sequence
+
+TP = 8
+
+
+@contextmanager
+def world_of(num_ranks: int) -> Generator[None]:
+    """The first of so many ranks."""
+    dist.init_process_group("fake", rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def collectives_of_a_step(num_ranks: int, *, tensor_parallel: bool) -> Counter[str]:
+    """Compile and run a step; what it would have communicated."""
+    tp = TP if tensor_parallel else 1
+    mesh = init_device_mesh("cpu", (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    model = Llama()
+    options = ModelOptions(dim=32, num_layers=2, num_heads=TP, num_kv_heads=TP, hidden_dim=32, tie_head=False)
+    model.decoder = build_decoder(options, seq_len=SEQUENCE, seed=0)
+    if tensor_parallel:
+        split_sequence(model, mesh)
+    shard_parameters(model, mesh)
+    aotdist.compile(model, backend="fx")
+    model(*batch(0)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.placements == parameter.placements, name
+    (graphs,) = model.graphs
+    nodes = [node for half in ("forward", "backward") for node in graphs[half].graph.nodes]
+    return Counter(node.target._opname for node in nodes if "_c10d_functional" in str(node.target))
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True], ids=["FSDP2", "FSDP2 and TP"])
+def test_capture(tensor_parallel: bool) -> None:
+    """No other rank answers, and none is waited for; the step is the same however many there would be."""
+    found = []
+    for num_ranks in (64, 1024):
+        with world_of(num_ranks):
+            found.append(collectives_of_a_step(num_ranks, tensor_parallel=tensor_parallel))
+    assert found[0] == found[1]
+    assert found[0]["all_gather_into_tensor"] and found[0]["reduce_scatter_tensor"]
