@@ -73,6 +73,7 @@ class Guises:
         """
         self._has_classes = True
         for plain, example in self._plain:
+            hand_over_attributes([plain], [example])
             self._give(plain, type(example), vars(example))
         self._plain.clear()
         return self._give(tensor, cls, attributes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from aotdist.subclasses.float8_tensor import E4M3, E5M2, amax_of, cast, scale_for
@@ -35,8 +37,13 @@ class Product8(torch.autograd.Function):
 
 def spread(local: torch.Tensor, placement: Placement | None = None) -> DTensor:
     """A DTensor on a mesh of one rank, of rows unless another placement is given."""
-    mesh = dist.init_device_mesh("cpu", (1,))
-    return DTensor.from_local(local, mesh, [placement or Shard(0)], run_check=False)
+    return DTensor.from_local(local, _mesh(), [placement or Shard(0)], run_check=False)
+
+
+@functools.cache
+def _mesh() -> DeviceMesh:
+    """Made once, by the rehearsal of a program: making one reads data, which no trace can."""
+    return dist.init_device_mesh("cpu", (1,))
 
 
 def whole(tensor: DTensor) -> DTensor:
