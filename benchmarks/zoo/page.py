@@ -32,8 +32,8 @@ are made, so none are compared. Written by `make models` from `results/models.js
   every rank; else the largest relative difference, and of what. Dropout is what the configs say: 0.1 in GPT2
   and T5.
 - **time**, of forward and backward, and **peak**, of tensors beyond the model in one such step, gradients
-  included, are ratios to eager; of times, the median of rounds in which all took turns in the same processes.
-  Ranks share two cores: read times to a tenth.
+  included, are ratios to eager; of times, the median of rounds in which both took turns in the same
+  processes. Ranks share two cores: read times to a tenth.
 - **graphs**: what `torch.compile` cut the forward into. aotdist makes one of it.
 - Why `torch.compile` differs, as far as it was looked into (FSDP2, first step). Llama, in bf16 and FP8: by
   transformers, which goes another way where `torch.compiler.is_compiling()` is true (a mask in the place of
