@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import get_args
@@ -100,15 +101,16 @@ def _summary(cells: Cells) -> Iterator[str]:
     )
     names: tuple[Compiler, ...] = ("aotdist", "torch.compile")
     for name in names:
-        ran = [each for each in found if each.ran(name)]
+        tried = [each for each in found if name in each.outcomes]
+        ran = [each for each in tried if each.ran(name)]
         yield row(
             name,
-            str(len(found)),
+            str(len(tried)),
             str(sum(each.outcomes[name].differs == 0 for each in ran)),
-            str(len(found) - len(ran)),
+            str(len(tried) - len(ran)),
             _range(each.time_ratio(name) for each in ran),
             _range(each.peak_ratio(name) for each in ran),
-            str(sum(each.fastest(names) == name for each in found)),
+            str(sum(each.fastest(names) == name for each in found if names[1] in each.outcomes)),
         )
 
 
@@ -171,8 +173,10 @@ def _cells(cells: Cells, layout: Layout) -> Iterator[str]:
 
 
 def _contender(found: Found, name: Compiler) -> tuple[str, str, str]:
+    if name not in found.outcomes:
+        return "not run" if found.ran("eager") else "eager fails", "-", "-"
     if not found.ran(name):
-        return "fails" if name in found.outcomes else "eager fails", "-", "-"
+        return "fails", "-", "-"
     return _sameness(found.outcomes[name]), f"{found.time_ratio(name):.2f}", f"{found.peak_ratio(name):.2f}"
 
 
@@ -186,7 +190,8 @@ def _failures(cells: Cells, layout: Layout) -> Iterator[str]:
     for _, family, precision, found in _places(cells, layout):
         for name, outcome in found.outcomes.items() if found is not None else ():
             if outcome.failure:
-                messages.setdefault(f"`{name}`: {outcome.failure}", []).append(f"{family} {precision}")
+                said = re.sub(r" object at 0x[0-9a-f]+", "", outcome.failure)
+                messages.setdefault(f"`{name}`: {said}", []).append(f"{family} {precision}")
     if messages:
         yield ""
         yield "What fails, and what it says:"
