@@ -7,9 +7,8 @@ numbers; after each step, loss, gradients, parameters and buffers are held again
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,29 +113,28 @@ def _local(tensor: Tensor) -> Tensor:
 def fill(job: Job) -> Found:
     """The cell; runs on every rank, and comes back from the first.
 
-    A contender that raises does so on all ranks, or the cell comes to no end.
+    Contenders come one after the other: what `torch.compile` leaves behind when it fails can make eager fail
+    after it (torch 2.13: a fake tensor in the mask of a sharded embedding, which all models of a process
+    share). One that raises does so on all ranks, or the cell comes to no end.
     """
     mesh = mesh_of(job.layout)
-    running: dict[Compiler, Training] = {}
     outcomes: dict[Compiler, Outcome] = {}
+    eager: Training | None = None
     expected: list[dict[str, Tensor]] = []
     for compiler in job.compilers:
         outcomes[compiler] = outcome = Outcome()
         try:
             training = Training(job, mesh, compiler)
             steps = [training.train(number) for number in range(job.num_steps)]
+            eager, expected = eager or training, expected or steps
+            outcome.differs, outcome.where = difference(expected, steps)
+            outcome.num_graphs = training.num_graphs()
+            _measure(job, eager, training, outcome)
         except Exception as error:
             outcome.failure = in_a_line(error)
-            if compiler == "eager":
-                break
-            continue
-        expected = expected or steps
-        outcome.differs, outcome.where = difference(expected, steps)
-        outcome.num_graphs = training.num_graphs()
-        running[compiler] = training
-    _measure(job, running, outcomes)
-    first = next(iter(running.values()), None)
-    layers = (first.num_converted, first.num_linear) if first is not None else (0, 0)
+        if eager is None:
+            break
+    layers = (0, 0) if eager is None else (eager.num_converted, eager.num_linear)
     return Found(*layers, _worst_of_all_ranks(outcomes))
 
 
@@ -174,31 +172,18 @@ def _bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-class _Measured:
-    """Steps of a contender, until one fails."""
-
-    def __init__(self, training: Training, outcome: Outcome) -> None:
-        self.training, self._outcome = training, outcome
-
-    def step(self) -> None:
-        if not self._outcome.failure:
-            try:
-                self.training.step()
-            except Exception as error:
-                self._outcome.failure = in_a_line(error)
-
-
-def _measure(job: Job, running: Mapping[Compiler, Training], outcomes: Mapping[Compiler, Outcome]) -> None:
-    measured: dict[Compiler, _Measured] = {
-        name: _Measured(training, outcomes[name]) for name, training in running.items()
-    }
-    contenders = [Contender(name, each.step, each.training.clear) for name, each in measured.items()]
-    for name, seconds in take_turns(contenders, job.pace, together=True).items():
-        outcomes[cast("Compiler", name)].seconds = tuple(seconds)
-    for name, each in measured.items():
-        each.training.clear()
-        outcomes[name].peak = most_allocated_by(each.step)
-        each.training.clear()
+def _measure(job: Job, eager: Training, training: Training, outcome: Outcome) -> None:
+    """Time a contender in turn with eager, and look at its memory."""
+    ours, theirs = (
+        Contender("ours", training.step, training.clear),
+        Contender("eager", eager.step, eager.clear),
+    )
+    samples = take_turns([theirs, ours], job.pace, together=True)
+    outcome.seconds, outcome.eager_seconds = tuple(samples["ours"]), tuple(samples["eager"])
+    training.clear()
+    outcome.peak = most_allocated_by(training.step)
+    training.clear()
+    eager.clear()
 
 
 def _worst_of_all_ranks(outcomes: dict[Compiler, Outcome]) -> dict[Compiler, Outcome]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import get_args
@@ -32,8 +33,8 @@ are made, so none are compared. Written by `make models` from `results/models.js
   every rank; else the largest relative difference, and of what. Dropout is what the configs say: 0.1 in GPT2
   and T5.
 - **time**, of forward and backward, and **peak**, of tensors beyond the model in one such step, gradients
-  included, are ratios to eager; of times, the median of rounds in which all took turns in the same processes.
-  Ranks share two cores: read times to a tenth.
+  included, are ratios to eager; of times, the median of rounds in which both took turns in the same
+  processes. Ranks share two cores: read times to a tenth.
 - **graphs**: what `torch.compile` cut the forward into. aotdist makes one of it.
 - Why `torch.compile` differs, as far as it was looked into (FSDP2, first step). Llama, in bf16 and FP8: by
   transformers, which goes another way where `torch.compiler.is_compiling()` is true (a mask in the place of
@@ -100,15 +101,16 @@ def _summary(cells: Cells) -> Iterator[str]:
     )
     names: tuple[Compiler, ...] = ("aotdist", "torch.compile")
     for name in names:
-        ran = [each for each in found if each.ran(name)]
+        tried = [each for each in found if name in each.outcomes]
+        ran = [each for each in tried if each.ran(name)]
         yield row(
             name,
-            str(len(found)),
+            str(len(tried)),
             str(sum(each.outcomes[name].differs == 0 for each in ran)),
-            str(len(found) - len(ran)),
+            str(len(tried) - len(ran)),
             _range(each.time_ratio(name) for each in ran),
             _range(each.peak_ratio(name) for each in ran),
-            str(sum(each.fastest(names) == name for each in found)),
+            str(sum(each.fastest(names) == name for each in found if names[1] in each.outcomes)),
         )
 
 
@@ -171,8 +173,10 @@ def _cells(cells: Cells, layout: Layout) -> Iterator[str]:
 
 
 def _contender(found: Found, name: Compiler) -> tuple[str, str, str]:
+    if name not in found.outcomes:
+        return "not run" if found.ran("eager") else "eager fails", "-", "-"
     if not found.ran(name):
-        return "fails" if name in found.outcomes else "eager fails", "-", "-"
+        return "fails", "-", "-"
     return _sameness(found.outcomes[name]), f"{found.time_ratio(name):.2f}", f"{found.peak_ratio(name):.2f}"
 
 
@@ -186,7 +190,8 @@ def _failures(cells: Cells, layout: Layout) -> Iterator[str]:
     for _, family, precision, found in _places(cells, layout):
         for name, outcome in found.outcomes.items() if found is not None else ():
             if outcome.failure:
-                messages.setdefault(f"`{name}`: {outcome.failure}", []).append(f"{family} {precision}")
+                said = re.sub(r" object at 0x[0-9a-f]+", "", outcome.failure)
+                messages.setdefault(f"`{name}`: {said}", []).append(f"{family} {precision}")
     if messages:
         yield ""
         yield "What fails, and what it says:"

@@ -81,6 +81,7 @@ class Cells:
 def _cell(fields: dict[str, Any]) -> Cell:
     found: dict[str, Any] = fields["found"]
     for name, outcome in found["outcomes"].items():
-        found["outcomes"][name] = Outcome(**outcome | {"seconds": tuple(outcome["seconds"])})
+        series = {key: tuple(outcome[key]) for key in ("seconds", "eager_seconds")}
+        found["outcomes"][name] = Outcome(**outcome | series)
     fields["found"] = Found(**found)
     return Cell(**fields)

@@ -26,7 +26,6 @@ from benchmarks.zoo.record import Cells
 from benchmarks.zoo.vocabulary import NUM_RANKS, Compiler, Family, Found, Layout, Outcome, Precision
 
 RESULTS = ROOT / "results"
-_COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 _TIMEOUT_S = 300.0
 
 
@@ -38,12 +37,14 @@ class Options:
         families: some of the models.
         layouts: some of the ways to spread them.
         precisions: some of the precisions.
+        compilers: who takes part; eager has to be the first.
         quick: smaller models, few rounds, into `results/quick/`: to see that everything runs.
     """
 
     families: tuple[Family, ...] = get_args(Family)
     layouts: tuple[Layout, ...] = get_args(Layout)
     precisions: tuple[Precision, ...] = get_args(Precision)
+    compilers: tuple[Compiler, ...] = get_args(Compiler)
     quick: bool = False
 
 
@@ -52,7 +53,7 @@ def main(options: Options) -> int:
     folder = RESULTS / "quick" if options.quick else RESULTS
     cells = Cells.load(folder)
     for place in itertools.product(options.layouts, options.families, options.precisions):
-        cells = cells.with_found(place, _filled(*place, options.quick))
+        cells = cells.with_found(place, _filled(*place, options))
         cells.save(folder)
     text = page(cells)
     if options.quick:
@@ -62,12 +63,13 @@ def main(options: Options) -> int:
     return sum(cell.found.ran("eager") and not cell.found.ran("aotdist") for cell in cells.cells)
 
 
-def _filled(layout: Layout, family: Family, precision: Precision, quick: bool) -> Found:
+def _filled(layout: Layout, family: Family, precision: Precision, options: Options) -> Found:
     """The cell; without a contender that ends, or hangs, the processes."""
-    size = Size(hidden=64, inner=128, sequence=16, batch=2) if quick else Size()
-    pace = Pace(rounds=3, warmup=1) if quick else Pace(rounds=5, warmup=1)
+    size = Size(hidden=64, inner=128, sequence=16, batch=2) if options.quick else Size()
+    pace = Pace(rounds=3, warmup=1) if options.quick else Pace(rounds=5, warmup=1)
     label, lost = f"{layout}, {family}, {precision}", dict[Compiler, Outcome]()
-    for compilers in (_COMPILERS, _COMPILERS[:2], _COMPILERS[:1]):
+    for num_compilers in range(len(options.compilers), 0, -1):
+        compilers = options.compilers[:num_compilers]
         job = Job(family, layout, precision, compilers, size, num_steps=3, pace=pace)
         try:
             found = workers.call(label, fill, job, num_ranks=NUM_RANKS[layout], timeout_s=_TIMEOUT_S)

@@ -26,6 +26,7 @@ class Outcome:
         where: what differs most.
         num_graphs: graphs that the forward was cut into, as its compiler counts them; 0 for eager.
         seconds: of forward and backward, one a round.
+        eager_seconds: of eager, which took turns with it.
         peak: MiB of tensors that a step has at once beyond the model, gradients included.
     """
 
@@ -34,6 +35,7 @@ class Outcome:
     where: str = ""
     num_graphs: int = 0
     seconds: tuple[float, ...] = ()
+    eager_seconds: tuple[float, ...] = ()
     peak: float = 0.0
 
 
@@ -57,7 +59,8 @@ class Found:
 
     def time_ratio(self, name: Compiler) -> float:
         """A contender's time to eager's, the median of all rounds."""
-        pairs = zip(self.outcomes[name].seconds, self.outcomes["eager"].seconds, strict=True)
+        outcome = self.outcomes[name]
+        pairs = zip(outcome.seconds, outcome.eager_seconds, strict=True)
         return statistics.median(ours / eager for ours, eager in pairs)
 
     def peak_ratio(self, name: Compiler) -> float:
