@@ -13,7 +13,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.passes.order import PASS_NAMES
 from tests.semantics.observation import same_as_eager
 from tests.semantics.programs import Program, programs
-from tests.semantics.test_generated import REFUSALS
+from tests.semantics.searching import REFUSALS
 
 AS_IT_IS = {"disabled_passes": frozenset(PASS_NAMES)}
 search = settings(
