@@ -18,14 +18,14 @@ from typing import Literal
 
 import tyro
 
-from benchmarks import bench_call, bench_capture, bench_compile, bench_memory, bench_step
+from benchmarks import bench_call, bench_capture, bench_compile, bench_memory, bench_step, bench_worlds
 from benchmarks.effort import Case, Effort
 from benchmarks.record import ROOT, Record, record
 from benchmarks.tables import page, section
 from benchmarks.timing import Series
 from benchmarks.verdicts import Target
 
-Name = Literal["step", "memory", "capture", "compile", "call"]
+Name = Literal["step", "memory", "capture", "worlds", "compile", "call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ BENCHES: dict[str, Bench] = {
     "step": Bench(bench_step.__doc__, bench_step.cases, bench_step.TARGETS),
     "memory": Bench(bench_memory.__doc__, bench_memory.cases, bench_memory.TARGETS),
     "capture": Bench(bench_capture.__doc__, bench_capture.cases, bench_capture.TARGETS),
+    "worlds": Bench(bench_worlds.__doc__, bench_worlds.cases, bench_worlds.TARGETS),
     "compile": Bench(bench_compile.__doc__, bench_compile.cases, bench_compile.TARGETS),
     "call": Bench(bench_call.__doc__, bench_call.cases, bench_call.TARGETS),
 }

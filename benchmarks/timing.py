@@ -72,7 +72,12 @@ class Pace:
 
 
 def take_turns(
-    contenders: Sequence[Contender], pace: Pace, *, together: bool = False, pause_gc: bool = True
+    contenders: Sequence[Contender],
+    pace: Pace,
+    *,
+    together: bool = False,
+    pause_gc: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time `contenders` in rotation.
 
@@ -84,6 +89,7 @@ def take_turns(
         pause_gc: collect garbage between rounds instead of whenever it falls due. After one
             `torch.compile` a collection walks 490,000 objects in 0.4 s (2 busy cores, torch 2.13), and
             that pause would hit whoever is running.
+        clock: in seconds; `time.process_time` leaves out what else the machine is busy with.
 
     Returns:
         Seconds, one sample a round, by contender.
@@ -97,19 +103,19 @@ def take_turns(
         for _ in range(pace.rounds):
             gc.collect()
             for contender in contenders:
-                samples[contender.name].append(_turn(contender, pace.calls, together))
+                samples[contender.name].append(_turn(contender, pace.calls, together, clock))
     return _slowest_rank(samples) if together else samples
 
 
-def _turn(contender: Contender, calls: int, together: bool) -> float:
+def _turn(contender: Contender, calls: int, together: bool, clock: Callable[[], float]) -> float:
     total = 0.0
     for _ in range(calls):
         contender.prepare()
         if together:
             dist.barrier()
-        start = time.perf_counter()
+        start = clock()
         contender.run()
-        total += time.perf_counter() - start
+        total += clock() - start
     return total / calls
 
 

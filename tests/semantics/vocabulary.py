@@ -327,6 +327,6 @@ SCOPE = {
     "DTensor": DTensor,
     **{
         name: getattr(dtensors, name)
-        for name in ("R", "S0", "S1", "P", "grid", "mine", "spread", "leaf", "non_leaf")
+        for name in ("R", "S0", "S1", "P", "row", "mine", "spread", "leaf", "non_leaf")
     },
 }

@@ -3,19 +3,19 @@
 from tests.semantics.programs import Vocabulary
 
 INPUTS = (
-    "leaf((4, 6), S0)(grid())",
-    "leaf((4, 6), S1)(grid())",
-    "leaf((4, 6), R)(grid())",
-    "leaf((5, 3), S0)(grid())",
-    "leaf((5, 3), S1)(grid())",
-    "leaf((4, 6), P)(grid())",
-    "non_leaf((4, 6), S0)(grid())",
-    "non_leaf((5, 3), S1)(grid())",
-    "non_leaf((4, 6), P)(grid())",
-    "spread(grid(), (4, 6), S0)",
-    "spread(grid(), (5, 3), R)",
-    "spread(grid(), (4, 6), P)",
-    "spread(grid(), (6, 4), S0).t()",
+    "leaf((4, 6), S0)(row())",
+    "leaf((4, 6), S1)(row())",
+    "leaf((4, 6), R)(row())",
+    "leaf((5, 3), S0)(row())",
+    "leaf((5, 3), S1)(row())",
+    "leaf((4, 6), P)(row())",
+    "non_leaf((4, 6), S0)(row())",
+    "non_leaf((5, 3), S1)(row())",
+    "non_leaf((4, 6), P)(row())",
+    "spread(row(), (4, 6), S0)",
+    "spread(row(), (5, 3), R)",
+    "spread(row(), (4, 6), P)",
+    "spread(row(), (6, 4), S0).t()",
     "mine((2, 6)).requires_grad_()",
     "mine((2, 6))",
 )
@@ -56,10 +56,10 @@ PLACED = (
     "{a}.to_local()",
     "{a}.to_local(grad_placements=[P])",
     "{a}.full_tensor()",
-    "DTensor.from_local({a}, grid(), [S0])",
-    "DTensor.from_local({a}, grid(), [R])",
-    "DTensor.from_local({a}, grid(), [P])",
-    "DTensor.from_local({a}, grid(), [S1], grad_placements=[S1])",
+    "DTensor.from_local({a}, row(), [S0])",
+    "DTensor.from_local({a}, row(), [R])",
+    "DTensor.from_local({a}, row(), [P])",
+    "DTensor.from_local({a}, row(), [S1], grad_placements=[S1])",
 )
 """Given other placements, taken out, put in."""
 

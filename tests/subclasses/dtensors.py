@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -26,6 +27,12 @@ SIZES: Mapping[str, Size] = {"even": (4, 6), "uneven": (5, 3), "empty": (1, 6)}
 def grid(*sizes: int) -> DeviceMesh:
     """All ranks in a row, or in a grid."""
     return init_device_mesh("cpu", sizes or (dist.get_world_size(),))
+
+
+@functools.cache
+def row() -> DeviceMesh:
+    """All ranks in a row, made once: a mesh is not to be made inside of a program."""
+    return grid()
 
 
 def numbers(size: Size, seed: int = 0) -> torch.Tensor:

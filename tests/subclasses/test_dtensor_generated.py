@@ -15,8 +15,9 @@ from aotdist.errors import UnsupportedProgram
 from tests.ranks.harness import World
 from tests.semantics.observation import same_as_eager
 from tests.semantics.programs import Program, programs
-from tests.semantics.test_generated import OF_BACKWARD, REFUSALS, SWEEP
+from tests.semantics.searching import OF_BACKWARD, REFUSALS, SWEEP
 from tests.subclasses.dtensor_vocabulary import VOCABULARY
+from tests.subclasses.dtensors import row
 
 KNOWN = (
     *REFUSALS,
@@ -37,10 +38,12 @@ def rehearsing() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        row.cache_clear()
 
 
 def generated_case(program: Program) -> str | None:
     """What became of it, if it was not compared."""
+    row()
     if program.refused_by_eager() is not None:
         return "eager refuses it"
     try:

@@ -111,7 +111,7 @@ FIRST = {("R", "even"), ("S0", "uneven"), ("S0", "empty"), ("S1", "uneven"), ("P
     ],
 )
 def test_as_in_eager(world2: World, placement: str, size: str) -> None:
-    refused = world2.run(operators_case, placement, size)
+    refused = world2.run(operators_case, placement, size, timeout=100)
     assert refused[0] == refused[1]
     assert len(refused[0]) <= 6, refused[0]
 

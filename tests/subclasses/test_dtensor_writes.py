@@ -104,7 +104,7 @@ FIRST = {("R", "even"), ("S0", "uneven"), ("S0", "empty"), ("S1", "uneven"), ("P
     ],
 )
 def test_arguments(world2: World, placement: str, size: str) -> None:
-    refused = world2.run(written_case, placement, size)
+    refused = world2.run(written_case, placement, size, timeout=100)
     assert refused[0] == refused[1]
     assert len(refused[0]) <= (11 if placement == "P" else 3), refused[0]
 
@@ -156,7 +156,7 @@ def views_case(placement: str) -> None:
 
 @pytest.mark.parametrize("placement", ["S0", "S1"])
 def test_views(world2: World, placement: str) -> None:
-    world2.run(views_case, placement)
+    world2.run(views_case, placement, timeout=100)
 
 
 def aliases_case() -> None:

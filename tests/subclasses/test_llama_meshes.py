@@ -84,12 +84,12 @@ def some(*chosen: str) -> Any:
 
 @some("tensor parallel", "sequence parallel", "loss parallel", "FSDP2")
 def test_two_ranks(world2: World, which: str) -> None:
-    world2.run(spread_case, which, True)
+    world2.run(spread_case, which, True, timeout=100)
 
 
 @some("HSDP", "FSDP2 and sequence parallel", "FSDP2 and loss parallel")
 def test_four_ranks(world4: World, which: str) -> None:
-    world4.run(spread_case, which, False)
+    world4.run(spread_case, which, False, timeout=100)
 
 
 def collectives(model: Any) -> Counter[str]:
@@ -131,12 +131,12 @@ def ring_case(method: str, sharded: bool) -> None:
     ("method", "sharded"), [("allgather", False), ("alltoall", False), ("allgather", True)]
 )
 def test_context_parallel(world2: World, method: str, sharded: bool) -> None:
-    world2.run(ring_case, method, sharded)
+    world2.run(ring_case, method, sharded, timeout=100)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_context_parallel_on_four_ranks(world4: World, sharded: bool) -> None:
-    world4.run(ring_case, "alltoall", sharded)
+    world4.run(ring_case, "alltoall", sharded, timeout=100)
 
 
 def attention_case() -> None:
