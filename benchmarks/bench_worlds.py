@@ -84,7 +84,7 @@ def _measure(job: Job) -> list[Series]:
 
 def first_steps(job: Job) -> dict[str, list[float]]:
     """Seconds of a first step, by the number of ranks that there would be."""
-    torch.set_flush_denormal(True)  # nobody fills what the fake group gathers: such numbers take 10x as long
+    torch.set_flush_denormal(True)  # nobody fills what the fake group gathers: slow numbers may lie there
     steps = [_FirstStep(job, num_ranks) for num_ranks in WORLDS]
     contenders = [Contender(f"{step.num_ranks:,} ranks", step.run, step.prepare) for step in steps]
     return take_turns(contenders, Pace(rounds=job.rounds, warmup=1), clock=time.process_time)
