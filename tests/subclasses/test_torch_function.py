@@ -175,9 +175,9 @@ def test_attributes_of_results() -> None:
 def test_an_object_that_an_argument_holds_is_the_results_too() -> None:
     compiled = aotdist.compile(lambda x: x * 2, backend="fx")
     for _ in range(2):
-        x = of(Traveller, grad=False, names={"a": 1}, more=[1, 2])
+        x = of(Traveller, grad=False, labels={"a": 1}, more=[1, 2])
         y = compiled(x)
-        assert y.names is x.names and y.more is x.more
+        assert y.labels is x.labels and y.more is x.more
     assert len(compiled.artifacts) == 1
 
 
