@@ -198,3 +198,19 @@ def _failures(cells: Cells, layout: Layout) -> Iterator[str]:
         yield ""
     for message, places in messages.items():
         yield f"- {', '.join(places)}: {message}"
+    yield from _left_out(cells, layout)
+
+
+def _left_out(cells: Cells, layout: Layout) -> Iterator[str]:
+    """Where `torch.compile` has not been run yet, and what would."""
+    places = [
+        (family, precision)
+        for _, family, precision, found in _places(cells, layout)
+        if found is not None and found.ran("eager") and "torch.compile" not in found.outcomes
+    ]
+    if places:
+        families, precisions = (" ".join(dict.fromkeys(column)) for column in zip(*places, strict=True))
+        arguments = f"--layouts {layout} --families {families} --precisions {precisions}"
+        yield ""
+        yield "`torch.compile` was left out where it says so, for want of time. What runs it there:"
+        yield f'`make models ARGS="{arguments}"`.'

@@ -50,4 +50,5 @@ def test_the_page_shows_ratios_and_reasons() -> None:
     assert "- Llama fp8: `torch.compile`: InternalTorchDynamoError: no" in text
     assert "- T5 2:4: `eager`: RuntimeError: mixed" in text
     assert "| FSDP2 | Llama | 10.0 MiB | 9.0 MiB | 1.00 | 0.56 | - | - |" in text
+    assert '`make models ARGS="--layouts FSDP2 --families Llama --precisions bf16"`' in text
     assert "| Llama | not run | = 0.50 | ~ 0.62 |" in text
