@@ -978,6 +978,14 @@ def history_of(tensor: torch.Tensor) -> Any | None:
         return None
 
 
+def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad and nothing made it; False where autograd cannot tell."""
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Lets writes inside of the context leave the version counter of `tensor` alone."""
     return _unsafe_preserve_version_counter(tensor)

@@ -30,6 +30,7 @@ from aotdist.torch_seam import (
 
 class _DTensorRule(WrapperRule):
     mixes = False  # eager refuses to mix them
+    views_may_be_copies = True  # along what is sharded
 
     def owns(self, cls: type[torch.Tensor]) -> bool:
         return cls is DTensor

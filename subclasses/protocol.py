@@ -178,9 +178,11 @@ class WrapperRule:
     Attributes:
         mixes: whether operators take such wrappers and plain tensors together; of which kind a gradient is
             may then depend on the results that it comes from.
+        views_may_be_copies: whether what autograd takes for a view may have memory of its own.
     """
 
     mixes = True
+    views_may_be_copies = False
 
     def owns(self, cls: type[torch.Tensor]) -> bool:
         """Whether this rule speaks for `cls`."""

@@ -34,7 +34,7 @@ from aotdist.facts import (
 )
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
-from aotdist.subclasses.protocol import is_wrapper
+from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam import creation_meta
 
 
@@ -271,7 +271,9 @@ class _Classifier:
 
         It is made again outside, from its base, which must still hold what was copied.
         """
-        if is_wrapper(out) and self._log.is_outdated(out) and not share_memory(base, out):
+        if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
+            return
+        if self._log.is_outdated(out) and not share_memory(base, out):
             raise UnsupportedProgram(
                 f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
                 "and one of the two was written after it was made",

@@ -66,6 +66,7 @@ from aotdist.torch_seam import (
     custom_functions,
     data_writes,
     functional_value,
+    is_leaf_with_grad,
     metadata_written,
     nodes_behind,
     storage_changes,
@@ -252,7 +253,7 @@ def _refuse_uses_of_own_leaves(outs: Sequence[Any], outputs: NodeOutputs) -> Non
     views = {
         id(out): position
         for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True))
-        if isinstance(fact, (ViewOfInput, ViewOfIntermediate)) and out.requires_grad and out.is_leaf
+        if isinstance(fact, (ViewOfInput, ViewOfIntermediate)) and is_leaf_with_grad(out)
     }
     used = nodes_behind(outputs.tensors[idx] for idx in outputs.with_history) if views else ()
     for leaf in (node.variable for node in used if hasattr(node, "variable")):

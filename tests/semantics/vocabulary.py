@@ -72,8 +72,8 @@ EIGHT_BITS = (
     "torch.randn(16, 16, requires_grad=True)",
     "torch.randn(16, 16)",
     "torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)",
-    "spread(torch.randn(16, 16)).requires_grad_()",
-    "in_8_bits(spread(torch.randn(16, 16)))",
+    "over_mesh(torch.randn(16, 16)).requires_grad_()",
+    "in_8_bits(over_mesh(torch.randn(16, 16)))",
     "TwoTensor(in_8_bits(torch.randn(16, 16)), in_8_bits(torch.randn(16, 16)))",
 )
 """Float8Tensors, alone and inside of other wrappers, and what they are made of."""
@@ -100,7 +100,7 @@ SPARSE = (
     "sparsify(torch.randn(16, 16, requires_grad=True) * 2)",
     "torch.randn(16, 16, requires_grad=True)",
     "torch.randn(16, 16)",
-    "spread(torch.randn(16, 16)).requires_grad_()",
+    "over_mesh(torch.randn(16, 16)).requires_grad_()",
 )
 """2:4 sparse matrices, and what they are made of."""
 
@@ -135,17 +135,23 @@ NARROW_WRITES = (
 
 NESTED = (
     "TwoTensor(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)), torch.randn(3, 4)).requires_grad_()",
-    "spread(TwoTensor(torch.randn(3, 4), torch.randn(3, 4))).detach().requires_grad_()",
-    "spread(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)))",
-    "spread(torch.randn(3, 4), Replicate()).detach().requires_grad_()",
-    "spread(torch.randn(3, 4)).detach().requires_grad_() * 1.5",
-    "spread(torch.randn(4, 3).t())",
+    "over_mesh(TwoTensor(torch.randn(3, 4), torch.randn(3, 4))).detach().requires_grad_()",
+    "over_mesh(TwoTensor(torch.randn(3, 4), torch.randn(3, 4)))",
+    "over_mesh(torch.randn(3, 4), Replicate()).detach().requires_grad_()",
+    "over_mesh(torch.randn(3, 4)).detach().requires_grad_() * 1.5",
+    "over_mesh(torch.randn(4, 3).t())",
     "TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()",
     "torch.randn(3, 4)",
 )
 """Wrappers in wrappers, and DTensors on a mesh of one."""
 
-PLACEMENTS = ("whole({a})", "{a}.to_local()", "{a}.full_tensor()", "spread({a})", "spread({a}, Shard(1))")
+PLACEMENTS = (
+    "whole({a})",
+    "{a}.to_local()",
+    "{a}.full_tensor()",
+    "over_mesh({a})",
+    "over_mesh({a}, Shard(1))",
+)
 
 COMPLEX = (
     "torch.randn(3, 4, dtype=torch.complex64)",

@@ -35,7 +35,7 @@ class Product8(torch.autograd.Function):
         return in_8_bits(grad, E5M2) @ w8, grad8.t() @ x8
 
 
-def spread(local: torch.Tensor, placement: Placement | None = None) -> DTensor:
+def over_mesh(local: torch.Tensor, placement: Placement | None = None) -> DTensor:
     """A DTensor on a mesh of one rank, of rows unless another placement is given."""
     return DTensor.from_local(local, _mesh(), [placement or Shard(0)], run_check=False)
 
@@ -55,7 +55,7 @@ WRAPPED = {
     "in_8_bits": in_8_bits,
     "product_8": Product8.apply,
     "sparsify": sparsify,
-    "spread": spread,
+    "over_mesh": over_mesh,
     "whole": whole,
     "Shard": Shard,
     "Replicate": Replicate,
