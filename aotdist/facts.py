@@ -6,6 +6,7 @@ of it. They are plain frozen data: a `match` over them ends in `assert_never`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NewType, TypeAlias
@@ -13,7 +14,7 @@ from typing import Any, NewType, TypeAlias
 import torch
 
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import Recipe, leaves
+from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, wrapper_rule
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -26,11 +27,40 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Inside:
+    """The tensor that lies inside of a wrapper at a path of attributes (`._local_tensor`)."""
+
+    path: str
+
+    def __call__(self, wrapper: torch.Tensor) -> torch.Tensor:
+        """Take it out, the same object each time."""
+        return operator.attrgetter(self.path[1:])(wrapper)
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The wrapper around one tensor that shows the memory of that tensor.
+
+    Args:
+        recipe: how to put it together; the tensor inside counts as plain, whatever it is.
+    """
+
+    recipe: Wrapper
+
+    def __call__(self, inner: torch.Tensor) -> torch.Tensor:
+        """Put a new one together."""
+        return wrapper_rule(self.recipe.cls).around(inner, self.recipe)
+
+    def __str__(self) -> str:
+        return f"in_{self.recipe.cls.__name__}"
+
+
+@dataclass(frozen=True, slots=True)
 class ViewStep:
     """One view operation, to be replayed on a base: `op(base, *args, **kwargs)[pick]`.
 
     Args:
-        op: the operator (`aten.t.default`), or `data_of`.
+        op: the operator (`aten.t.default`), `data_of`, or what takes a tensor out of a wrapper or puts it in.
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.
@@ -52,7 +82,7 @@ class ViewStep:
 
     def ends_views(self) -> bool:
         """Whether what the step makes is no view to autograd, so that views of it have it for their base."""
-        return self.op in (_DETACH, data_of)
+        return self.op in (_DETACH, data_of) or isinstance(self.op, (Inside, Around))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +131,14 @@ class DataWritten:
         value: the node output that holds the new value.
         differentiable: whether the write takes part in the backward.
         bumps: by how much the version counter goes up; 0 for a write behind autograd's back (`.data`).
+        inside: by how much those of tensors inside of it do, by path: what is written by the wrapper's own
+            operators is not counted there.
     """
 
     value: NodeOutIdx
     differentiable: bool
     bumps: int
+    inside: tuple[tuple[str, int], ...] = ()
 
 
 InputFact: TypeAlias = Untouched | DataWritten
@@ -346,6 +379,8 @@ class Facts:
         functions: names of the user's autograd functions that gradients pass.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which the backward was traced by itself.
+        adds_layouts: whether the backward adds up gradients of different layouts (DTensors of other
+            placements), so that some of the results have another backward, not only a part of this one.
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
         early: outputs that are made before anything is written: views of inputs, made before a write.
@@ -365,6 +400,7 @@ class Facts:
     functions: tuple[str, ...] = ()
     passages: Passages = NO_PASSAGES
     choices: tuple[Choice, ...] = ()
+    adds_layouts: bool = False
     related: bool = False
     early: tuple[OutIdx, ...] = ()
 

@@ -1359,9 +1359,9 @@ def retyped_spec(tensor: DTensor, dtype: torch.dtype) -> Any:
     return dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
 
-def make_dtensor(local: torch.Tensor, spec: Any) -> torch.Tensor:
+def make_dtensor(local: torch.Tensor, spec: Any, *, requires_grad: bool = False) -> torch.Tensor:
     """A DTensor without history, without the decorated constructor: 1.1 us instead of 2.4."""
-    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)
+    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 _DISPATCHER: Any = DTensor._op_dispatcher

@@ -75,6 +75,10 @@ class _DTensorRule(WrapperRule):
         # Parameters keep their spec object, so the comparison (0.5 us) is rarely reached.
         return f"({tensor}._spec is {expected} or {tensor}._spec == {expected})"
 
+    def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
+        # Where only what is inside requires grad, the constructor warns.
+        return make_dtensor(inner, _spec(recipe), requires_grad=inner.requires_grad).requires_grad_(False)
+
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
         inner = dict(recipe.attributes)["_local_tensor"]
         if isinstance(inner, Wrapper):

@@ -16,7 +16,7 @@ import functools
 import importlib
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -114,6 +114,34 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     names, _ = flatten_protocol(tensor)
     values = (getattr(tensor, name) for name in names)
     return [plain for value in values if isinstance(value, torch.Tensor) for plain in plain_tensors(value)]
+
+
+def inner_tensors(wrapper: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Attribute path and tensor of all that lies inside of `wrapper`, wrappers before what is in them."""
+    if not is_wrapper(wrapper):
+        return
+    for name in flatten_protocol(wrapper)[0]:
+        inner = getattr(wrapper, name)
+        if isinstance(inner, torch.Tensor):
+            yield f".{name}", inner
+            for path, deeper in inner_tensors(inner):
+                yield f".{name}{path}", deeper
+
+
+def around_one(wrapper: torch.Tensor) -> tuple[torch.Tensor, Wrapper] | None:
+    """The tensor inside of `wrapper`, and how to wrap another; None if there are several inside.
+
+    To the recipe what is inside is a plain tensor, whatever it is.
+    """
+    recipe = recipe_of(wrapper)
+    assert isinstance(recipe, Wrapper), "callers ask of wrappers"
+    names = [name for name, part in recipe.attributes if not isinstance(part, Constant)]
+    if len(names) != 1:
+        return None
+    inner = getattr(wrapper, names[0])
+    plain = Plain(inner.size(), inner.stride(), inner.dtype)
+    attributes = ((name, part if isinstance(part, Constant) else plain) for name, part in recipe.attributes)
+    return inner, replace(recipe, attributes=tuple(attributes))
 
 
 def leaves(recipe: Recipe) -> Iterator[tuple[str, Plain]]:
@@ -222,6 +250,10 @@ class WrapperRule:
     def same_context_source(self, tensor: str, expected: str) -> str:
         """Python expression: does the variable `tensor` have the context that `expected` names?"""
         return f"{tensor}.__tensor_flatten__()[1] == {expected}"
+
+    def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
+        """A wrapper without grad around `inner`, which may have some; see `around_one`."""
+        return rebuild(recipe, [inner])
 
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
         """A quick `(*plains) -> wrapper`; the printed runtime calls it."""
@@ -372,8 +404,12 @@ def same_layout(before: Recipe, after: Recipe) -> bool:
 
 
 def mixes_with_plain(recipes: Iterable[Recipe]) -> bool:
-    """Whether there are wrappers among them that operators take together with plain tensors."""
-    return any(isinstance(recipe, Wrapper) and wrapper_rule(recipe.cls).mixes for recipe in recipes)
+    """Whether there are wrappers among them, or inside, that operators take together with plain tensors."""
+    wrappers = [recipe for recipe in recipes if isinstance(recipe, Wrapper)]
+    return any(
+        wrapper_rule(wrapper.cls).mixes or mixes_with_plain(part for _, part in wrapper.attributes)
+        for wrapper in wrappers
+    )
 
 
 def process_groups(recipes: Iterable[Recipe]) -> set[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import is_wrapper
-from aotdist.torch_seam import flatten_protocol
+from aotdist.subclasses.protocol import inner_tensors
 
 
 class WrapperAttributes:
@@ -22,11 +21,13 @@ class WrapperAttributes:
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self._inputs, self._vars = inputs, list(map(vars, inputs))
         self._before = {
-            (idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in _inside(tensor, "")
+            (idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in inner_tensors(tensor)
         }
 
     def replaced(self) -> dict[tuple[int, str], torch.Tensor]:
         """What has been put in the place of another tensor, by position of the input and path (`.scale`).
+
+        The other is put back: it may have been written, and outside it is there until the program is over.
 
         Raises:
             UnsupportedProgram: it is no tensor.
@@ -48,15 +49,8 @@ class WrapperAttributes:
                     fix="replace it by a tensor, or outside of the compiled function",
                 )
             found[idx, path] = now
+        for idx, path in found:
+            around, _, name = path[1:].rpartition(".")
+            owner = operator.attrgetter(around)(self._inputs[idx]) if around else self._inputs[idx]
+            setattr(owner, name, self._before[idx, path])
         return found
-
-
-def _inside(tensor: torch.Tensor, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor inside of a wrapper, outer ones first, and where."""
-    if not is_wrapper(tensor):
-        return
-    for name in flatten_protocol(tensor)[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):
-            yield f"{path}.{name}", inner
-            yield from _inside(inner, f"{path}.{name}")

@@ -9,6 +9,7 @@ Source: "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, assert_never
@@ -20,7 +21,7 @@ from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
 from aotdist.convention.swapping import check_swappable, swap
 from aotdist.convention.version import rewind
-from aotdist.convention.view_log import ViewLog
+from aotdist.convention.view_log import Opened, ViewLog
 from aotdist.facts import (
     Action,
     Facts,
@@ -196,8 +197,10 @@ class Epilogue:
         holders = _holders(facts)
 
         def fn(*primals: Any) -> list[Any]:
+            given = list(map(Opened.of, primals))
             with ViewLog() as log:
                 outs = program.fn(*primals)
+            log.look_inside(outs, given)
             return [held(log, outs, primals) for held in holders]
 
         return Program(fn, program.ins, program.examples), EpiloguePlan(
@@ -226,10 +229,12 @@ def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact
     if isinstance(fact, ViewOfIntermediate):
         found.setdefault(fact.base, functools.partial(_base_of_output, idx))
     if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
-        views = [step for step in fact.steps if isinstance(step, FunctionView)]
-        for number, view in enumerate(views):
-            steps = [step for before in views[: number + 1] for step in before.steps]
-            found.setdefault(view.value, functools.partial(_from_function, idx, number, steps))
+        views: list[ViewStep] = []
+        number = itertools.count()
+        for step in fact.steps:
+            views = [*views, *(step.steps if isinstance(step, FunctionView) else (step,))]
+            if isinstance(step, FunctionView):
+                found.setdefault(step.value, functools.partial(_from_function, idx, next(number), views))
 
 
 def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aotdist.subclasses.protocol import is_wrapper
+from aotdist.subclasses.protocol import inner_tensors, is_wrapper
 from aotdist.torch_seam import preserved_version, set_version
 
 
@@ -41,5 +41,6 @@ def counting_as_eager(args: Sequence[Any]) -> AbstractContextManager[Any]:
     if any(isinstance(item, torch.Tensor) and is_wrapper(item) for items in lists for item in items):
         for item in lists[0]:
             if isinstance(item, torch.Tensor):
-                stack.enter_context(uncounted(item))
+                for tensor in (item, *(inner for _, inner in inner_tensors(item))):
+                    stack.enter_context(uncounted(tensor))
     return stack

@@ -8,7 +8,7 @@ and `detach` too, where autograd itself forgets what a view was made of.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,8 +25,8 @@ from aotdist.convention.naming import another_name
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.version import counting_as_eager
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import ViewStep, data_of
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.facts import Around, Inside, ViewStep, data_of
+from aotdist.subclasses.protocol import around_one, inner_tensors, is_wrapper, plain_tensors
 from aotdist.torch_seam import (
     HigherOrderOperator,
     OpOverload,
@@ -114,6 +114,23 @@ class Root:
         """The same, where the tensor at which it has arrived so far is one of `made`, if it has to be."""
         matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
         return replace(self, steps=(), made=(Made(self.base, self.steps), *self.made)) if matters else self
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A tensor, and what lies inside of it, by path; the program may put other tensors there."""
+
+    tensor: torch.Tensor
+    inside: tuple[tuple[str, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Opened:
+        """With what is there now."""
+        return cls(tensor, tuple(inner_tensors(tensor)))
+
+    def parts(self) -> Sequence[torch.Tensor]:
+        """What is there of it besides a wrapper."""
+        return [inner for _, inner in self.inside] or [self.tensor]
 
 
 class Storages(Protocol):
@@ -398,6 +415,58 @@ class ViewLog(TorchDispatchMode):
             replace(change, tensor=of(change.tensor), args=tuple(map(of, change.args)))
             for change in self.changes
         ]
+
+    def look_inside(self, tensors: Iterable[Any], inputs: Sequence[Opened]) -> None:
+        """Take for views, from now on, what lies inside of inputs that are wrappers, and what wraps inputs.
+
+        Eager has it in their memory, which is written when the region has run. What lies inside of views of
+        inputs, or wraps those, counts too.
+
+        Args:
+            tensors: what may be a view, in the end, of such a tensor.
+            inputs: what the program was given.
+        """
+        for tensor in tensors:
+            entry = self._unseen(tensor, inputs)
+            while entry is not None:
+                self._entries[id(entry.view)] = entry
+                entry = self._unseen(tensor, inputs)
+
+    def _unseen(self, tensor: Any, inputs: Sequence[Opened]) -> _Entry | None:
+        """How the base of a tensor comes from a wrapper, or from what it wraps, which no mode sees."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        base = self.root(tensor, ()).base
+        if any(base is given.tensor for given in inputs):
+            return None
+        if not any(share_memory(part, base) for given in inputs for part in given.parts()):
+            return None
+        entry = self._inside(base, inputs)
+        return self._around(base) if entry is None and is_wrapper(base) else entry
+
+    def _inside(self, inner: torch.Tensor, inputs: Sequence[Opened]) -> _Entry | None:
+        """Out of which wrapper to take a tensor: an input, or a tensor that views were made of, or a view."""
+        logged = {
+            id(tensor): tensor for entry in self._entries.values() for tensor in (entry.base, entry.view)
+        }
+        for given in inputs:
+            logged.pop(id(given.tensor), None)
+        for wrapper in (*inputs, *map(Opened.of, logged.values())):
+            for path, tensor in wrapper.inside:
+                if tensor is inner and not self._is_view_of(wrapper.tensor, inner):
+                    return self._without_operator(inner, wrapper.tensor, Inside(path))
+        return None
+
+    def _around(self, wrapper: torch.Tensor) -> _Entry | None:
+        """What to put into a wrapper, if that is one tensor alone."""
+        inside = around_one(wrapper)
+        if inside is None:
+            return None
+        inner, recipe = inside
+        return self._without_operator(wrapper, inner, Around(recipe))
+
+    def _without_operator(self, view: torch.Tensor, base: torch.Tensor, op: Callable[..., Any]) -> _Entry:
+        return _Entry(view, base, (ViewStep(op, (), serial=next(self._serials)),), self.made(base), None)
 
     def made(self, tensor: torch.Tensor) -> int:
         """When a view was made, as a number that grows; before all others for what is no view."""

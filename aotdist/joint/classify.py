@@ -18,6 +18,7 @@ from aotdist.facts import (
     Action,
     Fresh,
     FunctionView,
+    Inside,
     IsInput,
     Keep,
     Kept,
@@ -97,6 +98,7 @@ class _Classifier:
     def __init__(self, outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int]) -> None:
         self._outs, self._inputs, self._log, self._written = outs, inputs, log, written
         self._node = NodeOutputs()
+        log.look_inside(outs, [stand_in.opened for stand_in in inputs.row()])
         self._first: dict[int, OutIdx] = {}
         for position, out in enumerate(outs):
             if isinstance(out, torch.Tensor):
@@ -240,8 +242,10 @@ class _Classifier:
         if not root.made:
             history = out.requires_grad and not self._is_leaf_of_its_own(out)
             return self._view(position, root.base, root.steps, history=history)
-        steps: tuple[Step, ...] = ()
-        inside = root.steps
+        # What is taken out of an input is taken out of the input itself, outside of all functions.
+        depths = [depth for depth, step in enumerate(root.steps, 1) if isinstance(step.op, Inside)]
+        steps: tuple[Step, ...] = root.steps[: max(depths, default=0)]
+        inside = root.steps[len(steps) :]
         for number, made in enumerate(root.made):
             own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
             value = self._node.add(own, made.tensor, history=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
+from aotdist.joint.meetings import Meetings
 from aotdist.joint.metadata import Metadata, refuse, written_around
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
@@ -116,6 +118,7 @@ class BackwardEffects:
         storages: those whose storage it gave another size.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which it was traced by itself.
+        adds_layouts: see `Facts.adds_layouts`.
         functions: names of the user's autograd functions in it.
         results: gradients, and what was written.
     """
@@ -126,6 +129,7 @@ class BackwardEffects:
     storages: tuple[tuple[PrimalIdx, int, int], ...]
     passages: Passages
     choices: tuple[Choice, ...]
+    adds_layouts: bool
     functions: tuple[str, ...]
     results: list[Result]
 
@@ -199,7 +203,8 @@ class Effects:
         shown = functools.partial(self.classes.shown, asked=asked)
         backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals, shown)
         alone = backward.choices() if self.cuts else []
-        with waypoints.watched(recorder):
+        meetings = Meetings()
+        with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
             grads = backward.run(again=again or bool(alone))
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         slots = inputs.row().map(lambda one: one.slot)
@@ -222,6 +227,7 @@ class Effects:
             storages,
             waypoints.passages(len(forward.node_outs)),
             tuple(choices),
+            meetings.differ,
             tuple(name for name in functions if name != NAMED),
             results + written,
         )
@@ -244,6 +250,7 @@ class Effects:
             functions=backward.functions,
             passages=backward.passages,
             choices=backward.choices,
+            adds_layouts=backward.adds_layouts,
             early=outputs.early,
         )
 
@@ -295,7 +302,7 @@ def _forward_writes(
                 bumps = metadata.bumps(idx, stand_in, written=True)
                 if differentiable:  # it is counted where it is written, after the region
                     bumps -= repeated.pop(idx, 0)
-                facts[idx] = DataWritten(value, differentiable, bumps)
+                facts[idx] = DataWritten(value, differentiable, bumps, stand_in.bumps_inside())
     return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
 
 

@@ -18,6 +18,8 @@ import torch
 from aotdist.convention.naming import with_history_of
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
+from aotdist.convention.version import version_of
+from aotdist.convention.view_log import Opened
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.symbols import Symbols
@@ -54,8 +56,7 @@ class StandIn:
         example: the real tensor.
         recipe: how it is put together.
         leaf: what gradients are taken with respect to.
-        tensor: what the function is given: `leaf` itself, or a non-leaf copy of it when the example is
-            no leaf, since only that may be written while it requires grad.
+        opened: what the function is given, and what lies inside of it before it runs.
         plains: other shells of the functional tensors beneath `tensor`: they keep the memory that it had,
             should the program give it other memory.
         derived: whether it is a base without history, or a view made of another stand-in: what is written to
@@ -63,18 +64,28 @@ class StandIn:
         whole: whether it is a span of a whole storage, of which more is written than any input shows.
         spans: the spans that parts of it lie in, with others.
         version: the version counter of `tensor` before the program ran.
+        versions: those of what lies inside of it, in order.
     """
 
     slot: Slot
     example: torch.Tensor
     recipe: Recipe
     leaf: torch.Tensor
-    tensor: torch.Tensor
+    opened: Opened
     plains: tuple[FunctionalTensor, ...]
     derived: bool = False
     whole: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     version: int = 0
+    versions: tuple[int, ...] = ()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What the function is given: `leaf` itself, or a non-leaf copy of it when the example is no leaf.
+
+        Only a non-leaf may be written while it requires grad.
+        """
+        return self.opened.tensor
 
     @property
     def takes_grad(self) -> bool:
@@ -83,7 +94,13 @@ class StandIn:
 
     def bumps(self) -> int:
         """How often autograd saw the input written, by this name or through a view of it."""
-        return 1 if self.tensor.is_inference() else self.tensor._version - self.version
+        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.version
+
+    def bumps_inside(self) -> tuple[tuple[str, int], ...]:
+        """The same of what lies inside, by path, where there are any."""
+        pairs = zip(self.opened.inside, self.versions, strict=True)
+        counts = ((path, version_of(inner) - before) for (path, inner), before in pairs)
+        return tuple((path, count) for path, count in counts if count)
 
     def writes(self) -> tuple[int, ...]:
         """How often each plain tensor of the input was written, also through what shares its memory."""
@@ -131,9 +148,15 @@ class Inputs:
                 slot, example, recipe, self._through_spans(at, functionals, example), fakes
             )
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
-            version = 0 if stand_in.tensor.is_inference() else stand_in.tensor._version
-            whole = self._bases.is_whole(at)
-            stand_in = replace(stand_in, derived=is_span, whole=whole, spans=spans, version=version)
+            stand_in = replace(
+                stand_in,
+                derived=is_span,
+                whole=self._bases.is_whole(at),
+                spans=spans,
+                version=version_of(stand_in.tensor),
+            )
+        versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
+        stand_in = replace(stand_in, versions=versions)
         for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
             if real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
@@ -181,7 +204,7 @@ class Inputs:
                 plains = tuple(map(self._recorder.second, functionals, fakes))
                 functionals = plains
                 tensor = with_history_of(leaf, lambda: rebuild(recipe, plains))
-        return StandIn(slot, example, recipe, leaf, tensor, tuple(map(second_shell, functionals)))
+        return StandIn(slot, example, recipe, leaf, Opened.of(tensor), tuple(map(second_shell, functionals)))
 
     def _through_spans(
         self, at: PrimalIdx, functionals: Sequence[FunctionalTensor], example: torch.Tensor
@@ -205,12 +228,16 @@ class Inputs:
         with torch.enable_grad():
             view = made_again(example, base.tensor)
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
-        return StandIn(slot, example, recipe, view, view, plains, derived=True)
+        return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
 
     def exchange(self, exchange: Exchange) -> None:
         """Two tensors have become each other: what the one stood for, the other stands for."""
         self._stand_ins = [
-            replace(stand_in, leaf=exchange.of(stand_in.leaf), tensor=exchange.of(stand_in.tensor))
+            replace(
+                stand_in,
+                leaf=exchange.of(stand_in.leaf),
+                opened=replace(stand_in.opened, tensor=exchange.of(stand_in.tensor)),
+            )
             for stand_in in self._stand_ins
         ]
         self._by_tensor = {id(stand_in.tensor): PrimalIdx(k) for k, stand_in in enumerate(self._stand_ins)}

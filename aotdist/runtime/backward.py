@@ -93,8 +93,10 @@ class Backward:
                 raise refusal(there.values(), CAUGHT)
             return self.other_kinds(ctx, there)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
-        recipes = plan.grads
-        if caught or is_watched(ctx):
+        recipes, in_parts = plan.grads, bool(caught) or is_watched(ctx)
+        if missing and plan.adds_layouts and self.other_kinds is not None and not in_parts:
+            return self.other_kinds(ctx, there)
+        if in_parts:
             call, args = self._part(ctx, self.results, there, caught)
         else:
             recipes = plan.choices.get(tuple(there), recipes)

@@ -15,7 +15,7 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.layer import Call
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.subclass import rebuild_all
-from aotdist.convention.version import bump, version_of
+from aotdist.convention.version import version_of
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.results import detached_views
@@ -48,8 +48,7 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
             results = list(forward([*plains, *sizes, *ctx.rng]))
             for plain, position, bumps in plan.writes.writes:
                 write_plain(plains[plain], results[position], bumps)
-            for idx, count in plan.unwrap.bumps:
-                bump(primals[idx], count)
+            plan.unwrap.count(primals)
             ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
             ctx.again = tuple(primals[idx] for idx in plan.again)
             ctx.versions = tuple(version_of(ctx.again[k]) for k, _ in plan.unsaved)

@@ -63,6 +63,7 @@ class NodePlan:
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         choices: the same, for when only some outputs are differentiated, where that is another backward.
+        adds_layouts: whether it is another for any of them, see `Facts`.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
         backward_bumps: how many writes to count for each of them.
         bumped: wrappers that the backward writes, and number of writes to count.
@@ -90,6 +91,7 @@ class NodePlan:
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     choices: Mapping[tuple[NodeOutIdx, ...], Row[PrimalIdx, Recipe | None]]
+    adds_layouts: bool
     backward_writes: tuple[PlainIdx, ...]
     backward_bumps: tuple[int, ...]
     bumped: tuple[tuple[PrimalIdx, int], ...]
@@ -190,6 +192,7 @@ def node_plan(
         tangents,
         facts.grads,
         {choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
+        facts.adds_layouts,
         backward_writes,
         tuple(
             0 if isinstance(facts.recipes[write.input], Wrapper) else write.bumps

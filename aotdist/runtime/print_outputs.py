@@ -24,6 +24,7 @@ from aotdist.facts import (
     Fresh,
     FunctionView,
     HeldPlace,
+    Inside,
     IsInput,
     Keep,
     Kept,
@@ -131,13 +132,18 @@ def action_printer(
     return do
 
 
+def _of_this_call(printer: Printer, hint: str, value: Any, sizes: Any) -> str:
+    """A name for `value`; if there are symbols among `sizes`, with the numbers of the call in their place."""
+    name = printer.bind(hint, value)
+    return f"{printer.bind('concrete', concrete)}({name}, symbols)" if is_symbolic(sizes) else name
+
+
 def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place], str]) -> None:
     args = [at(arg) if isinstance(arg, Place) else _literal(printer, arg) for arg in change.args]
     data = [] if change.data is None else [f"values[{change.data}]"]
-    name = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
-    if is_symbolic(change.kwargs):
-        name = f"{printer.bind('concrete', concrete)}({name}, symbols)"
-    given = ", ".join([at(change.target), name, sequence(args), *data])
+    name = str(getattr(change.op, "__name__", change.op))
+    op = _of_this_call(printer, name, change, change.kwargs)
+    given = ", ".join([at(change.target), op, sequence(args), *data])
     printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
 
 
@@ -178,10 +184,13 @@ def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, ma
 
 def _made(printer: Printer, base: str, step: Step, modes: Ambient) -> str:
     if isinstance(step, FunctionView):
-        make, creation = printer.bind("views", viewer(step)), printer.bind("creation", step.creation)
+        creation = printer.bind("creation", step.creation)
+        make = f"{printer.bind('viewer', viewer)}({_of_this_call(printer, 'views', step, step)})"
         function = printer.bind("function_view", function_view)
         return f"{function}({base}, values[{step.value}], {make}, {creation})"
-    op = printer.bind(_name_of(step.op), step.op)
+    if isinstance(step.op, Inside):
+        return f"{base}{step.op.path}"
+    op = _of_this_call(printer, _name_of(step.op), step.op, step.op)
     more = [_literal(printer, value) for value in step.args]
     more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
     if step.grad == modes.grad:

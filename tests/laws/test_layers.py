@@ -151,9 +151,11 @@ def test_generated_programs_of_wrappers(program):
         writes=COUNTED,
         values=(ARITHMETIC, VIEWS, FUNCTION_CALLS),
         several=SEVERAL_VIEWS,
+        modes=("",),
     )
 )
 def test_generated_programs_with_functions(program):
+    """Under `no_grad` what a function returns is another thing if its argument requires no grad."""
     generated_laws_hold(program)
 
 

@@ -20,7 +20,16 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.api import Compiled, compiled_call
-from aotdist.subclasses.protocol import Plain, is_wrapper, plain_tensors, rebuild, recipe_of, tangent_recipe
+from aotdist.convention.version import version_of
+from aotdist.subclasses.protocol import (
+    Plain,
+    inner_tensors,
+    is_wrapper,
+    plain_tensors,
+    rebuild,
+    recipe_of,
+    tangent_recipe,
+)
 from aotdist.torch_seam import class_functions_off, hears_of_functions, history_of, pytree, storage_id
 
 P = ParamSpec("P")
@@ -55,10 +64,11 @@ class Scene:
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
         other_kinds: for which of them it is plain if they are wrappers, and a wrapper if they are plain.
-        lenient: two things are not compared. The last bits of gradients that meet outside of `fn`, at a base
+        lenient: three things are not compared. Last bits of gradients that meet outside of `fn`, at a base
             of an argument that was written. And strides of dimensions of one element and of what is empty:
             PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and `torch.empty_like(x)`); a write keeps
-            what they say.
+            what they say. And how gradients of DTensors are placed: one that arrives placed otherwise than
+            its result, as those of views of sharded dimensions do, is converted first.
     """
 
     fn: Any
@@ -163,7 +173,13 @@ def observe(named: Mapping[str, torch.Tensor]) -> Sight:
 @class_functions_are_off
 def versions(named: Mapping[str, torch.Tensor]) -> Sight:
     """How often each tensor was written, as autograd counts."""
-    return {f"{name} version": None if t.is_inference() else t._version for name, t in named.items()}
+    return {f"{name} version": version_of(tensor) for name, tensor in named.items()}
+
+
+def with_what_is_inside(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors, and those inside of wrappers among them."""
+    inside = {f"{name}{path}": inner for name, t in named.items() for path, inner in inner_tensors(t)}
+    return {**named, **inside}
 
 
 class Rounded:
@@ -279,6 +295,7 @@ def play(
             history = list(map(history_of, arguments))
             # Held, so that what the program makes does not get the number of memory that it lets go of.
             before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
+            counted = with_what_is_inside(scene.tensors())
         with around():
             counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
@@ -286,7 +303,7 @@ def play(
         everything = scene.tensors() | outputs
         sights.append(observe(everything) | shape_of(result))
         if counts_writes:
-            sights.append(versions(scene.tensors()))
+            sights.append(versions(counted | scene.tensors()))
         if backward:
             ends = differentiable(outputs | scene.arguments())
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]
@@ -295,12 +312,17 @@ def play(
             taken = {owner for tensor in arguments for owner in _memory(tensor)}
             taken |= {storage._cdata for storage in before}
             sights += differentiate(everything, ends, taken, others, rounded=rounded)
-    return [without_idle_strides(sight) for sight in sights] if scene.lenient else sights
+    return [leniently(sight) for sight in sights] if scene.lenient else sights
 
 
-def without_idle_strides(sight: Sight) -> Sight:
-    """The same without the strides that say nothing about where elements lie."""
-    return {name: _without_idle_strides(seen) for name, seen in sight.items()}
+def leniently(sight: Sight) -> Sight:
+    """The same without the strides that say nothing about where elements lie, and placements of gradients."""
+    return {
+        name: _without_idle_strides(
+            seen | {"context": None} if name.endswith(".grad") and seen and "context" in seen else seen
+        )
+        for name, seen in sight.items()
+    }
 
 
 def _without_idle_strides(seen: Any) -> Any:

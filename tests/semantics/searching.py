@@ -45,7 +45,10 @@ A view made under `no_grad` has none to ask for; its base, which the caller gets
 """
 
 WATCHED = ("gradients of other kinds than the results arrive",)
-"""What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes."""
+"""What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes.
+
+They are where they are asked to be, and where operators take wrappers and plain tensors together.
+"""
 
 SWEEP = settings().max_examples >= 1000
 """Whether the long search was asked for."""
@@ -66,7 +69,7 @@ EVERYTHING = Vocabulary(
 )
 
 
-def compare(program: Program, around: Around = nullcontext, **options) -> None:
+def compare(program: Program, around: Around = nullcontext, *, mixes: bool = False, **options) -> None:
     assume(program.runs_in_eager(around))
     compilations = None if program.other_inputs else 1
     try:
@@ -75,7 +78,7 @@ def compare(program: Program, around: Around = nullcontext, **options) -> None:
         event(f"refused: {refusal.what}")
         without_grad = around is not nullcontext or any("no_grad" in line for line in program.statements)
         reasons = (*REFUSALS, *OF_BACKWARD) if program.left_out or without_grad else REFUSALS
-        reasons = (*reasons, *WATCHED) if program.other_kinds else reasons
+        reasons = (*reasons, *WATCHED) if program.other_kinds or mixes else reasons
         known = any(reason in refusal.what for reason in reasons)
         assert known, _explained(program, around, refusal, options)
     except Exception as error:

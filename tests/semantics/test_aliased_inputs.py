@@ -290,17 +290,9 @@ def test_memory_of_which_autograd_does_not_know(
     compare_with_history(lambda: (UNKNOWN | NOT_OF_WRAPPERS)[which](make()), write)
 
 
-OTHER_PLACEMENTS = {("views of what was detached", "two")}
-"""Where one end of several brings `w` a gradient of other placements, also of memory that nobody shares."""
-if torch.__version__ < "2.12":
-    OTHER_PLACEMENTS |= {("detached first", "and returns them"), ("blocks", "two")}
-
-
 @pytest.mark.parametrize("write", HISTORY_WRITES)
 @pytest.mark.parametrize("which", UNKNOWN)
 def test_memory_of_dtensors_of_which_autograd_does_not_know(mesh: DeviceMesh, which: str, write: str) -> None:
-    if (which, write) in OTHER_PLACEMENTS:
-        pytest.xfail("the gradient of `w` from one end alone is Partial, and Replicate in eager")
     compare_with_history(lambda: UNKNOWN[which](sharded(mesh, plain()).requires_grad_() * 1.5), write)
 
 

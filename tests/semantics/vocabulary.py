@@ -151,6 +151,8 @@ PLACEMENTS = (
     "{a}.full_tensor()",
     "over_mesh({a})",
     "over_mesh({a}, Shard(1))",
+    "{a}.a",
+    "{a}.b.t()",
 )
 
 COMPLEX = (

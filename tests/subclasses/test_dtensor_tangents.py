@@ -40,6 +40,29 @@ def _other_dim(placement: Placement) -> Placement:
     return {S0: S1, S1: S0}.get(placement, placement)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
+def alone_case() -> None:
+    """What one of several results brings the leaf, whose gradient as a whole is placed otherwise."""
+
+    def program(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * x, x.diagonal().redistribute(placements=[R])
+
+    def placed(call: Callable[..., Any]) -> list[Any]:
+        found: list[Any] = []
+        for chosen in ((0,), (1,), (0, 1)):
+            x: Any = leaf(SIZES["even"], S0)(grid())
+            results = call(x)
+            outs = [results[k] for k in chosen]
+            torch.autograd.backward(outs, [torch.ones_like(out, requires_grad=False) for out in outs])
+            found.append((x.grad.placements, x.grad.full_tensor().tolist()))
+        return found
+
+    assert placed(aotdist.compile(program, backend="fx")) == placed(program)
+
+
+def test_results_differentiated_alone(world2: World) -> None:
+    world2.run(alone_case)
+
+
 @contextmanager
 def traced_later() -> Generator[list[Any]]:
     """The backwards that are traced when gradients arrive."""

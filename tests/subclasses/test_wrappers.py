@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
@@ -19,6 +20,7 @@ from aotdist.subclasses import protocol
 from aotdist.subclasses.float8_tensor import E4M3, cast
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, WrapperRule, register_wrapper_rule
 from aotdist.subclasses.sparse24_selection import sparsify
+from tests.semantics.makers import two
 from tests.semantics.meshes import mesh, sharded
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
 
@@ -114,6 +116,75 @@ def test_wrappers_of_plain_inputs_and_the_reverse() -> None:
 
     def build() -> Scene:
         return Scene(program, (torch.randn(3, 4), TwoTensor(torch.randn(3, 4), torch.randn(3, 4))))
+
+    same_as_eager(build, calls=2)
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: (x.a, x.mul_(2))[0],
+    "its views": lambda x: (x.mul_(2), x.a, x.a.t(), x.a[0], x.b[1:])[1:],
+    "before the write": lambda x: (x.a.t(), x.t().mul_(2))[0],
+    "inside of a view": lambda x: (x.mul_(2), (v := x.t()).a, v.a[0], v)[1:],
+    "behind autograd's back": lambda x: (x.detach().mul_(2), x.a)[1],
+    "written itself": lambda x: x.a.mul_(2),
+    "written itself, and not returned": lambda x: (x.a.mul_(2), x.b[0].zero_(), x * 2)[2],
+    "written and replaced": lambda x: (x.mul_(2), y := x.a, setattr(x, "a", x.a + 1), y)[3],
+}
+
+
+@pytest.mark.parametrize("make", [two, lambda: two().requires_grad_() * 2], ids=["plain", "with grad"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_lies_inside_of_a_written_wrapper(name: str, make: Callable[[], torch.Tensor]) -> None:
+    same_as_eager(lambda: Scene(INSIDE[name], (make(),)), calls=2)
+
+
+def test_what_lies_inside_is_the_same_object() -> None:
+    x = two()
+    y, z = aotdist.compile(lambda x: (x.add_(1), x.a, x.a[0])[1:], backend="fx")(x)
+    assert y is x.a and z._base is x.a
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("backend", ["fx", "inductor"])
+def test_what_lies_inside_with_symbolic_sizes(backend: str, write: bool) -> None:
+    compiled = aotdist.compile(
+        lambda x: (x.add_(1) if write else x, x.a.view(-1, 1), x.a)[1:],
+        backend=backend,
+        settings={"dynamic": True},
+    )
+    for rows in (3, 5):
+        x = TwoTensor(torch.randn(rows, 4), torch.randn(rows, 4))
+        view, inner = compiled(x)
+        assert inner is x.a and view._base is x.a and view.shape == (rows * 4, 1)
+    assert len(compiled.artifacts) == 1
+
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "where nothing moves": lambda x: x.redistribute(placements=[Shard(0)]),
+    "its local part": lambda x: x.to_local(),
+    "a view of it": lambda x: x.to_local().t(),
+    "a part of it": lambda x: x.redistribute(placements=[Shard(0)]).t(),
+    "taken out and put in": lambda x: DTensor.from_local(x.to_local(), x.device_mesh, [Shard(1)]),
+    "a local part without history": lambda x: x.detach().to_local()[1:],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", AROUND)
+def test_what_shares_the_local_part_of_a_written_dtensor(
+    mesh: DeviceMesh, name: str, first: bool, grad: bool
+) -> None:
+    def program(x: Any) -> Any:
+        if first:
+            x.mul_(2)
+        shown = AROUND[name](x)
+        x.add_(1)
+        return shown
+
+    def build() -> Scene:
+        x = sharded(mesh, torch.randn(3, 4))
+        return Scene(program, (x.requires_grad_() * 1.5 if grad else x,), lenient=True)
 
     same_as_eager(build, calls=2)
 
