@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, same_constant
+from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
 from aotdist.capture.reach import Reached
 from aotdist.capture.source import Applied, Argument, Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import pytree
 
 _ABSENT = object()
@@ -85,7 +84,7 @@ class _List:
                 yield start.item(position, path), before, value
 
     def _refuse_growth(self) -> None:
-        if any(_is_traced(value) for value in self.held):
+        if any(map(is_traced, self.held)):
             raise UnsupportedProgram(
                 f"the list `{self.source.path}` grows or shrinks by tensors that the program computes",
                 stage="capture",
@@ -135,16 +134,15 @@ class Reassignments:
         Attributes of arguments are among them whatever they were assigned: the next call's are others.
 
         Raises:
-            UnsupportedProgram: a list grew by tensors, or an object that hides some was assigned.
+            UnsupportedProgram: a list grew by tensors, or what was assigned hides some.
         """
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
             for place, before, value in watched.changed():
-                if _holds_traced(value) or (_is_of_argument(place) and not _hides_traced(value)):
+                _refuse_hidden(place.path, value)
+                if shows_traced(value) or _is_of_argument(place):
                     found.append((place, value))
                     watched.put_back(place, before)
-                else:
-                    _refuse_hidden(place.path, value)
         return found
 
     def side_effects(self) -> list[str]:
@@ -171,7 +169,7 @@ class Reassignments:
             if isinstance(watched, _List) and len(watched.held) != len(watched.before):
                 watched.held[:] = watched.before
             for place, before, value in watched.changed():
-                if _holds_traced(value) or _hides_traced(value) or _is_of_argument(place):
+                if shows_traced(value) or _hiding(value) or _is_of_argument(place):
                     watched.put_back(place, before)
 
 
@@ -214,26 +212,16 @@ def _is_of_argument(place: Source) -> bool:
     return isinstance(place.root, Argument)
 
 
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not is_real(value)
-
-
-def _holds_traced(value: Any) -> bool:
-    return _is_traced(value) or any(_is_traced(leaf) for leaf in pytree.tree_leaves(value))
-
-
-def _hides_traced(value: Any) -> bool:
-    """Whether an object of a class that is no pytree keeps traced tensors in its attributes."""
-    if isinstance(value, (type, nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
-        return False
-    return any(_holds_traced(item) for item in vars(value).values())
-
-
 def _refuse_hidden(path: str, value: Any) -> None:
-    if _hides_traced(value):
-        raise UnsupportedProgram(
-            f"`{path}` is assigned a {type(value).__name__} that holds tensors which the program computes",
-            stage="capture",
-            fix="assign the tensors themselves, or register the class with "
-            "`torch.utils._pytree.register_pytree_node`",
+    for hiding in _hiding(value):
+        raise refusal(
+            f"`{path}` is assigned a {type(hiding).__name__} that holds tensors which the program computes",
+            "assign the tensors themselves",
         )
+
+
+def _hiding(value: Any) -> list[Any]:
+    """What hides traced tensors: leaves of `value`, or all of it if it shows none."""
+    parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
+    # In modules stand-ins hang while they are traced.
+    return [part for part in parts if not isinstance(part, (type, nn.Module)) and hides_traced(part)]
