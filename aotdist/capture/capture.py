@@ -247,13 +247,11 @@ def _call(
     """Run the user's code; its flat results, what it assigned, and how to put them back."""
     reassignments = Reassignments(environment.modules, environment.reached)
     attributes = WrapperAttributes(inputs)
-    existing = {id(owner) for _, owner in environment.reached.owners}
-    existing |= {id(value) for module in environment.modules.values() for value in vars(module).values()}
     try:
         with class_functions_on():
             result = run()
         hand_over_attributes(inputs, examples)
-        leaves, spec = pytree.tree_flatten(taken_apart(result, existing), is_leaf=is_leaf)
+        leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing()), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:
         reassignments.undo()

@@ -8,7 +8,7 @@ whose `__init__` does not run. What holds none of them stays the object that the
 from __future__ import annotations
 
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,12 @@ def _put_together(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
 pytree.register_pytree_node(_Parts, _flatten, _put_together)
 
 
-def taken_apart(result: Any, existing: Collection[int]) -> Any:
+def taken_apart(result: Any, existing: Iterable[Any]) -> Any:
     """`result` as a pytree whose leaves are all the tensors of the program in it.
 
     Args:
         result: what a program returned, or a part of that.
-        existing: identities of objects that were there before the call; they stay themselves.
+        existing: objects that were there before the call; they stay themselves.
 
     Raises:
         UnsupportedProgram: tensors are held in a way that cannot be repeated.
@@ -61,7 +61,7 @@ def taken_apart(result: Any, existing: Collection[int]) -> Any:
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
     if not any(_may_be_taken_apart(leaf) for leaf in leaves):
         return result
-    apart = _Apart(existing)
+    apart = _Apart(frozenset(map(id, existing)))
     return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
 
 

@@ -28,16 +28,14 @@ class _Dictionary:
     """A dictionary (attributes, buffers, a user's own) and what it held before the trace.
 
     Args:
-        path: its name.
+        source: where it is found at each call.
         held: the dictionary.
         before: what it held.
-        source: where it is found, if it hangs on an argument.
     """
 
-    path: str
+    source: Source
     held: dict[Any, Any]
     before: dict[Any, Any]
-    source: Source | None = None
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of every entry that is another object now."""
@@ -47,22 +45,15 @@ class _Dictionary:
                 yield self._place(key), before, value
 
     def _place(self, key: Any) -> Source:
-        start = Source(self.path, self.held) if self.source is None else self.source
         if not isinstance(key, str):
-            return start.item(key)
-        return start.item(key, f"{self.path}.{key}" if self.path else key)
-
-    def put_back(self, place: Source, before: Any) -> None:
-        """Let `place` be as it was."""
-        if before is _ABSENT:
-            place.delete()
-        else:
-            place.write(before)
+            return self.source.item(key)
+        path = self.source.path
+        return self.source.item(key, f"{path}.{key}" if path else key)
 
 
 @dataclass(frozen=True, slots=True)
 class _List:
-    """A list and what it held before the trace."""
+    """A list and what it held before the trace; as for `_Dictionary`."""
 
     source: Source
     held: list[Any]
@@ -79,9 +70,7 @@ class _List:
             return
         for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
             if value is not before:
-                path = f"{self.source.path}[{position}]"
-                start = self.source if _is_of_argument(self.source) else Source(path, self.held)
-                yield start.item(position, path), before, value
+                yield self.source.item(position), before, value
 
     def _refuse_growth(self) -> None:
         if any(map(is_traced, self.held)):
@@ -90,10 +79,6 @@ class _List:
                 stage="capture",
                 fix="return them and append outside, or assign to items that are there already",
             )
-
-    def put_back(self, place: Source, before: Any) -> None:
-        """Let `place` be as it was."""
-        place.write(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +94,6 @@ class _Variable:
         if value is not self.before:
             yield self.source, self.before, value
 
-    def put_back(self, place: Source, before: Any) -> None:
-        """Let `place` be as it was."""
-        if before is _ABSENT:
-            place.delete()
-        else:
-            place.write(before)
-
 
 class Reassignments:
     """Snapshots all that the program may assign to, and finds what a traced call assigned.
@@ -126,6 +104,7 @@ class Reassignments:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], reached: Reached) -> None:
+        self._owners = reached.owners
         self._watched: list[_Dictionary | _List | _Variable] = [*_of_modules(modules), *_of_reached(reached)]
 
     def collect(self) -> list[tuple[Source, Any]]:
@@ -142,7 +121,7 @@ class Reassignments:
                 _refuse_hidden(place.path, value)
                 if shows_traced(value) or _is_of_argument(place):
                     found.append((place, value))
-                    watched.put_back(place, before)
+                    _put_back(place, before)
         return found
 
     def side_effects(self) -> list[str]:
@@ -154,6 +133,18 @@ class Reassignments:
             if is_constant(value) and not same_constant(value, before) and not _is_of_argument(place)
         ]
 
+    def existing(self) -> Iterator[Any]:
+        """The objects that were there before the trace."""
+        yield from (owner for _, owner in self._owners)
+        for watched in self._watched:
+            match watched:
+                case _Dictionary(before=before):
+                    yield from before.values()
+                case _List(before=before):
+                    yield from before
+                case _Variable(before=before):
+                    yield before
+
     def roll_back(self) -> None:
         """Put back everything that was assigned, for the program to run once more."""
         for watched in self._watched:
@@ -161,7 +152,7 @@ class Reassignments:
                 watched.held[:] = watched.before
                 continue
             for place, before, _ in list(watched.changed()):
-                watched.put_back(place, before)
+                _put_back(place, before)
 
     def undo(self) -> None:
         """Put back everything that holds traced tensors, after a trace that failed."""
@@ -170,13 +161,13 @@ class Reassignments:
                 watched.held[:] = watched.before
             for place, before, value in watched.changed():
                 if shows_traced(value) or _hiding(value) or _is_of_argument(place):
-                    watched.put_back(place, before)
+                    _put_back(place, before)
 
 
 def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:
     for path, module in modules.items():
         for held in (vars(module)["_buffers"], vars(module)):
-            yield _Dictionary(path, held, dict(held))
+            yield _container(Source(path, held), held)
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and type(value) in (list, dict):
                 yield _container(Source(path, module).attribute(name), value)
@@ -184,8 +175,7 @@ def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _Lis
 
 def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
     for source, owner in reached.owners:
-        place = source.attribute("__dict__", source.path) if _is_of_argument(source) else None
-        yield _Dictionary(source.path, vars(owner), dict(vars(owner)), place)
+        yield _container(source.attribute("__dict__", source.path), vars(owner))
     for source, container in reached.containers:
         yield _container(source, container)
     for source, _ in (*reached.tensors, *reached.constants):
@@ -195,10 +185,11 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
 
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
+    """`container`, itself written at each call, unless it is another one each time: one of an argument."""
+    place = source if _is_of_argument(source) else Source(source.path, container)
     if isinstance(container, dict):
-        place = source if _is_of_argument(source) else None
-        return _Dictionary(source.path, container, dict(container), place)
-    return _List(source, container, list(container))
+        return _Dictionary(place, container, dict(container))
+    return _List(place, container, list(container))
 
 
 def _read(source: Source) -> Any:
@@ -206,6 +197,14 @@ def _read(source: Source) -> Any:
         return source.read()
     except (KeyError, IndexError, AttributeError, TypeError, ValueError):
         return _ABSENT
+
+
+def _put_back(place: Source, before: Any) -> None:
+    """Let `place` be as it was."""
+    if before is _ABSENT:
+        place.delete()
+    else:
+        place.write(before)
 
 
 def _is_of_argument(place: Source) -> bool:

@@ -54,7 +54,7 @@ class Source:
 
     Args:
         path: how the user would write it (`model.blocks.0.scale`); for messages only.
-        root: where to start; held strongly, but for an `Argument`.
+        root: where to start; held strongly, but for the example of an `Argument` that was forgotten.
         steps: how to go on.
     """
 
