@@ -269,6 +269,8 @@ EMPTY_SPLIT = "{a}.split(2)[0]" if torch.__version__ < "2.12" else None
 COPIES_EACH = "torch._foreach_copy_([{a}], [{b}])"
 WRITES_BOTH = "torch._foreach_mul_([{a}, {b}], 2.0)"
 """Eager is at odds with itself where both are views of one tensor."""
+WRITES_ITEMS = "{a}.index_put_((torch.tensor([0]),), {b}[:1])"
+"""Eager refuses to write a tensor with parts of itself, unless the tensor has gaps."""
 
 WRITES = (
     "{a}.add_(1)",
@@ -293,7 +295,7 @@ WRITES = (
     "torch._foreach_add_([{a}], 1.0)",
     WRITES_BOTH,
     COPIES_EACH,
-    "{a}.index_put_((torch.tensor([0]),), {b}[:1])",
+    WRITES_ITEMS,
 )
 
 FUNCTION_WRITES = ("Dirty.apply({a})",)
