@@ -106,7 +106,12 @@ class Functionalisation(FunctionalTensorMode):
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         if is_operator(func) and func.name() in _TO_SPARSE:
-            raise _sparse_result()
+            raise UnsupportedProgram(
+                "the program makes a sparse tensor",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="make it outside of the compiled function, or work on its indices and values",
+            )
         beneath_wrappers = all(issubclass(cls, FunctionalTensor) for cls in types)
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
@@ -247,16 +252,6 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
-
-
-def _sparse_result() -> UnsupportedProgram:
-    """What to raise for an operator that makes a sparse tensor."""
-    return UnsupportedProgram(
-        "the program makes a sparse tensor",
-        where=Origins().current() or None,
-        stage="joint",
-        fix="make it outside of the compiled function, or work on its indices and values",
-    )
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:
