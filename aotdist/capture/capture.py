@@ -143,7 +143,7 @@ class Captured:
         known = {id(tensor.value): tensor.source() for tensor in self.environment.state}
         known.update(self.closed_over)
         found = {idx: known[id(tensor)] for idx, tensor in tensors.enumerate() if id(tensor) in known}
-        return {idx: source for idx, source in found.items() if not isinstance(source.root, Argument)}
+        return {idx: source for idx, source in found.items() if not source.is_of_argument}
 
     def source_of(self, real: torch.Tensor) -> Source:
         """Where to read a tensor that the trace met; one without a known place is kept as it is."""

@@ -15,7 +15,7 @@ from torch import nn
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
 from aotdist.capture.reach import Reached
-from aotdist.capture.source import Applied, Argument, Source
+from aotdist.capture.source import Applied, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
 
@@ -119,7 +119,7 @@ class Reassignments:
         for watched in self._watched:
             for place, before, value in watched.changed():
                 _refuse_hidden(place.path, value)
-                if shows_traced(value) or _is_of_argument(place):
+                if shows_traced(value) or place.is_of_argument:
                     found.append((place, value))
                     _put_back(place, before)
         return found
@@ -130,7 +130,7 @@ class Reassignments:
             place.path
             for watched in self._watched
             for place, before, value in watched.changed()
-            if is_constant(value) and not same_constant(value, before) and not _is_of_argument(place)
+            if is_constant(value) and not same_constant(value, before) and not place.is_of_argument
         ]
 
     def existing(self) -> Iterator[Any]:
@@ -160,7 +160,7 @@ class Reassignments:
             if isinstance(watched, _List) and len(watched.held) != len(watched.before):
                 watched.held[:] = watched.before
             for place, before, value in watched.changed():
-                if shows_traced(value) or _hiding(value) or _is_of_argument(place):
+                if shows_traced(value) or _hiding(value) or place.is_of_argument:
                     _put_back(place, before)
 
 
@@ -186,7 +186,7 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
     """`container`, itself written at each call, unless it is another one each time: one of an argument."""
-    place = source if _is_of_argument(source) else Source(source.path, container)
+    place = source if source.is_of_argument else Source(source.path, container)
     if isinstance(container, dict):
         return _Dictionary(place, container, dict(container))
     return _List(place, container, list(container))
@@ -205,10 +205,6 @@ def _put_back(place: Source, before: Any) -> None:
         place.delete()
     else:
         place.write(before)
-
-
-def _is_of_argument(place: Source) -> bool:
-    return isinstance(place.root, Argument)
 
 
 def _refuse_hidden(path: str, value: Any) -> None:

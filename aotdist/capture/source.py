@@ -62,6 +62,11 @@ class Source:
     root: Any
     steps: tuple[Step, ...] = ()
 
+    @property
+    def is_of_argument(self) -> bool:
+        """Whether it begins at a tensor among the arguments, and is therefore another place at each call."""
+        return isinstance(self.root, Argument)
+
     def attribute(self, name: str, path: str | None = None) -> Source:
         """The place `self.name`."""
         return Source(
