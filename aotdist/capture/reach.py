@@ -69,7 +69,8 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
     walk = _Walk()
     path = "" if isinstance(target, nn.Module) else _display_name(target)
     for source, tensor in arguments:
-        walk.owners += [] if is_of_own_class(tensor) or is_wrapper(tensor) else [(source, tensor)]
+        if not is_of_own_class(tensor) and not is_wrapper(tensor):
+            walk.owners.append((source, tensor))
         walk.look_at(source, tensor, 0)
     walk.visit(Source(path, target), target, 0)
     walk.follow_names()
