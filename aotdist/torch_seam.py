@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Generator, Hashable, Iterable,
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -190,7 +190,53 @@ def native_callable(op: OpOverload) -> Callable[..., Any]:
     return op._op if type(op).__call__ is OpOverload.__call__ else op
 
 
-_TRACES: ContextVar[bool] = ContextVar("calls_to_be_traced", default=False)
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class _Patch(Generic[T]):
+    """A change of PyTorch that is made while any thread asks for it; what it does, each thread says.
+
+    Args:
+        name: what it is called.
+        make: makes the change, or takes it back.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, name: str, make: Callable[[bool], None]) -> None:
+        self._said: ContextVar[T | None] = ContextVar(name, default=None)
+        self._make, self._num_users = make, 0
+
+    @property
+    def said(self) -> T | None:
+        """What this thread has said, if it asked for the change."""
+        return self._said.get()
+
+    @contextmanager
+    def made(self, said: T) -> Generator[None]:
+        """This thread asks for the change."""
+        token = self._said.set(said)
+        self._count(+1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            self._said.reset(token)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            before, self._num_users = self._num_users, self._num_users + change
+            if not before or not self._num_users:
+                self._make(bool(self._num_users))
+
+
 _CONTROL_FLOW = frozenset(
     {
         "torch._higher_order_ops.cond",
@@ -201,8 +247,7 @@ _CONTROL_FLOW = frozenset(
 )
 
 
-@contextmanager
-def calling_to_be_traced() -> Generator[None]:
+def calling_to_be_traced() -> AbstractContextManager[None]:
     """Functions of PyTorch's that cannot be traced as they are do in this thread what can.
 
     `torch.cond` and its like call their operators with the functions that they are given; elsewhere they have
@@ -210,39 +255,27 @@ def calling_to_be_traced() -> Generator[None]:
     Reentrant checkpoints, which start the autograd engine from within, recompute as the others do. Selective
     ones keep what their policy says and compute the rest again, where they would keep all and tag it.
     """
-    token = _TRACES.set(True)
-    _hook_calls(+1)
-    try:
-        yield
-    finally:
-        _hook_calls(-1)
-        _TRACES.reset(token)
+    return _TRACES.made(True)
 
 
-@contextmanager
-def said_to_be_compiling() -> Generator[None]:
+def said_to_be_compiling() -> AbstractContextManager[None]:
     """`torch.compiler.is_compiling()` is true; in all threads, as it is while Dynamo is at work."""
-    compiler: Any = torch.compiler
-    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
+    return _replaced(torch.compiler, "_is_compiling_flag", True)
 
 
-def _hook_calls(change: int) -> None:
-    global _num_tracing
-    with _hook_lock:
-        _num_tracing += change
-        torch.compiler.is_dynamo_compiling = _says_yes_to_control_flow if _num_tracing else _asks_dynamo
-        _cond_module().cond_op = _cond_of_trees if _num_tracing else torch.ops.higher_order.cond
-        checkpoints: Any = torch.utils.checkpoint
-        checkpoints.CheckpointFunction = _Recomputed if _num_tracing else _ReentrantCheckpoint
-        checkpoints._is_compiling = _asks_for_tags if _num_tracing else _checkpoint_is_compiling
+def _hook_calls(tracing: bool) -> None:
+    torch.compiler.is_dynamo_compiling = _says_yes_to_control_flow if tracing else _asks_dynamo
+    _cond_module().cond_op = _cond_of_trees if tracing else torch.ops.higher_order.cond
+    checkpoints: Any = torch.utils.checkpoint
+    checkpoints.CheckpointFunction = _Recomputed if tracing else _ReentrantCheckpoint
+    checkpoints._is_compiling = _asks_for_tags if tracing else _checkpoint_is_compiling
+
+
+_TRACES = _Patch[bool]("calls_to_be_traced", _hook_calls)
 
 
 def _asks_for_tags(*args: Any) -> bool:
-    return not _TRACES.get() and _checkpoint_is_compiling(*args)
+    return not _TRACES.said and _checkpoint_is_compiling(*args)
 
 
 class _Recomputed:
@@ -250,7 +283,7 @@ class _Recomputed:
 
     @staticmethod
     def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if not _TRACES.get():
+        if not _TRACES.said:
             return _ReentrantCheckpoint.apply(fn, preserve_rng_state, *args)
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():  # as it does: parameters get no gradient then
@@ -278,37 +311,26 @@ def _cond_of_trees(
     return torch.ops.higher_order.cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
 
 
-_swap_hearers: ContextVar[Callable[[torch.Tensor, torch.Tensor], None] | None] = ContextVar(
-    "swap_hearers", default=None
-)
 _swap_bodies = torch._C._swap_tensor_impl
-_num_hearing = 0
 
 
-@contextmanager
-def hearing_of_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> Generator[None]:
+def hearing_of_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
     """Where `torch.utils.swap_tensors` would exchange what two tensors are, in this thread, `hear` is called.
 
     By then its checks are done, and what the two have of their own as Python objects is exchanged already.
     """
-    token = _swap_hearers.set(hear)
-    _hook_swaps(+1)
-    try:
-        yield
-    finally:
-        _hook_swaps(-1)
-        _swap_hearers.reset(token)
+    return _SWAPS.made(hear)
 
 
-def _hook_swaps(change: int) -> None:
-    global _num_hearing
-    with _hook_lock:
-        _num_hearing += change
-        torch._C._swap_tensor_impl = _tell_of_swap if _num_hearing else _swap_bodies
+def _hook_swaps(hearing: bool) -> None:
+    torch._C._swap_tensor_impl = _tell_of_swap if hearing else _swap_bodies
+
+
+_SWAPS = _Patch[Callable[[torch.Tensor, torch.Tensor], None]]("swap_hearers", _hook_swaps)
 
 
 def _tell_of_swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    (_swap_hearers.get() or _swap_bodies)(first, second)
+    (_SWAPS.said or _swap_bodies)(first, second)
 
 
 def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -341,41 +363,32 @@ Remake: TypeAlias = Callable[[torch.Tensor, type[torch.Tensor], Callable[..., to
 
 It returns the tensor of that class, or None to let PyTorch make it.
 """
-_class_hearers: ContextVar[Remake | None] = ContextVar("class_hearers", default=None)
-_num_class_hearers = 0
 _make_subclass = torch.Tensor._make_subclass
 
 
-@contextmanager
-def hearing_of_classes(hear: Remake) -> Generator[None]:
+def hearing_of_classes(hear: Remake) -> AbstractContextManager[None]:
     """`hear` is called, in this thread, where a tensor is given another class.
 
     By `as_subclass`, `_make_subclass` (`nn.Parameter` calls it) or the class itself, called with a tensor.
     None of these is a torch function, so no mode hears of them.
     """
-    token = _class_hearers.set(hear)
-    _hook_classes(+1)
-    try:
-        yield
-    finally:
-        _hook_classes(-1)
-        _class_hearers.reset(token)
+    return _CLASSES.made(hear)
 
 
-def _hook_classes(change: int) -> None:
-    global _num_class_hearers
+def _hook_classes(hearing: bool) -> None:
     tensor: Any = torch.Tensor
-    with _hook_lock:
-        before, _num_class_hearers = _num_class_hearers, _num_class_hearers + change
-        if not before:
-            tensor.as_subclass, tensor.__new__ = _as_subclass, staticmethod(_of_class)
-            tensor._make_subclass = staticmethod(_subclass_of_data)
-        elif not _num_class_hearers:
-            del tensor.as_subclass, tensor.__new__, tensor._make_subclass
+    if hearing:
+        tensor.as_subclass, tensor.__new__ = _as_subclass, staticmethod(_of_class)
+        tensor._make_subclass = staticmethod(_subclass_of_data)
+    else:
+        del tensor.as_subclass, tensor.__new__, tensor._make_subclass
+
+
+_CLASSES = _Patch[Remake]("class_hearers", _hook_classes)
 
 
 def _heard(tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
-    hear = _class_hearers.get()
+    hear = _CLASSES.said
     return None if hear is None else hear(tensor, cls, op)
 
 
@@ -403,14 +416,12 @@ def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tenso
 
 
 _asks_dynamo = torch.compiler.is_dynamo_compiling
-_num_tracing = 0
-_hook_lock = threading.Lock()
 
 
 def _says_yes_to_control_flow() -> bool:
     frame = inspect.currentframe()
     asking = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
-    return (_TRACES.get() and asking in _CONTROL_FLOW) or _asks_dynamo()
+    return bool(_TRACES.said and asking in _CONTROL_FLOW) or _asks_dynamo()
 
 
 def dense_rule(op: HigherOrderOperator) -> Callable[..., Any]:
@@ -709,7 +720,7 @@ def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
 def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
     """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay."""
     tensor.elem = other.elem
-    with torch._C.DisableTorchFunction(), no_dispatch():
+    with torch_functions_off(), no_dispatch():
         if tensor.dtype != other.dtype:
             tensor.data = other
             return
@@ -923,7 +934,7 @@ def run_accumulating_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
     _engine_run_backward(tuple(outs), tuple(tangents), retain_graph, False, (), True, accumulate_grad=True)
-    with torch._C.DisableTorchFunction():  # the mode that traces refuses to read `.grad`
+    with torch_functions_off():  # the mode that traces refuses to read `.grad`
         grads = tuple(leaf.grad for leaf in wanted)
         for leaf in wanted:
             leaf.grad = None
@@ -1263,35 +1274,24 @@ class CppKernelBatch(Protocol):
         ...
 
 
-_kernel_batches: ContextVar[Callable[[], CppKernelBatch] | None] = ContextVar("kernel_batches", default=None)
-_hook_users = 0
-
-
-@contextmanager
-def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> Generator[None]:
+def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> AbstractContextManager[None]:
     """Modules that Inductor generates or loads in this thread meanwhile leave their C++ kernels to batches.
 
     Generated modules ask `torch._inductor.async_compile.AsyncCompile` for each kernel and then wait
     for all. They look the class up when they run, so a subclass under that name hears both; other
     threads that meet it meanwhile have no batch and get the original's behaviour.
     """
-    token = _kernel_batches.set(make_batch)
-    _hook_kernels(+1)
-    try:
-        yield
-    finally:
-        _hook_kernels(-1)
-        _kernel_batches.reset(token)
+    return _KERNELS.made(make_batch)
 
 
-def _hook_kernels(change: int) -> None:
-    global _hook_users
+def _hook_kernels(batched: bool) -> None:
     from torch._inductor import async_compile
 
-    with _hook_lock:
-        _hook_users += change
-        original, batching = _async_compile_classes()
-        async_compile.AsyncCompile = batching if _hook_users else original
+    original, batching = _async_compile_classes()
+    async_compile.AsyncCompile = batching if batched else original
+
+
+_KERNELS = _Patch[Callable[[], CppKernelBatch]]("kernel_batches", _hook_kernels)
 
 
 @functools.cache
@@ -1301,7 +1301,7 @@ def _async_compile_classes() -> tuple[type[Any], type[Any]]:
     class BatchingCompile(AsyncCompile):
         def __init__(self) -> None:
             super().__init__()
-            make_batch = _kernel_batches.get()
+            make_batch = _KERNELS.said
             self._batch = None if make_batch is None else make_batch()
 
         def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
@@ -1459,7 +1459,7 @@ def _shards_measured_aside() -> Generator[None]:
         def measured(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(number, SYMBOLIC) for number in pytree.tree_leaves((args, kwargs))):
                 return measure(*args, **kwargs)
-            with no_modes(), torch._C.DisableTorchFunction():
+            with no_modes(), torch_functions_off():
                 return measure(*args, **kwargs)
 
         return measured
@@ -1473,16 +1473,6 @@ def _shards_measured_aside() -> Generator[None]:
             if inspect.isfunction(measure):  # an inherited one is another kind of method
                 stack.enter_context(_replaced(owner, name, aside(measure)))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def masks_rows(placement: Any) -> bool:

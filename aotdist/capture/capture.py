@@ -143,7 +143,7 @@ class Captured:
         known = {id(tensor.value): tensor.source() for tensor in self.environment.state}
         known.update(self.closed_over)
         found = {idx: known[id(tensor)] for idx, tensor in tensors.enumerate() if id(tensor) in known}
-        return {idx: source for idx, source in found.items() if not isinstance(source.root, Argument)}
+        return {idx: source for idx, source in found.items() if not source.is_of_argument}
 
     def source_of(self, real: torch.Tensor) -> Source:
         """Where to read a tensor that the trace met; one without a known place is kept as it is."""
@@ -247,13 +247,11 @@ def _call(
     """Run the user's code; its flat results, what it assigned, and how to put them back."""
     reassignments = Reassignments(environment.modules, environment.reached)
     attributes = WrapperAttributes(inputs)
-    existing = {id(owner) for _, owner in environment.reached.owners}
-    existing |= {id(value) for module in environment.modules.values() for value in vars(module).values()}
     try:
         with class_functions_on():
             result = run()
         hand_over_attributes(inputs, examples)
-        leaves, spec = pytree.tree_flatten(taken_apart(result, existing), is_leaf=is_leaf)
+        leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing()), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:
         reassignments.undo()

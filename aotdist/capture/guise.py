@@ -11,7 +11,7 @@ Classes of wrapper tensors need none of this: their stand-ins are put together b
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,31 +111,31 @@ class Guises:
             guise.take_off()
         return tensor
 
-    @contextmanager
-    def worn(self) -> Generator[None]:
+    def worn(self) -> AbstractContextManager[None]:
         """The user's code runs."""
-        before, self._are_worn = self._are_worn, True
-        for guise in self._of.values():
-            guise.put_on()
-        try:
-            yield
-        finally:
-            self._are_worn = before
-            for guise in [] if before else list(self._of.values()):
-                guise.take_off()
+        return self._while(are_worn=True)
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """The user's code hands functions to an operator, which are traced as programs of their own."""
+        return self._while(are_worn=False)
 
     @contextmanager
-    def hidden(self) -> Generator[None]:
-        """The user's code hands functions to an operator, which are traced as programs of their own."""
-        before, self._are_worn = self._are_worn, False
-        for guise in self._of.values():
-            guise.take_off()
+    def _while(self, *, are_worn: bool) -> Generator[None]:
+        before, self._are_worn = self._are_worn, are_worn
+        self._change(are_worn)
         try:
             yield
         finally:
             self._are_worn = before
-            for guise in self._of.values() if before else ():
+            if before is not are_worn:
+                self._change(before)
+
+    def _change(self, are_worn: bool) -> None:
+        for guise in list(self._of.values()):
+            if are_worn:
                 guise.put_on()
+            else:
+                guise.take_off()
 
     @property
     def are_worn(self) -> bool:
@@ -143,9 +143,9 @@ class Guises:
         return self._are_worn
 
     @contextmanager
-    def off(self, values: Iterable[Any]) -> Generator[None]:
-        """Beneath the user's code: the tensors among `values` are what they are there."""
-        guises = [self._of[id(tensor)] for tensor in self.among(values)]
+    def off(self, tensors: Iterable[torch.Tensor]) -> Generator[None]:
+        """Beneath the user's code: tensors that wear a guise, see `among`, are what they are there."""
+        guises = [self._of[id(tensor)] for tensor in tensors]
         for guise in guises:
             guise.take_off()
         self._depth += 1

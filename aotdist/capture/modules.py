@@ -31,12 +31,20 @@ _HOOKS = (
 )
 
 
+KINDS = ("_parameters", "_buffers")
+"""The dictionaries of a module that hold its state."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """One dictionary entry that holds a tensor: `module._parameters["weight"]`."""
 
     owner: dict[str, Any]
     key: str
+
+    def source(self, path: str) -> Source:
+        """Where to read it, by the name that the user has for it."""
+        return Source(path, self.owner).item(self.key, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +63,7 @@ class StateTensor:
 
     def source(self) -> Source:
         """Where to read it at each call."""
-        first = self.places[0]
-        return Source(self.path, first.owner).item(first.key, self.path)
+        return self.places[0].source(self.path)
 
 
 def named_modules(roots: Sequence[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
@@ -69,19 +76,30 @@ def named_modules(roots: Sequence[tuple[str, nn.Module]]) -> dict[str, nn.Module
     return found
 
 
+def own_tensors(prefix: str, module: nn.Module, kind: str) -> Iterator[tuple[str, Place, torch.Tensor]]:
+    """A module's own parameters or buffers: names that begin with the module's, places, and what is there.
+
+    Args:
+        prefix: the module's name.
+        module: the module.
+        kind: one of `KINDS`.
+    """
+    owner: dict[str, Any] = vars(module)[kind]
+    for key, value in owner.items():
+        if value is not None:
+            yield f"{prefix}.{key}" if prefix else key, Place(owner, key), value
+
+
 def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
     """Parameters, then buffers, of all `modules`; a tensor that hangs in several places once."""
     places: dict[int, list[Place]] = {}
     first: dict[int, tuple[str, torch.Tensor]] = {}
-    for kind in ("_parameters", "_buffers"):
+    for kind in KINDS:
         for prefix, module in modules.items():
-            owner: dict[str, Any] = getattr(module, kind)
-            for key, value in owner.items():
-                if value is not None:
-                    path = f"{prefix}.{key}" if prefix else key
-                    _refuse_uninitialised(value, path)
-                    first.setdefault(id(value), (path, value))
-                    places.setdefault(id(value), []).append(Place(owner, key))
+            for path, place, value in own_tensors(prefix, module, kind):
+                _refuse_uninitialised(value, path)
+                first.setdefault(id(value), (path, value))
+                places.setdefault(id(value), []).append(place)
     return [StateTensor(path, value, tuple(places[key])) for key, (path, value) in first.items()]
 
 
@@ -205,7 +223,7 @@ class ModuleGuard:
 def _absent_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
     """Places where a tensor, or a forward of a module's own, may appear later."""
     for module in modules:
-        for owner in (vars(module)[kind] for kind in ("_parameters", "_buffers")):
+        for owner in (vars(module)[kind] for kind in KINDS):
             yield from ((owner, key) for key, value in owner.items() if value is None)
         if "forward" not in vars(module):
             yield vars(module), "forward"

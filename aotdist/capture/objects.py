@@ -8,7 +8,7 @@ whose `__init__` does not run. What holds none of them stays the object that the
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, is_leaf
+from aotdist.capture.hidden import attributes_of, hides_traced, refusal
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import pytree
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _WHOLE = (torch.Tensor, nn.Module, type, *_CODE)
 """What has attributes, and is no object to be taken apart."""
-_BUILTIN = (list, tuple, dict, set, frozenset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,12 @@ def _put_together(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
 pytree.register_pytree_node(_Parts, _flatten, _put_together)
 
 
-def taken_apart(result: Any, existing: Collection[int]) -> Any:
+def taken_apart(result: Any, existing: Iterable[Any]) -> Any:
     """`result` as a pytree whose leaves are all the tensors of the program in it.
 
     Args:
         result: what a program returned, or a part of that.
-        existing: identities of objects that were there before the call; they stay themselves.
+        existing: objects that were there before the call; they stay themselves.
 
     Raises:
         UnsupportedProgram: tensors are held in a way that cannot be repeated.
@@ -62,7 +61,7 @@ def taken_apart(result: Any, existing: Collection[int]) -> Any:
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
     if not any(_may_be_taken_apart(leaf) for leaf in leaves):
         return result
-    apart = _Apart(existing)
+    apart = _Apart(frozenset(map(id, existing)))
     return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
 
 
@@ -74,7 +73,7 @@ class _Apart:
         self._met: set[int] = set()
 
     def leaf(self, value: Any) -> Any:
-        if not _may_be_taken_apart(value) or id(value) in self._existing or not _holds_traced(value, set()):
+        if not _may_be_taken_apart(value) or id(value) in self._existing or not hides_traced(value):
             return value
         cls = type(value)
         if id(value) in self._met:
@@ -84,42 +83,17 @@ class _Apart:
             object.__new__(cls)
         except TypeError as error:
             raise _refused(cls, "which cannot be made anew", "return the tensors themselves") from error
-        return _Parts(cls, {name: self._part(part) for name, part in _attributes(value)})
+        return _Parts(cls, {name: self._part(part) for name, part in attributes_of(value)})
 
     def _part(self, value: Any) -> Any:
         return pytree.tree_map(self.leaf, value, is_leaf=is_leaf)
 
 
 def _refused(cls: type, how: str, way_out: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"the program returns a {cls.__name__} that holds tensors which it computes, {how}",
-        stage="capture",
-        fix=f"{way_out}, or register the class with `torch.utils._pytree.register_pytree_node`",
+    return refusal(
+        f"the program returns a {cls.__name__} that holds tensors which it computes, {how}", way_out
     )
 
 
 def _may_be_taken_apart(value: Any) -> bool:
     return not (is_constant(value) or isinstance(value, _WHOLE))
-
-
-def _holds_traced(value: Any, met: set[int]) -> bool:
-    """Whether a tensor of the program can be come by from `value`."""
-    if isinstance(value, torch.Tensor):
-        return not is_real(value)
-    if not _may_be_taken_apart(value) or id(value) in met:
-        return False
-    met.add(id(value))
-    inside = [part for _, part in _attributes(value)]
-    if isinstance(value, _BUILTIN):
-        inside += [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
-    return any(_holds_traced(part, met) for part in inside)
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What hangs on an object itself, by name: in its `__dict__`, and in the slots of its classes."""
-    yield from getattr(value, "__dict__", {}).items()
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)

@@ -21,6 +21,7 @@ from torch import nn
 from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in
 from aotdist.capture.constants import is_constant
+from aotdist.capture.modules import KINDS, own_tensors
 from aotdist.capture.source import Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
@@ -68,7 +69,8 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
     walk = _Walk()
     path = "" if isinstance(target, nn.Module) else _display_name(target)
     for source, tensor in arguments:
-        walk.owners += [] if is_of_own_class(tensor) or is_wrapper(tensor) else [(source, tensor)]
+        if not is_of_own_class(tensor) and not is_wrapper(tensor):
+            walk.owners.append((source, tensor))
         walk.look_at(source, tensor, 0)
     walk.visit(Source(path, target), target, 0)
     walk.follow_names()
@@ -180,8 +182,9 @@ class _Walk:
 
     def _of_module(self, path: str, module: nn.Module, depth: int) -> Iterator[tuple[Source, Any]]:
         self.named.append(_Named(Source(path, module), module, depth))
-        for place, tensor in _state(path, module):
-            self.look_at(place, tensor, depth)
+        for kind in KINDS:
+            for name, place, tensor in own_tensors(path, module, kind):
+                self.look_at(place.source(name), tensor, depth)
         yield from _hooks(path, module)
         yield from _library_settings(path, module)
 
@@ -278,15 +281,6 @@ def _items_of(container: Any) -> tuple[Any, ...]:
 def _keys_of(container: Any) -> tuple[Any, ...]:
     """By what a list, tuple or dictionary is indexed, as a tuple."""
     return tuple(container) if isinstance(container, dict) else tuple(range(len(container)))
-
-
-def _state(path: str, module: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
-    """A module's own parameters and buffers."""
-    for owner in (vars(module)["_parameters"], vars(module)["_buffers"]):
-        for key, value in owner.items():
-            if value is not None:
-                name = f"{path}.{key}" if path else key
-                yield Source(name, owner).item(key, name), value
 
 
 def _hooks(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:

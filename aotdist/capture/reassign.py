@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, same_constant
+from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
 from aotdist.capture.reach import Reached
-from aotdist.capture.source import Applied, Argument, Source
+from aotdist.capture.source import Applied, Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import pytree
 
 _ABSENT = object()
@@ -29,16 +28,14 @@ class _Dictionary:
     """A dictionary (attributes, buffers, a user's own) and what it held before the trace.
 
     Args:
-        path: its name.
+        source: where it is found at each call.
         held: the dictionary.
         before: what it held.
-        source: where it is found, if it hangs on an argument.
     """
 
-    path: str
+    source: Source
     held: dict[Any, Any]
     before: dict[Any, Any]
-    source: Source | None = None
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of every entry that is another object now."""
@@ -48,22 +45,15 @@ class _Dictionary:
                 yield self._place(key), before, value
 
     def _place(self, key: Any) -> Source:
-        start = Source(self.path, self.held) if self.source is None else self.source
         if not isinstance(key, str):
-            return start.item(key)
-        return start.item(key, f"{self.path}.{key}" if self.path else key)
-
-    def put_back(self, place: Source, before: Any) -> None:
-        """Let `place` be as it was."""
-        if before is _ABSENT:
-            place.delete()
-        else:
-            place.write(before)
+            return self.source.item(key)
+        path = self.source.path
+        return self.source.item(key, f"{path}.{key}" if path else key)
 
 
 @dataclass(frozen=True, slots=True)
 class _List:
-    """A list and what it held before the trace."""
+    """A list and what it held before the trace; as for `_Dictionary`."""
 
     source: Source
     held: list[Any]
@@ -80,21 +70,15 @@ class _List:
             return
         for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
             if value is not before:
-                path = f"{self.source.path}[{position}]"
-                start = self.source if _is_of_argument(self.source) else Source(path, self.held)
-                yield start.item(position, path), before, value
+                yield self.source.item(position), before, value
 
     def _refuse_growth(self) -> None:
-        if any(_is_traced(value) for value in self.held):
+        if any(map(is_traced, self.held)):
             raise UnsupportedProgram(
                 f"the list `{self.source.path}` grows or shrinks by tensors that the program computes",
                 stage="capture",
                 fix="return them and append outside, or assign to items that are there already",
             )
-
-    def put_back(self, place: Source, before: Any) -> None:
-        """Let `place` be as it was."""
-        place.write(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +94,6 @@ class _Variable:
         if value is not self.before:
             yield self.source, self.before, value
 
-    def put_back(self, place: Source, before: Any) -> None:
-        """Let `place` be as it was."""
-        if before is _ABSENT:
-            place.delete()
-        else:
-            place.write(before)
-
 
 class Reassignments:
     """Snapshots all that the program may assign to, and finds what a traced call assigned.
@@ -127,6 +104,7 @@ class Reassignments:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], reached: Reached) -> None:
+        self._owners = reached.owners
         self._watched: list[_Dictionary | _List | _Variable] = [*_of_modules(modules), *_of_reached(reached)]
 
     def collect(self) -> list[tuple[Source, Any]]:
@@ -135,16 +113,15 @@ class Reassignments:
         Attributes of arguments are among them whatever they were assigned: the next call's are others.
 
         Raises:
-            UnsupportedProgram: a list grew by tensors, or an object that hides some was assigned.
+            UnsupportedProgram: a list grew by tensors, or what was assigned hides some.
         """
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
             for place, before, value in watched.changed():
-                if _holds_traced(value) or (_is_of_argument(place) and not _hides_traced(value)):
+                _refuse_hidden(place.path, value)
+                if shows_traced(value) or place.is_of_argument:
                     found.append((place, value))
-                    watched.put_back(place, before)
-                else:
-                    _refuse_hidden(place.path, value)
+                    _put_back(place, before)
         return found
 
     def side_effects(self) -> list[str]:
@@ -153,8 +130,20 @@ class Reassignments:
             place.path
             for watched in self._watched
             for place, before, value in watched.changed()
-            if is_constant(value) and not same_constant(value, before) and not _is_of_argument(place)
+            if is_constant(value) and not same_constant(value, before) and not place.is_of_argument
         ]
+
+    def existing(self) -> Iterator[Any]:
+        """The objects that were there before the trace."""
+        yield from (owner for _, owner in self._owners)
+        for watched in self._watched:
+            match watched:
+                case _Dictionary(before=before):
+                    yield from before.values()
+                case _List(before=before):
+                    yield from before
+                case _Variable(before=before):
+                    yield before
 
     def roll_back(self) -> None:
         """Put back everything that was assigned, for the program to run once more."""
@@ -163,7 +152,7 @@ class Reassignments:
                 watched.held[:] = watched.before
                 continue
             for place, before, _ in list(watched.changed()):
-                watched.put_back(place, before)
+                _put_back(place, before)
 
     def undo(self) -> None:
         """Put back everything that holds traced tensors, after a trace that failed."""
@@ -171,14 +160,14 @@ class Reassignments:
             if isinstance(watched, _List) and len(watched.held) != len(watched.before):
                 watched.held[:] = watched.before
             for place, before, value in watched.changed():
-                if _holds_traced(value) or _hides_traced(value) or _is_of_argument(place):
-                    watched.put_back(place, before)
+                if shows_traced(value) or _hiding(value) or place.is_of_argument:
+                    _put_back(place, before)
 
 
 def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:
     for path, module in modules.items():
         for held in (vars(module)["_buffers"], vars(module)):
-            yield _Dictionary(path, held, dict(held))
+            yield _container(Source(path, held), held)
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and type(value) in (list, dict):
                 yield _container(Source(path, module).attribute(name), value)
@@ -186,8 +175,7 @@ def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _Lis
 
 def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
     for source, owner in reached.owners:
-        place = source.attribute("__dict__", source.path) if _is_of_argument(source) else None
-        yield _Dictionary(source.path, vars(owner), dict(vars(owner)), place)
+        yield _container(source.attribute("__dict__", source.path), vars(owner))
     for source, container in reached.containers:
         yield _container(source, container)
     for source, _ in (*reached.tensors, *reached.constants):
@@ -197,10 +185,11 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
 
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
+    """`container`, itself written at each call, unless it is another one each time: one of an argument."""
+    place = source if source.is_of_argument else Source(source.path, container)
     if isinstance(container, dict):
-        place = source if _is_of_argument(source) else None
-        return _Dictionary(source.path, container, dict(container), place)
-    return _List(source, container, list(container))
+        return _Dictionary(place, container, dict(container))
+    return _List(place, container, list(container))
 
 
 def _read(source: Source) -> Any:
@@ -210,30 +199,24 @@ def _read(source: Source) -> Any:
         return _ABSENT
 
 
-def _is_of_argument(place: Source) -> bool:
-    return isinstance(place.root, Argument)
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not is_real(value)
-
-
-def _holds_traced(value: Any) -> bool:
-    return _is_traced(value) or any(_is_traced(leaf) for leaf in pytree.tree_leaves(value))
-
-
-def _hides_traced(value: Any) -> bool:
-    """Whether an object of a class that is no pytree keeps traced tensors in its attributes."""
-    if isinstance(value, (type, nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
-        return False
-    return any(_holds_traced(item) for item in vars(value).values())
+def _put_back(place: Source, before: Any) -> None:
+    """Let `place` be as it was."""
+    if before is _ABSENT:
+        place.delete()
+    else:
+        place.write(before)
 
 
 def _refuse_hidden(path: str, value: Any) -> None:
-    if _hides_traced(value):
-        raise UnsupportedProgram(
-            f"`{path}` is assigned a {type(value).__name__} that holds tensors which the program computes",
-            stage="capture",
-            fix="assign the tensors themselves, or register the class with "
-            "`torch.utils._pytree.register_pytree_node`",
+    for hiding in _hiding(value):
+        raise refusal(
+            f"`{path}` is assigned a {type(hiding).__name__} that holds tensors which the program computes",
+            "assign the tensors themselves",
         )
+
+
+def _hiding(value: Any) -> list[Any]:
+    """What hides traced tensors: leaves of `value`, or all of it if it shows none."""
+    parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
+    # In modules stand-ins hang while they are traced.
+    return [part for part in parts if not isinstance(part, (type, nn.Module)) and hides_traced(part)]

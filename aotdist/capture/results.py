@@ -10,9 +10,9 @@ import torch
 
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.guise import appearance
+from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.reach import Reached
 from aotdist.capture.source import Source
-from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real, is_wrapper
 from aotdist.torch_seam import pytree
 
@@ -75,14 +75,9 @@ def _places(reached: Reached) -> Mapping[int, Source]:
 
 def _refuse_hidden(cls: type[torch.Tensor], name: str, leaves: Sequence[Any]) -> None:
     for leaf in leaves:
-        held = vars(leaf).values() if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor) else ()
-        if any(
-            isinstance(item, torch.Tensor) and not is_real(item) for item in pytree.tree_leaves(list(held))
-        ):
-            raise UnsupportedProgram(
+        if hides_traced(leaf):
+            raise refusal(
                 f"the attribute `{name}` of a {cls.__name__} is a {type(leaf).__name__} that holds tensors "
                 "which the program computes",
-                stage="capture",
-                fix="assign the tensors themselves, or register its class with "
-                "`torch.utils._pytree.register_pytree_node`",
+                "assign the tensors themselves",
             )

@@ -54,13 +54,18 @@ class Source:
 
     Args:
         path: how the user would write it (`model.blocks.0.scale`); for messages only.
-        root: where to start; held strongly, but for an `Argument`.
+        root: where to start; held strongly, but for the example of an `Argument` that was forgotten.
         steps: how to go on.
     """
 
     path: str
     root: Any
     steps: tuple[Step, ...] = ()
+
+    @property
+    def is_of_argument(self) -> bool:
+        """Whether it begins at a tensor among the arguments, and is therefore another place at each call."""
+        return isinstance(self.root, Argument)
 
     def attribute(self, name: str, path: str | None = None) -> Source:
         """The place `self.name`."""

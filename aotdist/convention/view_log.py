@@ -173,7 +173,7 @@ class ViewLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with self._guises.off((*args, *kwargs.values())):
+        with self._guises.off(self._guises.among((*args, *kwargs.values()))):
             result = self._dispatch(func, args, kwargs)
         return self._guises.show(result)
 

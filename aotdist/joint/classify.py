@@ -36,7 +36,7 @@ from aotdist.facts import (
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
-from aotdist.torch_seam import creation_meta
+from aotdist.torch_seam import creation_meta, is_leaf_with_grad
 
 
 class NodeOutputs:
@@ -158,7 +158,7 @@ class _Classifier:
     def _is_leaf_of_its_own(self, out: torch.Tensor) -> bool:
         """Whether a view that the caller gets requires grad, and neither what it is a view of nor inputs."""
         changed = any(change.op is torch.Tensor.requires_grad_ for change in self._log.changes_of(out))
-        return changed and id(out) in self._first and out.requires_grad and out.is_leaf
+        return changed and id(out) in self._first and is_leaf_with_grad(out)
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):

@@ -97,16 +97,21 @@ class Functionalisation(FunctionalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._guises.among((*args, *kwargs.values())):
-            with self._guises.off((*args, *kwargs.values())), self:
+        if disguised := self._guises.among((*args, *kwargs.values())):
+            with self._guises.off(disguised), self:
                 return func(*args, **kwargs)
         return self._dispatch(func, types, args, kwargs)
 
     def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
-        if is_operator(func):
-            _refuse(func)
+        if is_operator(func) and func.name() in _TO_SPARSE:
+            raise UnsupportedProgram(
+                "the program makes a sparse tensor",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="make it outside of the compiled function, or work on its indices and values",
+            )
         beneath_wrappers = all(issubclass(cls, FunctionalTensor) for cls in types)
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
@@ -247,21 +252,6 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
-
-
-def _refuse(func: OpOverload) -> None:
-    """Raise for an operator whose results, or effects, a graph cannot hold.
-
-    Raises:
-        UnsupportedProgram: it makes a sparse tensor.
-    """
-    if func.name() in _TO_SPARSE:
-        raise UnsupportedProgram(
-            "the program makes a sparse tensor",
-            where=Origins().current() or None,
-            stage="joint",
-            fix="make it outside of the compiled function, or work on its indices and values",
-        )
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:

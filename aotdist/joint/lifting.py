@@ -101,7 +101,7 @@ class Lifting(TorchFunctionMode):
         instead = self._instead.get(func)
         if instead is None:
             return func(*swapped_args, **swapped_kwargs)
-        with self._guises.off(swapped_args):
+        with self._guises.off(self._guises.among(swapped_args)):
             return instead(*swapped_args, **swapped_kwargs)
 
     def _swap(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -143,9 +143,9 @@ class Recording(ProxyTorchDispatchMode):
     ) -> Any:
         """A number that is read off tensors: known, or for the general mode to refuse."""
         try:
-            node_args, node_kwargs = map(self._argument, args), (kwargs or {}).items()
-            by_name = {name: self._argument(value) for name, value in node_kwargs}
-            return known.result_of(func, tuple(node_args), by_name, self.tracer.root)
+            node_args = tuple(map(self._argument, args))
+            node_kwargs = {name: self._argument(value) for name, value in (kwargs or {}).items()}
+            return known.result_of(func, node_args, node_kwargs, self.tracer.root)
         except (known.NotKnown, _NeedsGeneralMode):
             return self._dispatch(func, types, args, kwargs, direct=False)
 

@@ -271,8 +271,9 @@ def _print_sources(printer: Printer, fit: Fit) -> None:
     start = len(fit.arguments.tensor_paths())
     if fit.sources:
         printer.comment("parameters, buffers and closed-over tensors")
+    bind = binder(printer, fit.variables)
     for name, source in zip(fit.variables[start:], fit.sources, strict=True):
-        printer.line(f"{name} = {source.expression(binder(printer, fit.variables))}")
+        printer.line(f"{name} = {source.expression(bind)}")
 
 
 def _print_sizes(printer: Printer, sizes: Sizes, primals: Sequence[str]) -> None:

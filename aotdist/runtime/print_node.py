@@ -93,9 +93,9 @@ def print_node(
         _print_forward(printer, names, symbols, plan, forward, watch)
         printer.line()
         quiet = print_classes_off(printer) if has_classes else nullcontext()
-        names = [f"t{idx}" for idx in plan.outs.indices()]
-        with _static(printer, f"def backward(ctx, {', '.join(names)}):"), quiet:
-            _print_backward(printer, names, symbols, plan, backward, after_backward, watch)
+        tangents = [f"t{idx}" for idx in plan.outs.indices()]
+        with _static(printer, f"def backward(ctx, {', '.join(tangents)}):"), quiet:
+            _print_backward(printer, tangents, symbols, plan, backward, after_backward, watch)
     printer.line()
 
 

@@ -7,11 +7,21 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator
-from typing import get_args
 
 from benchmarks.tables import header, row
 from benchmarks.zoo.record import Cells
-from benchmarks.zoo.vocabulary import NUM_RANKS, Compiler, Family, Found, Layout, Outcome, Precision
+from benchmarks.zoo.vocabulary import (
+    FAMILIES,
+    LAYOUTS,
+    NUM_RANKS,
+    PRECISIONS,
+    Compiler,
+    Family,
+    Found,
+    Layout,
+    Outcome,
+    Precision,
+)
 
 _HEAD = """# Real models
 
@@ -42,46 +52,38 @@ are made, so none are compared. Written by `make models` from `results/models.js
   aotdist with `Settings(is_compiling=True)`. GPT2 and T5, in bf16: by itself, as eager keeps its bits then.
 """
 
-
 _GLANCE = (
-    """Time / eager of aotdist; **=** where it has eager's bits. Where it fails, its message stands below."""
+    "Time / eager of aotdist; **=** where it has eager's bits. Where it fails, its message stands below."
 )
-
 _MEMORY = "Peak of FP8 and of 2:4 against that of bf16, by the same contender."
 
 
 def page(cells: Cells) -> str:
     """The whole page."""
-    layouts: tuple[Layout, ...] = get_args(Layout)
     circumstances = ", ".join(f"{key} {value}" for key, value in {**cells.versions, **cells.machine}.items())
     older = sorted({cell.aotdist for cell in cells.cells} - {cells.versions.get("aotdist", "")})
     lines = [_HEAD, f"`{cells.command}`, {cells.date}; {circumstances}."]
     lines += [f"Some cells are from {', '.join(older)}."] if older else []
     lines += ["", "## At a glance", "", _GLANCE, "", *_glance(cells), "", *_summary(cells)]
     lines += ["", "## Memory", "", _MEMORY, "", *_memory(cells)]
-    for layout in layouts:
+    for layout in LAYOUTS:
         ranks = NUM_RANKS[layout]
         lines += ["", f"## {layout}, {ranks} ranks", "", *_cells(cells, layout), *_failures(cells, layout)]
     return "\n".join(lines) + "\n"
 
 
 def _places(cells: Cells, *layouts: Layout) -> Iterator[tuple[Layout, Family, Precision, Found | None]]:
-    families: tuple[Family, ...] = get_args(Family)
-    precisions: tuple[Precision, ...] = get_args(Precision)
-    for layout in layouts or get_args(Layout):
-        for family in families:
-            for precision in precisions:
+    for layout in layouts or LAYOUTS:
+        for family in FAMILIES:
+            for precision in PRECISIONS:
                 yield layout, family, precision, cells.at(layout, family, precision)
 
 
 def _glance(cells: Cells) -> Iterator[str]:
     """Model by layout and precision."""
-    layouts: tuple[Layout, ...] = get_args(Layout)
-    families: tuple[Family, ...] = get_args(Family)
-    precisions: tuple[Precision, ...] = get_args(Precision)
-    columns = list(itertools.product(layouts, precisions))
+    columns = list(itertools.product(LAYOUTS, PRECISIONS))
     yield from header("model", *(f"{layout} {precision}" for layout, precision in columns))
-    for family in families:
+    for family in FAMILIES:
         yield row(family, *(_in_short(cells.at(layout, family, precision)) for layout, precision in columns))
 
 
@@ -126,9 +128,8 @@ def _memory(cells: Cells) -> Iterator[str]:
     names: tuple[Compiler, ...] = ("eager", "aotdist")
     columns = [f"{precision} / bf16, {name}" for precision in ("fp8", "2:4") for name in names]
     yield from header("layout", "model", *(f"bf16, {name}" for name in names), *columns)
-    families: tuple[Family, ...] = get_args(Family)
-    for layout in get_args(Layout):
-        for family in families:
+    for layout in LAYOUTS:
+        for family in FAMILIES:
             base = [_peak(cells.at(layout, family, "bf16"), name) for name in names]
             ratios = [
                 _peak(cells.at(layout, family, precision), name) / peak

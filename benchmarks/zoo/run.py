@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import tyro
 
@@ -23,7 +22,19 @@ from benchmarks.zoo.cell import Job, fill
 from benchmarks.zoo.families import Size
 from benchmarks.zoo.page import page
 from benchmarks.zoo.record import Cells
-from benchmarks.zoo.vocabulary import NUM_RANKS, Compiler, Family, Found, Layout, Outcome, Precision
+from benchmarks.zoo.vocabulary import (
+    COMPILERS,
+    FAMILIES,
+    LAYOUTS,
+    NUM_RANKS,
+    PRECISIONS,
+    Compiler,
+    Family,
+    Found,
+    Layout,
+    Outcome,
+    Precision,
+)
 
 RESULTS = ROOT / "results"
 _TIMEOUT_S = 300.0
@@ -41,10 +52,10 @@ class Options:
         quick: smaller models, few rounds, into `results/quick/`: to see that everything runs.
     """
 
-    families: tuple[Family, ...] = get_args(Family)
-    layouts: tuple[Layout, ...] = get_args(Layout)
-    precisions: tuple[Precision, ...] = get_args(Precision)
-    compilers: tuple[Compiler, ...] = get_args(Compiler)
+    families: tuple[Family, ...] = FAMILIES
+    layouts: tuple[Layout, ...] = LAYOUTS
+    precisions: tuple[Precision, ...] = PRECISIONS
+    compilers: tuple[Compiler, ...] = COMPILERS
     quick: bool = False
 
 

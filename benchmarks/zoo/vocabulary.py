@@ -5,12 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Family = Literal["Llama", "Qwen3", "Mixtral", "GPT2", "ViT", "T5"]
 Layout = Literal["FSDP2", "TP", "2-D"]
 Precision = Literal["fp32", "bf16", "fp8", "2:4"]
 Compiler = Literal["eager", "aotdist", "torch.compile"]
+
+FAMILIES: tuple[Family, ...] = get_args(Family)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 
 NUM_RANKS: Mapping[Layout, int] = {"FSDP2": 2, "TP": 2, "2-D": 4}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -90,6 +91,12 @@ def test_slots_and_frozen_classes(cls: type) -> None:
     first, second = program(x), program(x + 1)
     assert type(first) is type(second) is cls and not hasattr(first, "unset")
     assert torch.equal(first.value, x * 2) and torch.equal(second.value, (x + 1) * 2)
+
+
+def test_containers_that_pytrees_know_are_looked_into() -> None:
+    program = aotdist.compile(lambda x: Frozen(collections.deque([x * 2])), backend="fx")  # type: ignore[arg-type]
+    x = torch.randn(3)
+    assert torch.equal(program(x).value[0], x * 2)
 
 
 def test_an_object_from_before_the_call_stays_itself() -> None:

@@ -167,6 +167,19 @@ REFUSED = {
         lambda m, x: assign(m, "last", types.SimpleNamespace(x=x * 2)),
         "`last` is assigned a SimpleNamespace that holds tensors",
     ),
+    "an object whose objects hide some": (
+        lambda m, x: assign(m, "last", types.SimpleNamespace(parts=[types.SimpleNamespace(x=x * 2)])),
+        "`last` is assigned a SimpleNamespace that holds tensors",
+    ),
+    "an object that hides some, beside others": (
+        lambda m, x: assign(m, "last", [x, types.SimpleNamespace(x=x * 2)]),
+        "`last` is assigned a SimpleNamespace that holds tensors",
+    ),
+    "objects in a list": (
+        lambda m, x: assign(m, "last", [types.SimpleNamespace(x=x * 2)]),
+        "`last` is assigned a list that holds tensors",
+    ),
+    "a set": (lambda m, x: assign(m, "last", {x * 2}), "`last` is assigned a set that holds tensors"),
 }
 
 

@@ -22,6 +22,7 @@ def captured(
     """`fn(*inputs)` as a graph over fake tensors; `fn` returns a list or tuple."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
+    torch.compiler.reset()  # `torch.cond` asks Dynamo, for which sizes that it saw differ are symbols
     gm = make_fx(fn, decomposition_table=decompositions)(*fakes)
     (values,) = gm.graph.output_node().args
     gm.graph.output_node().args = (tuple(values),)

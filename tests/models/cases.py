@@ -56,12 +56,18 @@ def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def cache_case(family: Family) -> None:
-    """Called as by default, a model returns keys and values in an object, a new one each time."""
+def eager_and_compiled(family: Family, **settings: Any) -> list[PreTrainedModel]:
+    """The same model twice, under FSDP2."""
     models = [make(family, SMALL) for _ in range(2)]
     for model in models:
         spread(model, "FSDP2", mesh_of("FSDP2"), None)
-    aotdist.compile(models[1], backend="fx")
+    aotdist.compile(models[1], backend="fx", settings=settings)
+    return models
+
+
+def cache_case(family: Family) -> None:
+    """Called as by default, a model returns keys and values in an object, a new one each time."""
+    models = eager_and_compiled(family)
     batch = {k: v for k, v in make_batch(family, SMALL, seed=0).items() if k != "use_cache"}
     before = None
     for _ in range(2):
@@ -77,10 +83,7 @@ def cache_case(family: Family) -> None:
 
 def padding_case(family: Family) -> None:
     """A batch with a padding mask, which transformers looks into unless it is told not to."""
-    models = [make(family, SMALL) for _ in range(2)]
-    for model in models:
-        spread(model, "FSDP2", mesh_of("FSDP2"), None)
-    aotdist.compile(models[1], backend="fx", settings={"is_compiling": True})
+    models = eager_and_compiled(family, is_compiling=True)
     for num_padded in (4, 0):
         mask = torch.ones(SMALL.batch, SMALL.sequence, dtype=torch.int64)
         mask[0, SMALL.sequence - num_padded :] = 0

@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 
+from benchmarks.zoo.vocabulary import FAMILIES, LAYOUTS, PRECISIONS
 from tests.ranks.harness import World
 
 pytestmark = pytest.mark.ranks
 
 CASES = "tests.models.cases"
-FAMILIES = ("Llama", "Qwen3", "Mixtral", "GPT2", "ViT", "T5")
-PRECISIONS = ("fp32", "bf16", "fp8", "2:4")
 CHOSEN = {
     *((family, "FSDP2", "fp32") for family in FAMILIES),
     ("Llama", "TP", "fp32"),
@@ -23,7 +22,7 @@ CHOSEN = {
 }
 CELLS = [
     pytest.param(*cell, marks=() if cell in CHOSEN else pytest.mark.sweep)
-    for cell in itertools.product(FAMILIES, ("FSDP2", "TP", "2-D"), PRECISIONS)
+    for cell in itertools.product(FAMILIES, LAYOUTS, PRECISIONS)
 ]
 
 

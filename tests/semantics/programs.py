@@ -34,6 +34,7 @@ from tests.semantics.vocabulary import (
     VIEWS,
     WRITES,
     WRITES_BOTH,
+    WRITES_ITEMS,
 )
 
 _serial = itertools.count()
@@ -207,6 +208,8 @@ class _Rehearsal:
             return False  # written through such a view, a boolean is neither true nor false
         if template == WRITES_BOTH and a == b:
             return False  # where it is a view, its history and its base's are not the same afterwards
+        if template == WRITES_ITEMS and a == b:
+            return False
         if writes and "mul" in template and is_strided_complex(self.scope[a]):
             return False  # with gaps between them, complex numbers are multiplied, and rounded, one by one
         if template == COPIES_EACH and self.scope[b].requires_grad:

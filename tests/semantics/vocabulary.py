@@ -176,7 +176,7 @@ PARTS = (
 )
 """Arguments that share memory with another argument."""
 
-ARITHMETIC = (
+COMMON_ARITHMETIC = (
     "{a} * {b}",
     "{a} + {b}",
     "{a} - 1.5",
@@ -190,20 +190,24 @@ ARITHMETIC = (
     "{a}.cumsum(0)",
     "{a} > 0",
     "{a}.double()",
-    "{a}.to(torch.float32)",
     "{a}.transpose(0, 1) @ {b}",
     "torch.cat([{a}, {b}])",
     "torch.where({a} > 0, {a}, {b})",
+    "torch.zeros_like({a})",
+    "F.layer_norm({a}, {a}.shape[-1:])",
+    "checkpoint(lambda x: x.sin() * x, {a}, use_reentrant=False)",
+    "torch._foreach_mul([{a}, {b}], 2.0)[1]",
+)
+"""What DTensors know too, as `COMMON_VIEWS` and `COMMON_WRITES`."""
+ARITHMETIC = (
+    *COMMON_ARITHMETIC,
+    "{a}.to(torch.float32)",
     "torch.rand_like({a}) * {a}",
     "F.dropout({a}, 0.5)",
-    "torch.zeros_like({a})",
     "torch.tensor([1.0, 2.0, 3.0, 4.0]) * {a}",
     "torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3)",
     "checkpoint(lambda x: F.dropout(x.sin(), 0.5) * x, {a}, use_reentrant=False)",
     "{a}.amax(-1)",
-    "F.layer_norm({a}, {a}.shape[-1:])",
-    "checkpoint(lambda x: x.sin() * x, {a}, use_reentrant=False)",
-    "torch._foreach_mul([{a}, {b}], 2.0)[1]",
     "torch.sin({a}, out=torch.empty_like({a}))",
 )
 
@@ -220,28 +224,31 @@ FUNCTION_CALLS = (
 )
 """Autograd functions of a user's; see `functions.py`."""
 
-VIEWS = (
+COMMON_VIEWS = (
     "{a}.t()",
     "{a}.view(-1)",
-    "{a}.view(2, 6)",
     "{a}.reshape(-1)",
     "{a}[0]",
     "{a}[1:]",
-    "{a}[..., ::2]",
     "{a}[:, None]",
     "{a}.unsqueeze(0)",
     "{a}.squeeze()",
-    "{a}.expand(2, 3, 4)",
     "{a}.split(2)[0]",
-    "{a}.unbind(0)[1]",
     "{a}.chunk(2, -1)[1]",
+    "{a}.detach()",
+    "{a}.view_as({a})",
+    "{a}.data",
+)
+VIEWS = (
+    *COMMON_VIEWS,
+    "{a}.view(2, 6)",
+    "{a}[..., ::2]",
+    "{a}.expand(2, 3, 4)",
+    "{a}.unbind(0)[1]",
     "{a}.diagonal()",
     "{a}.narrow(0, 1, 1)",
-    "{a}.detach()",
     "{a}.view(torch.int32)",
-    "{a}.view_as({a})",
     "{a}.T",
-    "{a}.data",
 )
 
 SEVERAL_VIEWS = (
@@ -271,31 +278,36 @@ EMPTY_SPLIT = "{a}.split(2)[0]" if torch.__version__ < "2.12" else None
 COPIES_EACH = "torch._foreach_copy_([{a}], [{b}])"
 WRITES_BOTH = "torch._foreach_mul_([{a}, {b}], 2.0)"
 """Eager is at odds with itself where both are views of one tensor."""
+WRITES_ITEMS = "{a}.index_put_((torch.tensor([0]),), {b}[:1])"
+"""Eager refuses to write a tensor with parts of itself, unless the tensor has gaps."""
 
-WRITES = (
+COMMON_WRITES = (
     "{a}.add_(1)",
     "{a}.mul_({b})",
     "{a}.add_({b}, alpha=2)",
     "{a}.zero_()",
     "{a}.copy_({b})",
     "{a}[0] = 2.5",
-    "{a}[1:] = {b}[1:]",
     "{a}.relu_()",
     "{a}.sin_()",
     "{a}.fill_(0.5)",
+    "{a}.detach().mul_(2)",
+    "{a}.clamp_(min=0)",
+    "torch._foreach_add_([{a}], 1.0)",
+)
+WRITES = (
+    *COMMON_WRITES,
+    "{a}[1:] = {b}[1:]",
     "{a}[{b} > 0] = 0.25",
     "{a}.masked_fill_({b} > 0, -1)",
     "{a}.uniform_()",
     "{a} += {b}",
-    "{a}.detach().mul_(2)",
     "{a}.t()[0].mul_(3)",
-    "{a}.clamp_(min=0)",
     "torch.sin({b}, out={a})",
     "torch.add({b}, 1, out={a})",
-    "torch._foreach_add_([{a}], 1.0)",
     WRITES_BOTH,
     COPIES_EACH,
-    "{a}.index_put_((torch.tensor([0]),), {b}[:1])",
+    WRITES_ITEMS,
 )
 
 FUNCTION_WRITES = ("Dirty.apply({a})",)

@@ -1,6 +1,7 @@
 """What random programs over DTensors are made of; see `tests/semantics/vocabulary.py`."""
 
 from tests.semantics.programs import Vocabulary
+from tests.semantics.vocabulary import COMMON_ARITHMETIC, COMMON_VIEWS, COMMON_WRITES
 
 INPUTS = (
     "leaf((4, 6), S0)(row())",
@@ -22,29 +23,10 @@ INPUTS = (
 """Even and uneven shards, whole ones, partial sums, and each rank's own tensors beside them."""
 
 ARITHMETIC = (
-    "{a} * {b}",
-    "{a} + {b}",
-    "{a} - 1.5",
-    "{a}.sin()",
-    "{a}.relu()",
-    "{a}.sum(0)",
+    *COMMON_ARITHMETIC,
     "{a}.mean(1)",
-    "{a}.mean()",
-    "{a}.clone()",
-    "{a}.contiguous()",
-    "{a}.softmax(-1)",
     "{a}.softmax(0)",
-    "{a}.cumsum(0)",
-    "{a} > 0",
-    "{a}.double()",
     "{a} @ {b}",
-    "{a}.transpose(0, 1) @ {b}",
-    "torch.cat([{a}, {b}])",
-    "torch.where({a} > 0, {a}, {b})",
-    "torch.zeros_like({a})",
-    "F.layer_norm({a}, {a}.shape[-1:])",
-    "checkpoint(lambda x: x.sin() * x, {a}, use_reentrant=False)",
-    "torch._foreach_mul([{a}, {b}], 2.0)[1]",
     "Scaled.apply({a})",
 )
 
@@ -64,38 +46,15 @@ PLACED = (
 """Given other placements, taken out, put in."""
 
 VIEWS = (
-    "{a}.t()",
-    "{a}.view(-1)",
-    "{a}.reshape(-1)",
-    "{a}[0]",
-    "{a}[1:]",
+    *COMMON_VIEWS,
     "{a}[..., 1:]",
-    "{a}[:, None]",
-    "{a}.unsqueeze(0)",
-    "{a}.squeeze()",
     "{a}.expand(2, *{a}.shape)",
-    "{a}.split(2)[0]",
-    "{a}.chunk(2, -1)[1]",
-    "{a}.detach()",
-    "{a}.view_as({a})",
-    "{a}.data",
 )
 
 WRITES = (
-    "{a}.add_(1)",
-    "{a}.mul_({b})",
-    "{a}.add_({b}, alpha=2)",
-    "{a}.zero_()",
-    "{a}.copy_({b})",
-    "{a}[0] = 2.5",
-    "{a}.relu_()",
-    "{a}.sin_()",
-    "{a}.fill_(0.5)",
-    "{a}.detach().mul_(2)",
+    *COMMON_WRITES,
     "{a}.t().mul_(3)",
     "{a}.to_local().mul_(2)",
-    "{a}.clamp_(min=0)",
-    "torch._foreach_add_([{a}], 1.0)",
 )
 
 VOCABULARY = Vocabulary(

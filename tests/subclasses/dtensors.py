@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,8 +22,24 @@ Make: TypeAlias = Callable[[DeviceMesh], Any]
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
+SETTLED: Mapping[str, Placement] = {"R": R, "S0": S0, "S1": S1}
+"""What a program may ask for; partial sums only operators make."""
+PLACEMENTS: Mapping[str, Placement] = {**SETTLED, "P": P}
 SIZES: Mapping[str, Size] = {"even": (4, 6), "uneven": (5, 3), "empty": (1, 6)}
 """On two ranks: shards alike; rows and columns that the mesh does not divide; a rank without rows."""
+
+
+def placements_and_sizes(
+    first: Container[tuple[str, str]], placements: Iterable[str] = PLACEMENTS
+) -> pytest.MarkDecorator:
+    """Runs a test for every `placement` and `size`, by name: the `first` always, others in the sweep."""
+    return pytest.mark.parametrize(
+        ("placement", "size"),
+        [
+            pytest.param(*pair, marks=() if pair in first else pytest.mark.sweep)
+            for pair in itertools.product(placements, SIZES)
+        ],
+    )
 
 
 def grid(*sizes: int) -> DeviceMesh:
@@ -91,3 +109,17 @@ def refused_by_eager(fn: Callable[..., Any], *makers: Make, mesh: DeviceMesh | N
     except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
         return str(error)
     return None
+
+
+def compared(fn: Callable[..., Any], *makers: Make) -> bool:
+    """Whether eager runs the program, and differentiates it; then one call is compared."""
+    if refused_by_eager(fn, *makers) is not None:
+        return False
+    compare(fn, *makers, calls=1)
+    return True
+
+
+def assert_few_are_refused(found: Sequence[Collection[str]], most: int) -> None:
+    """Eager refuses the same programs, by name, on all ranks, and at `most` so many."""
+    assert all(refused == found[0] for refused in found)
+    assert len(found[0]) <= most, found[0]

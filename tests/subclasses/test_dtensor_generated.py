@@ -15,7 +15,7 @@ from aotdist.errors import UnsupportedProgram
 from tests.ranks.harness import World
 from tests.semantics.observation import same_as_eager
 from tests.semantics.programs import Program, programs
-from tests.semantics.searching import OF_BACKWARD, REFUSALS, SWEEP
+from tests.semantics.searching import OF_BACKWARD, REFUSALS, SWEEP, timeout
 from tests.subclasses.dtensor_vocabulary import VOCABULARY
 from tests.subclasses.dtensors import row
 
@@ -27,7 +27,7 @@ KNOWN = (
 )
 """What a random program may be refused for."""
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(7200 if SWEEP else 120)]
+pytestmark = [pytest.mark.ranks, timeout]
 
 
 @pytest.fixture(scope="module", autouse=True)

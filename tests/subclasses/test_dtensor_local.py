@@ -16,11 +16,23 @@ from torch.distributed.tensor.experimental import local_map
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from tests.ranks.harness import World
-from tests.subclasses.dtensors import S0, S1, SIZES, P, R, compare, grid, leaf, mine, numbers, without_history
+from tests.subclasses.dtensors import (
+    PLACEMENTS,
+    S0,
+    S1,
+    SIZES,
+    P,
+    R,
+    compare,
+    grid,
+    leaf,
+    mine,
+    numbers,
+    without_history,
+)
 
 pytestmark = pytest.mark.ranks
 
-EACH: dict[str, Placement] = {"R": R, "S0": S0, "S1": S1, "P": P}
 EVEN = SIZES["even"]
 
 
@@ -37,17 +49,17 @@ def unwrapped_case(placement: str, size: str) -> None:
         lambda x: x.to_local() if size != "empty" else x.to_local() * 1,
     )
     for fn in fns:
-        compare(fn, leaf(SIZES[size], EACH[placement]))
+        compare(fn, leaf(SIZES[size], PLACEMENTS[placement]))
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("placement", EACH)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_out_of_dtensors(world2: World, placement: str, size: str) -> None:
     world2.run(unwrapped_case, placement, size)
 
 
 def wrapped_case(placement: str) -> None:
-    mesh, placements = grid(), [EACH[placement]]
+    mesh, placements = grid(), [PLACEMENTS[placement]]
 
     def uneven(x: torch.Tensor) -> torch.Tensor:
         rows = 3 if dist.get_rank() == 0 else 2
@@ -63,7 +75,7 @@ def wrapped_case(placement: str) -> None:
         compare(lambda x: distribute_tensor(x, mesh, placements, src_data_rank=None) * 2, plain)
 
 
-@pytest.mark.parametrize("placement", EACH)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_into_dtensors(world2: World, placement: str) -> None:
     world2.run(wrapped_case, placement)
 

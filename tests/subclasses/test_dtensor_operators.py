@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,15 +25,18 @@ from aotdist.errors import UnsupportedProgram
 from tests.ranks.harness import World
 from tests.semantics.observation import Scene, same_as_eager
 from tests.subclasses.dtensors import (
+    PLACEMENTS,
     S0,
     S1,
     SIZES,
-    P,
     R,
+    assert_few_are_refused,
     compare,
+    compared,
     grid,
     leaf,
     numbers,
+    placements_and_sizes,
     refused_by_eager,
     without_history,
 )
@@ -72,48 +75,23 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "random": lambda x: torch.rand_like(x) * x + torch.randn_like(x),
     "drawn by chance": lambda x: torch.bernoulli(x.detach().sigmoid()) * x,
 }
-PLACEMENTS: dict[str, Placement] = {
-    "R": R,
-    "S0": S0,
-    "S1": S1,
-    "P": P,
-    "Pavg": Partial("avg"),
-    "Pmax": Partial("max"),
-}
+OF_OPERATORS: Mapping[str, Placement] = {**PLACEMENTS, "Pavg": Partial("avg"), "Pmax": Partial("max")}
 FAILS_ON_ONE_RANK = {("S0", "empty"): ("largest",)}
 """What eager computes where there are rows, and refuses where there are none, so that the ranks part."""
 
 
 def operators_case(placement: str, size: str) -> set[str]:
     """The names of those that eager refuses."""
-    refused = set()
-    for name, fn in OPERATORS.items():
-        made = leaf(SIZES[size], PLACEMENTS[placement])
-        if name in FAILS_ON_ONE_RANK.get((placement, size), ()):
-            continue
-        if refused_by_eager(fn, made):
-            refused.add(name)
-        else:
-            compare(fn, made, calls=1)
-    return refused
+    left_out = FAILS_ON_ONE_RANK.get((placement, size), ())
+    made = leaf(SIZES[size], OF_OPERATORS[placement])
+    return {name for name, fn in OPERATORS.items() if name not in left_out and not compared(fn, made)}
 
 
-FIRST = {("R", "even"), ("S0", "uneven"), ("S0", "empty"), ("S1", "uneven"), ("P", "uneven")}
-"""The others are left to the sweep."""
-
-
-@pytest.mark.parametrize(
-    ("placement", "size"),
-    [
-        pytest.param(placement, size, marks=() if (placement, size) in FIRST else pytest.mark.sweep)
-        for placement in PLACEMENTS
-        for size in SIZES
-    ],
+@placements_and_sizes(
+    {("R", "even"), ("S0", "uneven"), ("S0", "empty"), ("S1", "uneven"), ("P", "uneven")}, OF_OPERATORS
 )
 def test_as_in_eager(world2: World, placement: str, size: str) -> None:
-    refused = world2.run(operators_case, placement, size, timeout=100)
-    assert refused[0] == refused[1]
-    assert len(refused[0]) <= 6, refused[0]
+    assert_few_are_refused(world2.run(operators_case, placement, size, timeout=100), 6)
 
 
 def tokens(vocabulary: int, *size: int) -> torch.Tensor:

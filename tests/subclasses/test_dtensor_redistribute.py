@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +13,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks.harness import World
-from tests.subclasses.dtensors import S0, S1, SIZES, Make, P, R, compare, grid, leaf, mine
+from tests.subclasses.dtensors import S0, S1, SETTLED, SIZES, Make, P, R, compare, grid, leaf, mine
 
 pytestmark = pytest.mark.ranks
 
-SETTLED: dict[str, Placement] = {"R": R, "S0": S0, "S1": S1}
-"""What a program may ask for; partial sums only operators make."""
 PARTIAL: dict[str, Placement] = {
     "P": P,
     "Pavg": Partial("avg"),
@@ -27,7 +25,7 @@ PARTIAL: dict[str, Placement] = {
     "Pproduct": Partial("product"),
 }
 STRIDED: dict[str, Placement] = {"SS0": _StridedShard(0, split_factor=2)}
-EACH = SETTLED | PARTIAL
+EACH: Mapping[str, Placement] = {**SETTLED, **PARTIAL}
 
 
 def to_each(*targets: Sequence[Placement]) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement
 import aotdist
 from aotdist.joint.later_backwards import LaterBackwards
 from tests.ranks.harness import World
-from tests.subclasses.dtensors import S0, S1, SIZES, P, R, Size, grid, leaf, mine, spread
+from tests.subclasses.dtensors import PLACEMENTS, S0, S1, SIZES, R, Size, grid, leaf, mine, spread
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +26,6 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda x: x.sum(0),
     "redistributed": lambda x: (x * 2).redistribute(placements=[R]),
 }
-PLACEMENTS: dict[str, Placement] = {"R": R, "S0": S0, "S1": S1, "P": P}
 
 
 def gradient(mesh: DeviceMesh, size: Size, placement: Placement, *, transposed: bool) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,31 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from aotdist.errors import UnsupportedProgram
 from tests.ranks.harness import World
 from tests.semantics.observation import Scene, same_as_eager
 from tests.subclasses.dtensors import (
+    PLACEMENTS,
     S0,
-    S1,
     SIZES,
-    P,
     R,
+    assert_few_are_refused,
     compare,
+    compared,
     grid,
     leaf,
     non_leaf,
     numbers,
+    placements_and_sizes,
     refused_by_eager,
     spread,
     without_history,
 )
 
 pytestmark = pytest.mark.ranks
-
-PLACEMENTS: dict[str, Placement] = {"R": R, "S0": S0, "S1": S1, "P": P}
 
 
 def _set(x: torch.Tensor) -> None:
@@ -83,30 +84,15 @@ def written_case(placement: str, size: str) -> set[str]:
             return before + 1, x * 3
 
         for made in (without_history, non_leaf):
-            maker = made(SIZES[size], PLACEMENTS[placement])
-            if refused_by_eager(program, maker):
+            if not compared(program, made(SIZES[size], PLACEMENTS[placement])):
                 refused.add(name)
-            else:
-                compare(program, maker, calls=1)
     return refused
 
 
-FIRST = {("R", "even"), ("S0", "uneven"), ("S0", "empty"), ("S1", "uneven"), ("P", "even")}
-"""The others are left to the sweep."""
-
-
-@pytest.mark.parametrize(
-    ("placement", "size"),
-    [
-        pytest.param(placement, size, marks=() if (placement, size) in FIRST else pytest.mark.sweep)
-        for placement in PLACEMENTS
-        for size in SIZES
-    ],
-)
+@placements_and_sizes({("R", "even"), ("S0", "uneven"), ("S0", "empty"), ("S1", "uneven"), ("P", "even")})
 def test_arguments(world2: World, placement: str, size: str) -> None:
-    refused = world2.run(written_case, placement, size, timeout=100)
-    assert refused[0] == refused[1]
-    assert len(refused[0]) <= (11 if placement == "P" else 3), refused[0]
+    found = world2.run(written_case, placement, size, timeout=100)
+    assert_few_are_refused(found, 11 if placement == "P" else 3)
 
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -124,6 +110,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 COPIES = {("S1", "columns"), ("S1", "a column"), ("S1", "pieces")}
 """Taken along what is sharded, after a redistribution."""
+A_COPY = r"`out\[0\]` is a view of a DTensor that was redistributed"
 
 
 def views_case(placement: str) -> None:
@@ -143,15 +130,10 @@ def views_case(placement: str) -> None:
         for program in (of_an_argument, then_written):
             for made in (leaf, non_leaf):
                 maker = made(SIZES["even"], PLACEMENTS[placement])
-                if refused_by_eager(program, maker):
-                    continue
-                if program is then_written and (placement, name) in COPIES:
-                    with pytest.raises(
-                        UnsupportedProgram, match=r"`out\[0\]` is a view of a DTensor that was red"
-                    ):
+                if refused_by_eager(program, maker) is None:
+                    refused = program is then_written and (placement, name) in COPIES
+                    with pytest.raises(UnsupportedProgram, match=A_COPY) if refused else nullcontext():
                         compare(program, maker, calls=1)
-                else:
-                    compare(program, maker, calls=1)
 
 
 @pytest.mark.parametrize("placement", ["S0", "S1"])

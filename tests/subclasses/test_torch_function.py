@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,16 @@ def test_attributes_of_results() -> None:
         return Scene(fn, (of(Traveller, tag="left"), torch.randn(3, 4, requires_grad=True)))
 
     same_as_eager(build, calls=2)
+
+
+def test_an_attribute_of_a_result_that_hides_tensors_is_refused() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.parts = SimpleNamespace(parts=[SimpleNamespace(value=x + 1)])  # type: ignore[attr-defined]
+        return y
+
+    with pytest.raises(UnsupportedProgram, match="attribute `parts` of a Tensor is a SimpleNamespace that"):
+        aotdist.compile(fn, backend="fx")(torch.randn(3))
 
 
 def test_an_object_that_an_argument_holds_is_the_results_too() -> None:

@@ -1,0 +1,83 @@
+"""Tensors of the program in what it returns and assigns: shown by pytrees, or hidden in other objects.
+
+What a pytree shows becomes outputs, and is put together again at every call. What another object holds would
+stay what it is at capture: a stand-in.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.constants import is_constant
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import is_real
+from aotdist.torch_seam import pytree
+
+_NOT_ENTERED = (nn.Module, type, types.ModuleType)
+"""While a program is traced, stand-ins hang in modules; they are taken out again."""
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether `value` is a tensor of the program."""
+    return isinstance(value, torch.Tensor) and not is_real(value)
+
+
+def shows_traced(value: Any) -> bool:
+    """Whether a leaf of `value`, as a pytree, is a tensor of the program."""
+    return any(map(is_traced, pytree.tree_leaves(value)))
+
+
+def hides_traced(value: Any) -> bool:
+    """Whether an object that is no tensor holds tensors of the program, or objects that do."""
+    if isinstance(value, torch.Tensor):
+        return False
+    met = {id(value): value}  # with the objects, so that no other gets the identity of one
+    return any(_leads_to_traced(part, met) for part in _parts(value))
+
+
+def _leads_to_traced(value: Any, met: dict[int, Any]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return is_traced(value)
+    if is_constant(value) or isinstance(value, _NOT_ENTERED) or id(value) in met:
+        return False
+    met[id(value)] = value
+    return any(_leads_to_traced(part, met) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What an object holds: its attributes, and its items if it is a container."""
+    yield from (part for _, part in attributes_of(value))
+    if isinstance(value, _CONTAINERS):  # pytrees take keys for constants, and sets and subclasses for leaves
+        yield from value
+        yield from value.values() if isinstance(value, dict) else ()
+    yield from pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What hangs on an object itself, by name: in its `__dict__`, and in the slots of its classes."""
+    yield from getattr(value, "__dict__", {}).items()
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def refusal(what: str, way_out: str) -> UnsupportedProgram:
+    """What to raise for an object that hides tensors of the program.
+
+    Args:
+        what: where it is met, and which tensors it hides.
+        way_out: what to do about it, if not to teach pytrees its class.
+    """
+    return UnsupportedProgram(
+        what,
+        stage="capture",
+        fix=f"{way_out}, or register the class with `torch.utils._pytree.register_pytree_node`",
+    )
