@@ -58,6 +58,7 @@ from aotdist.joint.swaps import Swaps
 from aotdist.joint.waypoints import Held, Waypoints
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import (
+    is_wrapper,
     leaves,
     plain_tensors,
     recipe_of,
@@ -288,7 +289,7 @@ def _forward_writes(
     ]
     repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
     # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
-    written = [(idx, s) for idx, s in _written_by_name(row) if all(map(storages.holds, s.plains))]
+    written = [(idx, s) for idx, s in _written_by_name(row, metadata) if all(map(storages.holds, s.plains))]
     for idx, stand_in in written:
         if _is_written_around(stand_in, strided, history=metadata.has_new_history(idx, stand_in)):
             raise written_around(stand_in)
@@ -317,13 +318,20 @@ def _is_written_around(stand_in: StandIn, strided: Strided, *, history: bool) ->
     return any(strided.looks_around(plain, history=not history) for plain in stand_in.plains)
 
 
-def _written_by_name(row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
+def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[tuple[PrimalIdx, StandIn]]:
     """The inputs to copy new values into.
 
     Of several that share memory, those that were written themselves: the others see it. And those that show
     more than these, since what was done behind autograd's back, by `.data`, has no name.
+
+    A view of a DTensor may be a copy: written, it leaves the DTensor's data alone, and gives it a history.
     """
-    written = [(idx, s) for idx, s in row.enumerate() if any(s.writes()) and (s.whole or not s.derived)]
+    written = [
+        (idx, s)
+        for idx, s in row.enumerate()
+        if (s.whole or not s.derived)
+        and (any(s.writes()) or (is_wrapper(s.tensor) and s.bumps() and metadata.has_new_history(idx, s)))
+    ]
     named: dict[int, list[torch.Tensor]] = defaultdict(list)
     for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
         named[storage_id(plain)].append(plain)

@@ -64,11 +64,12 @@ class Scene:
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
         other_kinds: for which of them it is plain if they are wrappers, and a wrapper if they are plain.
-        lenient: three things are not compared. Last bits of gradients that meet outside of `fn`, at a base
-            of an argument that was written. And strides of dimensions of one element and of what is empty:
+        lenient: some things are not compared. Last bits of gradients that meet outside of `fn`, at a base
+            of an argument that was written. Strides of dimensions of one element and of what is empty:
             PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and `torch.empty_like(x)`); a write keeps
-            what they say. And how gradients of DTensors are placed: one that arrives placed otherwise than
-            its result, as those of views of sharded dimensions do, is converted first.
+            what they say. How gradients of DTensors are placed: one that arrives placed otherwise than its
+            result, as those of views of sharded dimensions do, is converted first. Version counters inside
+            of wrappers: a write of what is inside of a view of one is not counted there.
     """
 
     fn: Any
@@ -295,7 +296,7 @@ def play(
             history = list(map(history_of, arguments))
             # Held, so that what the program makes does not get the number of memory that it lets go of.
             before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
-            counted = with_what_is_inside(scene.tensors())
+            counted = {} if scene.lenient else with_what_is_inside(scene.tensors())
         with around():
             counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)

@@ -42,6 +42,10 @@ def _set(x: torch.Tensor) -> None:
     x[:, 0] = 2.5
 
 
+def _set_rows(x: torch.Tensor) -> None:
+    x[1:] = x[1:]
+
+
 def _assign_data(x: torch.Tensor) -> None:
     x.data = (x * 2).detach()
 
@@ -55,6 +59,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "filled": lambda x: x.fill_(0.5),
     "a column": _set,
     "columns": lambda x: x[:, 1:].mul_(3),
+    "rows, by themselves": _set_rows,
     "transposed": lambda x: x.t().mul_(3),
     "reshaped": lambda x: x.unsqueeze(0).add_(1),
     "fused": lambda x: x.addcmul_(x.detach(), x.detach()),
