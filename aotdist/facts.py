@@ -67,6 +67,7 @@ class ViewStep:
         grad: whether grad mode was on when the view was made; a view made under `no_grad` stays
             without gradient.
         serial: which operation of the trace it was: views of the same `x.detach()` share it for their base.
+        shared: whether something is done to the view itself, which is then the same for all that pass it.
     """
 
     op: Callable[..., Any]
@@ -75,10 +76,11 @@ class ViewStep:
     pick: int | None = None
     grad: bool = True
     serial: int = 0
+    shared: bool = False
 
     def is_common(self) -> bool:
         """Whether views that have this step in common share what it makes."""
-        return self.pick is not None or self.ends_views()
+        return self.pick is not None or self.shared or self.ends_views()
 
     def ends_views(self) -> bool:
         """Whether what the step makes is no view to autograd, so that views of it have it for their base."""

@@ -213,5 +213,6 @@ def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[s
 def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
     """The class that a traced plain tensor shows, and its attributes."""
     if isinstance(tensor, FunctionalTensor):
-        return torch.Tensor, given_attributes(tensor)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter if is_parameter else torch.Tensor, given_attributes(tensor)
     return type(tensor), vars(tensor)

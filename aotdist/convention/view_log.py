@@ -8,7 +8,7 @@ and `detach` too, where autograd itself forgets what a view was made of.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -279,6 +279,13 @@ class ViewLog(TorchDispatchMode):
                 self._change(out, size, resize_as_out, shape, {}, bumps=1, former=former)
         return result
 
+    def share(self, view: torch.Tensor) -> None:
+        """All that is a view of `view`, if it is one itself, is to be made of the same tensor."""
+        entry = self._entries.get(id(view))
+        if entry is not None:
+            steps = (*entry.steps[:-1], replace(entry.steps[-1], shared=True))
+            self._entries[id(view)] = replace(entry, steps=steps)
+
     def move(self, tensor: torch.Tensor, op: Callable[..., Any], do: Callable[[], None], *args: Any) -> None:
         """Call `do()`, which is `op(tensor, *args)`, and note that the tensor has other memory then."""
         size, former = tensor.size(), self._name(tensor)
@@ -372,10 +379,7 @@ class ViewLog(TorchDispatchMode):
             self._moved[id(change.tensor)] = change.tensor
 
     def _is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        entry = self._entries.get(id(view))
-        while entry is not None and entry.base is not base:
-            entry = self._entries.get(id(entry.base))
-        return entry is not None
+        return any(passed is base for passed in self.bases(view))
 
     def _refuse_outgrown(self, values: Sequence[Any]) -> None:
         for value in values:
@@ -472,6 +476,13 @@ class ViewLog(TorchDispatchMode):
         """When a view was made, as a number that grows; before all others for what is no view."""
         entry = self._entries.get(id(tensor))
         return -1 if entry is None else entry.made
+
+    def bases(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What `tensor` is a view of, what that is a view of, and so on."""
+        entry = self._entries.get(id(tensor))
+        while entry is not None:
+            yield entry.base
+            entry = self._entries.get(id(entry.base))
 
     def is_outdated(self, tensor: torch.Tensor) -> bool:
         """Whether a view, or one on the way to it, was made before a write of what it is a view of.

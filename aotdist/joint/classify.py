@@ -103,6 +103,7 @@ class _Classifier:
         for position, out in enumerate(outs):
             if isinstance(out, torch.Tensor):
                 self._first.setdefault(id(out), OutIdx(position))
+        self._own_leaves = self._find_own_leaves()
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
         while self._finds_more_to_replay():
@@ -151,14 +152,30 @@ class _Classifier:
         key = id(change.tensor)
         if self._inputs.index_of(change.tensor) is not None:
             return number in self._written
-        if change.op is torch.Tensor.requires_grad_ and self._is_leaf_of_its_own(change.tensor):
+        if change.op is torch.Tensor.requires_grad_ and key in self._own_leaves:
             return True
         return key in self._replayed or (key in self._first and change.moves())
 
-    def _is_leaf_of_its_own(self, out: torch.Tensor) -> bool:
-        """Whether a view that the caller gets requires grad, and neither what it is a view of nor inputs."""
-        changed = any(change.op is torch.Tensor.requires_grad_ for change in self._log.changes_of(out))
-        return changed and id(out) in self._first and is_leaf_with_grad(out)
+    def _find_own_leaves(self) -> set[int]:
+        """What begins to require grad in the program, among what the caller gets and what that is a view of.
+
+        It is made outside, once, and begins to require grad there; autograd's node knows nothing of it.
+        """
+        outs = [out for out in self._outs if isinstance(out, torch.Tensor)]
+        passed = {id(one): one for out in outs for one in (out, *self._log.bases(out))}
+        own = {key: one for key, one in passed.items() if self._begins_to_require_grad(one)}
+        for leaf in own.values():
+            self._log.share(leaf)
+        return set(own)
+
+    def _begins_to_require_grad(self, tensor: torch.Tensor) -> bool:
+        changes = self._log.changes_of(tensor) if self._inputs.index_of(tensor) is None else ()
+        return any(c.op is torch.Tensor.requires_grad_ for c in changes) and is_leaf_with_grad(tensor)
+
+    def _has_history(self, out: torch.Tensor) -> bool:
+        """Whether gradients of an output may reach inputs, rather than end at a leaf of the program's own."""
+        ends = any(id(one) in self._own_leaves for one in (out, *self._log.bases(out)))
+        return out.requires_grad and not ends
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):
@@ -168,6 +185,8 @@ class _Classifier:
             return IsInput(as_input)
         if id(change.tensor) in self._first:
             return ViewOfOutput(self._first[id(change.tensor)], ())
+        if id(change.tensor) in self._own_leaves and self._log.made(change.tensor) >= 0:
+            return self._made_again(Slot("output", f"leaf[{number}]"), change.tensor)
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
     def _count_bumps(self, change: Change) -> None:
@@ -237,11 +256,16 @@ class _Classifier:
         slot = Slot("output", f"out[{position}]")
         if root.base is out:
             self._refuse_unknown_alias(slot, out)
-            return Fresh(self._value(slot, out, history=out.requires_grad))
+            return Fresh(self._value(slot, out, history=self._has_history(out)))
         self._refuse_outdated_copy(slot, out, root.base)
+        return self._made_again(slot, out)
+
+    def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
+        """How to make a view outside."""
+        root = self._log.root(out, self._first)
+        has_history = self._has_history(out)
         if not root.made:
-            history = out.requires_grad and not self._is_leaf_of_its_own(out)
-            return self._view(position, root.base, root.steps, history=history)
+            return self._view(slot, root.base, root.steps, history=has_history)
         # What is taken out of an input is taken out of the input itself, outside of all functions.
         depths = [depth for depth, step in enumerate(root.steps, 1) if isinstance(step.op, Inside)]
         steps: tuple[Step, ...] = root.steps[: max(depths, default=0)]
@@ -254,7 +278,7 @@ class _Classifier:
         steps = (*steps, *inside)
         # The base of what a function returned gets its gradient through the function alone. But what is made
         # under `no_grad` has no gradient, and requires one if its base does.
-        return self._view(position, root.base, steps, history=out.requires_grad and out.is_leaf)
+        return self._view(slot, root.base, steps, history=has_history and out.is_leaf)
 
     def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
         """A wrapper around memory of an input may be no view to autograd: `redistribute` where nothing moves.
@@ -288,7 +312,7 @@ class _Classifier:
     def _is_early(self, position: OutIdx) -> bool:
         """Whether an output is to be made before its base is written, since that changes its history."""
         out, fact = self._outs[position], self._node.facts[position]
-        if not isinstance(fact, ViewOfInput) or not out.requires_grad:
+        if not isinstance(fact, ViewOfInput) or not self._has_history(out):
             return False
         steps = [step for step in fact.steps if isinstance(step, ViewStep)]
         base = self._log.root(out, ()).base
@@ -309,18 +333,17 @@ class _Classifier:
         return not several and all(step.grad for step in steps)
 
     def _view(
-        self, position: OutIdx, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool
-    ) -> OutputFact:
+        self, slot: Slot, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool
+    ) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
+        of_base = Slot(slot.role, f"{slot.path}.base")
         of_input = self._inputs.index_of(base)
         if of_input is not None:
             return ViewOfInput(of_input, steps)
         if id(base) in self._first:
             if id(base) in self._replayed:  # it may have lost its history since
-                self._value(Slot("output", f"out[{position}].base"), base, history=history)
+                self._value(of_base, base, history=history)
             return ViewOfOutput(self._first[id(base)], steps)
-        return ViewOfIntermediate(
-            self._value(Slot("output", f"out[{position}].base"), base, history=history), steps
-        )
+        return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
 
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """What the region returns for a tensor."""

@@ -51,6 +51,7 @@ from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.meetings import Meetings
 from aotdist.joint.metadata import Metadata, refuse, written_around
+from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.strided import Strided
@@ -69,9 +70,8 @@ from aotdist.torch_seam import (
     custom_functions,
     data_writes,
     functional_value,
-    is_leaf_with_grad,
+    history_of,
     metadata_written,
-    nodes_behind,
     storage_changes,
     storage_id,
 )
@@ -177,7 +177,7 @@ class Effects:
             refuse_unknown_subclass(tensor, node_out.slot.path)
             if node_out.differentiable and tensor.is_leaf:
                 raise requires_grad_by_itself(node_out.slot)
-        _refuse_uses_of_own_leaves(outs, outputs)
+        refuse_uses_of_own_leaves(outs, outputs, self.inputs, self.log)
         is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
@@ -200,7 +200,7 @@ class Effects:
         waypoints = Waypoints(held, ends)
         arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
         wanted = metadata.gradient_ends(inputs.row())
-        asked = self.classes.are_asked_in_backward(forward.outs)
+        asked = self.classes.are_asked_in_backward(self._starts(forward))
         shown = functools.partial(self.classes.shown, asked=asked)
         backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals, shown)
         alone = backward.choices() if self.cuts else []
@@ -233,6 +233,16 @@ class Effects:
             results + written,
         )
 
+    def _starts(self, forward: ForwardEffects) -> list[torch.Tensor]:
+        """Results, and written inputs, at which the caller may start a backward of the program."""
+        row = self.inputs.row()
+        tensors = [out for out in forward.outs if isinstance(out, torch.Tensor)]
+        starts = [out for out in tensors if history_of(out) is not None and self.inputs.index_of(out) is None]
+        for idx, fact in forward.writes.enumerate():
+            if isinstance(fact, DataWritten) and fact.differentiable:
+                starts.append(row[idx].tensor)
+        return starts
+
     def facts(self, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
         """All that the later stages know."""
         row, outputs, metadata, grads = self.inputs.row(), forward.outputs, forward.metadata, backward.grads
@@ -254,19 +264,6 @@ class Effects:
             adds_layouts=backward.adds_layouts,
             early=outputs.early,
         )
-
-
-def _refuse_uses_of_own_leaves(outs: Sequence[Any], outputs: NodeOutputs) -> None:
-    """Refuse results of which others are functions, and that begin to require grad in the program."""
-    views = {
-        id(out): position
-        for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True))
-        if isinstance(fact, (ViewOfInput, ViewOfIntermediate)) and is_leaf_with_grad(out)
-    }
-    used = nodes_behind(outputs.tensors[idx] for idx in outputs.with_history) if views else ()
-    for leaf in (node.variable for node in used if hasattr(node, "variable")):
-        if id(leaf) in views:
-            raise requires_grad_by_itself(Slot("output", f"out[{views[id(leaf)]}]"))
 
 
 def _forward_writes(

@@ -81,12 +81,16 @@ class Functionalisation(FunctionalTensorMode):
         """
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if not plain and is_functional_base(tensor):
-            self._laid_out[functional_storage_id(tensor)] = tensor
+            self._keep_layout(tensor)
         return tensor
+
+    def _keep_layout(self, tensor: FunctionalTensor) -> None:
+        """By a shell of its own: that of the program may show a class, or be given other memory."""
+        with self:
+            self._laid_out[functional_storage_id(tensor)] = second_shell(tensor)
 
     def exchange(self, exchange: Exchange) -> None:
         """Two tensors have become each other."""
-        self._laid_out = {storage: exchange.of(owner) for storage, owner in self._laid_out.items()}
         self.rebinding.exchange(exchange)
 
     def __torch_dispatch__(
@@ -142,10 +146,8 @@ class Functionalisation(FunctionalTensorMode):
     def _remember_viewed(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, FunctionalTensor) or not is_functional_base(tensor):
             return
-        storage = functional_storage_id(tensor)
-        if storage not in self._laid_out:
-            with self:
-                self._laid_out[storage] = second_shell(tensor)
+        if functional_storage_id(tensor) not in self._laid_out:
+            self._keep_layout(tensor)
 
     def _functionalise(
         self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,7 +15,7 @@ from aotdist.convention.naming import NAMED, named_history
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs, StandIn
-from aotdist.program import PrimalIdx, Row
+from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
 from aotdist.torch_seam import history_of, memory_of, sequence_nr
 
@@ -160,11 +160,16 @@ def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
     example = stand_in.example
     if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
         if log.has_outdated_views(stand_in.tensor):
-            raise UnsupportedProgram(
-                f"`{stand_in.slot}`, a leaf and a view of another, is written after views of it are made",
-                stage="joint",
-                fix="make the views after the write, or under `no_grad`",
-            )
+            raise forgotten(stand_in.slot)
+
+
+def forgotten(slot: Slot) -> UnsupportedProgram:
+    """An error for a leaf of which autograd forgets that others are views of it."""
+    return UnsupportedProgram(
+        f"`{slot}`, a leaf and a view of another, is written after views of it are made",
+        stage="joint",
+        fix="make the views after the write, or under `no_grad`",
+    )
 
 
 def _stays_inside(change: Change, stand_in: StandIn) -> bool:

@@ -336,6 +336,32 @@ def test_checkpoints() -> None:
     same_as_eager(lambda: Scene(fn, (of(Traveller, tag="a"),)))
 
 
+def test_checkpoints_beside_the_argument() -> None:
+    """The backward begins at the plain result: what is computed again hears of the class."""
+
+    def fn(x: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(lambda x: x.sin() * x, x, use_reentrant=False), x
+
+    def build() -> Scene:
+        return Scene(fn, (WithScale(torch.randn(3, 4, requires_grad=True), torch.tensor(2.0)),))
+
+    same_as_eager(build)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_result_that_lies_transposed_is_written(cls: type[torch.Tensor]) -> None:
+    same_as_eager(lambda: Scene(lambda x: (x.t() * 2).zero_(), (of(cls),)))
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_leaves_that_the_program_makes(cls: type[torch.Tensor]) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        own, of_result = WithScale(x, y.sum()), WithScale(Cubed.apply(x), y.sum())
+        return no_grad(lambda: own.tensor_split(2)), of_result
+
+    same_as_eager(lambda: Scene(fn, (of(cls), torch.randn(3, 4, requires_grad=True))))
+
+
 def test_inside_of_a_transform() -> None:
     same_as_eager(lambda: Scene(lambda x: torch.func.vmap(torch.sin)(x), (of(Methods),)))
 
