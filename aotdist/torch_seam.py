@@ -732,6 +732,11 @@ def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
 _COUNTS_WRITES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
+def views_unnoticed() -> AbstractContextManager[Any]:
+    """Autograd notes no views in here: what shows all of a new tensor's memory is as good as new."""
+    return torch._C._ExcludeDispatchKeyGuard(_COUNTS_WRITES)
+
+
 def part_of(
     memory: FunctionalTensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> FunctionalTensor:

@@ -14,6 +14,7 @@ summed over.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -27,6 +28,7 @@ from aotdist.subclasses.sparse24_packing import (
     magnitude_mask,
     unpack,
 )
+from aotdist.torch_seam import views_unnoticed
 
 Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]
 
@@ -177,10 +179,19 @@ def _like_linear(
 
 
 def _define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> None:
-    """Make an operator of a function, and of one that describes its result without data."""
+    """Make an operator of a function, and of one that describes its result without data.
+
+    Functions end in views of what they have made (`flatten`); an operator's result is no view.
+    """
+
+    @functools.wraps(run)
+    def run_unnoticed(*args: Any) -> torch.Tensor:
+        with views_unnoticed():
+            return run(*args)
+
     name, _, signature = schema.partition("(")
     torch.library.define(f"aotdist::{name}", f"({signature}")
-    torch.library.impl(f"aotdist::{name}", "default", run)
+    torch.library.impl(f"aotdist::{name}", "default", run_unnoticed)
     torch.library.register_fake(f"aotdist::{name}", like)
 
 

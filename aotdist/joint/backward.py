@@ -170,8 +170,9 @@ class Backward:
             return tensor, tangent
         stack.enter_context(arrival.bringing(tangent))
         # Put together, since a wrapper's class may know no `zeros_like`.
-        zeros = [torch.zeros_like(plain, requires_grad=False) for plain in plain_tensors(arrival.view)]
-        return arrival.view, rebuild(recipe_of(arrival.view), zeros)
+        recipe, device = tangent_recipe(recipe_of(arrival.view)), arrival.view.device
+        zeros = [torch.zeros(leaf.size, dtype=leaf.dtype, device=device) for _, leaf in leaves(recipe)]
+        return arrival.view, rebuild(recipe, zeros)
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:

@@ -50,6 +50,12 @@ WATCHED = ("gradients of other kinds than the results arrive",)
 They are where they are asked to be, and where operators take wrappers and plain tensors together.
 """
 
+OF_OWN_LEAVES = (
+    "requires grad, and no input of the program that does leads to it",
+    "a leaf and a view of another, is written after views of it are made",
+)
+"""What it may be refused for besides, if it makes leaves of its own: a WithScale is one."""
+
 SWEEP = settings().max_examples >= 1000
 """Whether the long search was asked for."""
 
@@ -79,6 +85,8 @@ def compare(program: Program, around: Around = nullcontext, *, mixes: bool = Fal
         without_grad = around is not nullcontext or any("no_grad" in line for line in program.statements)
         reasons = (*REFUSALS, *OF_BACKWARD) if program.left_out or without_grad else REFUSALS
         reasons = (*reasons, *WATCHED) if program.other_kinds or mixes else reasons
+        makes_leaves = any("WithScale(" in line for line in program.statements)
+        reasons = (*reasons, *OF_OWN_LEAVES) if makes_leaves else reasons
         known = any(reason in refusal.what for reason in reasons)
         assert known, _explained(program, around, refusal, options)
     except Exception as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from aotdist.subclasses.sparse24 import Sparse24Tensor
 from aotdist.subclasses.sparse24_operators import choose_kernel
 from aotdist.subclasses.sparse24_packing import MaskKind, magnitude_mask
 from aotdist.subclasses.sparse24_selection import Gradient, sparsify
+from tests.semantics.observation import Scene, same_as_eager
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning"),
@@ -206,6 +209,29 @@ def test_as_an_input_and_an_output_of_a_program(mask: MaskKind) -> None:
     assert same(transposed, sparse.t())
     assert torch.equal(product, sparse @ dense)
     assert same(made, sparsify(dense))
+
+
+UNPACKED: dict[str, Callable[[Sparse24Tensor], torch.Tensor]] = {
+    "values": lambda sparse: sparse.to_dense(),
+    "mask": lambda sparse: sparse.mask(),
+    "transposed values": lambda sparse: sparse.t().to_dense(),
+    "values, written": lambda sparse: sparse.to_dense().mul_(2),
+    "mask, written": lambda sparse: sparse.mask().zero_(),
+    "a part, written": lambda sparse: sparse.to_dense()[8:].mul_(2),
+}
+
+
+@pytest.mark.parametrize("which", UNPACKED)
+def test_what_is_unpacked_is_no_view(mask: MaskKind, which: str) -> None:
+    same_as_eager(lambda: Scene(UNPACKED[which], (sparsify(torch.randn(16, 24), mask),)))
+
+
+@pytest.mark.parametrize("cut", [lambda made: made[:8], lambda made: made.t(), lambda made: made.t()[8:]])
+def test_gradients_of_views_of_a_result(mask: MaskKind, cut: Callable[[Sparse24Tensor], Any]) -> None:
+    """They are dense, where the view is packed."""
+    same_as_eager(
+        lambda: Scene(lambda dense: cut(sparsify(dense, mask)), (torch.randn(16, 24, requires_grad=True),))
+    )
 
 
 def test_gradients_of_gradients() -> None:
