@@ -52,6 +52,11 @@ class _DTensorRule(WrapperRule):
         first, second = _spec(a), _spec(b)
         return first.placements == second.placements and first.mesh == second.mesh
 
+    def is_redistributed(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        """Along what is sharded, a view is a copy of the whole."""
+        placements = (view.placements, base.placements)  # type: ignore[attr-defined]
+        return len({tuple(map(type, placed)) for placed in placements}) > 1
+
     def refuse(self, tensor: torch.Tensor, path: str) -> None:
         if isinstance(tensor, DTensor) and any(map(masks_rows, tensor.placements)):
             raise UnsupportedProgram(

@@ -228,6 +228,10 @@ class WrapperRule:
         """Whether the contexts of two recipes describe interchangeable tangents."""
         return bool(a.context == b.context)
 
+    def is_redistributed(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        """Whether a view is laid out otherwise than a gradient of its base would be: so is its gradient."""
+        return False
+
     def refuse(self, tensor: torch.Tensor, path: str) -> None:
         """Raise `UnsupportedProgram` for a tensor that cannot pass between a program and its caller."""
 

@@ -25,8 +25,13 @@ from aotdist.convention.naming import another_name
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.version import counting_as_eager
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Around, Inside, ViewStep, data_of
-from aotdist.subclasses.protocol import around_one, inner_tensors, is_wrapper, plain_tensors
+from aotdist.subclasses.protocol import (
+    around_one,
+    inner_tensors,
+    is_wrapper,
+    plain_tensors,
+    wrapper_rule,
+)
 from aotdist.torch_seam import (
     HigherOrderOperator,
     OpOverload,
@@ -110,9 +115,14 @@ class Root:
         """How, from the base to the view."""
         return (*self.steps, *(step for made in self.made for step in made.after))
 
-    def passing(self) -> Root:
-        """The same, where the tensor at which it has arrived so far is one of `made`, if it has to be."""
+    def passing(self, before: torch.Tensor | None) -> Root:
+        """The same, where the tensor at which it has arrived so far is one of `made`, if it has to be.
+
+        Args:
+            before: what it is a view of, if its gradient is not to arrive there as autograd would have it.
+        """
         matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
+        matters = matters or (before is not None and is_redistributed(self.base, before))
         return replace(self, steps=(), made=(Made(self.base, self.steps), *self.made)) if matters else self
 
 
@@ -521,16 +531,20 @@ class ViewLog(TorchDispatchMode):
             self._as_made[id(tensor)] = known
         return known
 
-    def root(self, tensor: torch.Tensor, known: Container[int]) -> Root:
+    def root(self, tensor: torch.Tensor, known: Container[int], *, through_node: bool = False) -> Root:
         """What `tensor` is a view of in the end, and how.
 
-        The chain stops at a tensor whose id is `known`: `y.detach()[0]` has `y.detach()` for its `_base`, and
-        the caller may hold both.
+        Args:
+            tensor: the view.
+            known: the chain stops at a tensor whose id this holds: `y.detach()[0]` has `y.detach()` for its
+                `_base`, and the caller may hold both.
+            through_node: gradients of its base arrive at the node, which expects them to be laid out as that
+                is: views that were redistributed are among those with histories of their own.
         """
         found = Root(tensor)
         entry = self._entries.get(id(tensor))
         while entry is not None:
-            found = found.passing()
+            found = found.passing(entry.base if through_node else None)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise _outgrown()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))
@@ -611,6 +625,16 @@ def share_memory(base: torch.Tensor, result: Any) -> bool:
         return False
     memory = {memory_of(plain) for plain in plain_tensors(base)}
     return any(memory_of(plain) in memory for view in views for plain in plain_tensors(view))
+
+
+def is_redistributed(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether gradients of `view` are laid out otherwise than those of `base`."""
+    is_same_kind = is_wrapper(view) and type(view) is type(base)
+    return (
+        is_same_kind
+        and history_of(view) is not None
+        and wrapper_rule(type(view)).is_redistributed(view, base)
+    )
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
