@@ -25,6 +25,7 @@ from aotdist.convention.naming import another_name
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.version import counting_as_eager
 from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Around, Inside, ViewStep, data_of
 from aotdist.subclasses.protocol import (
     around_one,
     inner_tensors,

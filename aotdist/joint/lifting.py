@@ -102,7 +102,8 @@ class Lifting(TorchFunctionMode):
         if instead is None:
             return func(*swapped_args, **swapped_kwargs)
         with self._guises.off(self._guises.among(swapped_args)):
-            return instead(*swapped_args, **swapped_kwargs)
+            result = instead(*swapped_args, **swapped_kwargs)
+        return self._guises.show(result)
 
     def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._stand_in(tensor) if self._is_foreign(tensor) else tensor

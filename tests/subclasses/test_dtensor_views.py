@@ -1,4 +1,4 @@
-"""Views along what is sharded: autograd takes a redistributed copy for a view, and so is its gradient placed."""
+"""Views along what is sharded: autograd takes a redistributed copy for one, whose gradient is placed so."""
 
 from __future__ import annotations
 

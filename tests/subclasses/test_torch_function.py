@@ -44,6 +44,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "several results": lambda x, y: x.split(2, 1),
     "of the second argument": lambda x, y: (y * x, y + 1),
     "detached": lambda x, y: (x.detach(), (x * 2).detach()),
+    "its data": lambda x, y: (x.data, (x * 2).data),
     "as plain": lambda x, y: (x.as_subclass(torch.Tensor), (x * 2).as_subclass(torch.Tensor) * y),
     "of another class": lambda x, y: y.as_subclass(Greedy) * 2,
     "plain made its own": lambda x, y: (y * 2).as_subclass(type(x)),
