@@ -26,8 +26,10 @@ from aotdist.joint.inputs import StandIn
 from aotdist.joint.proxies import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
+    Plain,
     Recipe,
     Wrapper,
+    is_wrapper,
     leaves,
     mixes_with_plain,
     plain_tensors,
@@ -175,10 +177,17 @@ class Backward:
         if arrival is None:
             return tensor, tangent
         stack.enter_context(arrival.bringing(tangent))
-        # Put together, since a wrapper's class may know no `zeros_like`.
-        recipe, device = tangent_recipe(recipe_of(arrival.view)), arrival.view.device
-        zeros = [torch.zeros(leaf.size, dtype=leaf.dtype, device=device) for _, leaf in leaves(recipe)]
-        return arrival.view, rebuild(recipe, zeros)
+        return arrival.view, _nothing_for(arrival.view)
+
+
+def _nothing_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient of zeros for a traced tensor, of the kind that is assumed."""
+    recipe = tangent_recipe(recipe_of(tensor))
+    if isinstance(recipe, Plain) and is_wrapper(tensor):
+        return torch.zeros(recipe.size, dtype=recipe.dtype, device=tensor.device)
+    # Put together, since a wrapper's class may know no `zeros_like`. It takes no sizes, as `zeros` does.
+    zeros = [torch.zeros_like(plain, requires_grad=False) for plain in plain_tensors(tensor)]
+    return rebuild(recipe, zeros)
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
