@@ -262,9 +262,8 @@ class _Classifier:
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
-        root = self._log.root(out, self._first)
-        if self._inputs.index_of(root.base) is None:
-            root = self._log.root(out, self._first, through_node=True)
+        of_input = any(self._inputs.index_of(base) is not None for base in self._log.bases(out))
+        root = self._log.root(out, self._first, through_node=not of_input)
         has_history = self._has_history(out)
         if not root.made:
             return self._view(slot, root.base, root.steps, history=has_history)

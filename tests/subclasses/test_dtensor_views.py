@@ -21,6 +21,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "beside a function of its base": lambda x: ((y := x * 2)[1:], y.sin()),
     "and used": lambda x: ((y := (x * 2)[1:]), y.sin()),
     "of an argument": lambda x: (x[1:], x * 2),
+    "of a view of an argument": lambda x: ((y := x.t()), y[1:]),
 }
 
 
