@@ -123,7 +123,7 @@ class Root:
             before: what it is a view of, if its gradient is not to arrive there as autograd would have it.
         """
         matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
-        matters = matters or (before is not None and is_redistributed(self.base, before))
+        matters = matters or (before is not None and _is_redistributed(self.base, before))
         return replace(self, steps=(), made=(Made(self.base, self.steps), *self.made)) if matters else self
 
 
@@ -628,7 +628,7 @@ def share_memory(base: torch.Tensor, result: Any) -> bool:
     return any(memory_of(plain) in memory for view in views for plain in plain_tensors(view))
 
 
-def is_redistributed(view: torch.Tensor, base: torch.Tensor) -> bool:
+def _is_redistributed(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether gradients of `view` are laid out otherwise than those of `base`."""
     is_same_kind = is_wrapper(view) and type(view) is type(base)
     return (

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from aotdist.convention.view_log import is_redistributed
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
@@ -60,13 +59,8 @@ def is_linear(ends: Sequence[End]) -> bool:
     return not mixes_gradients([tensor for _, tensor in ends])
 
 
-def _mixes_kinds(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether wrappers meet other kinds of tensors: of which kind a gradient is depends on what it is of.
-
-    So it does where a view is laid out otherwise than what it shows.
-    """
-    if any(tensor._base is not None and is_redistributed(tensor, tensor._base) for tensor in tensors):
-        return True
+def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether wrappers meet other kinds of tensors: of which kind a gradient is depends on what it is of."""
     recipes = [recipe_of(tensor) for tensor in tensors]
     return mixes_with_plain(recipes) and len(set(map(_kind, recipes))) > 1
 
