@@ -35,7 +35,7 @@ from aotdist.facts import (
 )
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
-from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam import creation_meta, is_leaf_with_grad
 
 
@@ -258,6 +258,7 @@ class _Classifier:
             self._refuse_unknown_alias(slot, out)
             return Fresh(self._value(slot, out, history=self._has_history(out)))
         self._refuse_outdated_copy(slot, out, root.base)
+        self._refuse_view_of_replaced(slot, out, root.base)
         return self._made_again(slot, out)
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
@@ -310,6 +311,24 @@ class _Classifier:
                 fix="clone the view, or redistribute before taking it",
             )
 
+    def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
+        """A view of a wrapper shows what has taken the place of a tensor in it, which outside comes last.
+
+        What takes the place of something is among the results.
+        """
+        idx = self._inputs.index_of(base)
+        if idx is None or not is_wrapper(out):
+            return
+        stand_in = self._inputs.row()[idx]
+        others = [plain for plain in plain_tensors(out) if not _shown_by(stand_in.opened.parts(), plain)]
+        results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
+        if any(_shown_by(results, plain) for plain in others):
+            raise UnsupportedProgram(
+                f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was replaced",
+                stage="joint",
+                fix=f"take the view before, or clone `{slot.path}`",
+            )
+
     def _is_early(self, position: OutIdx) -> bool:
         """Whether an output is to be made before its base is written, since that changes its history."""
         out, fact = self._outs[position], self._node.facts[position]
@@ -350,3 +369,7 @@ class _Classifier:
         """What the region returns for a tensor."""
         as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
         return self._node.add(slot, as_made, history=history)
+
+
+def _shown_by(tensors: Sequence[torch.Tensor], plain: torch.Tensor) -> bool:
+    return any(share_memory(tensor, plain) for tensor in tensors)

@@ -55,6 +55,22 @@ def test_as_in_eager(name: str, make: str) -> None:
     same_as_eager(build)
 
 
+@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x.detach(), lambda x: x.t()[0]])
+def test_views_taken_afterwards_are_refused(view: Callable[[Any], Any]) -> None:
+    def before(x: Any) -> Any:
+        seen = view(x)
+        x.a = x.a * 2
+        return seen, view(x).clone()
+
+    def afterwards(x: Any) -> Any:
+        x.a = x.a * 2
+        return view(x)
+
+    same_as_eager(lambda: Scene(before, (two(),)))
+    with pytest.raises(UnsupportedProgram, match=r"taken after a tensor inside of it was replaced"):
+        aotdist.compile(afterwards, backend="fx")(two())
+
+
 def test_inside_of_another() -> None:
     def program(x: Any, y: torch.Tensor) -> torch.Tensor:
         x.a.b = y.sin()
