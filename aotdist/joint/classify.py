@@ -324,7 +324,8 @@ class _Classifier:
         results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
         if any(_shown_by(results, plain) for plain in others):
             raise UnsupportedProgram(
-                f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was replaced",
+                f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was "
+                "replaced",
                 stage="joint",
                 fix=f"take the view before, or clone `{slot.path}`",
             )
