@@ -137,7 +137,7 @@ class PlainMutation:
         """The inner program writes none of its inputs and returns the new values after its results."""
         positions = plain_positions(facts.recipes)
         targets = {
-            # Beneath a wrapper nobody counts: eager bumps the wrapper alone.
+            # Beneath a wrapper nobody counts: eager bumps the wrapper alone, and `UnwrapPlan` what is to be.
             plain: 0 if isinstance(facts.recipes[idx], Wrapper) else bumps
             for idx, bumps in plain_writes(facts)
             for plain in positions[idx]

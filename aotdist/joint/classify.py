@@ -283,7 +283,7 @@ class _Classifier:
         return self._view(slot, root.base, steps, history=has_history and out.is_leaf)
 
     def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
-        """A wrapper around memory of an input may be no view to autograd: `redistribute` where nothing moves.
+        """A wrapper around several tensors, some in memory of an input, cannot be made again from one base.
 
         Without writes it is handed the input's own memory; a write is done when the graph has run.
         """
