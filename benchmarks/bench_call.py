@@ -154,8 +154,8 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """What a wrapper holds, or what a tensor is."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _plain(getattr(tensor, name))
+        for held in (getattr(tensor, name) for name in names):
+            yield from _plain(held) if isinstance(held, Tensor) else ()
     else:
         yield tensor
 
