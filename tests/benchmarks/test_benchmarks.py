@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.two_tensor import TwoTensor
 
+from benchmarks.bench_call import Callable100, check_agreement
 from benchmarks.record import Record
 from benchmarks.tables import section
 from benchmarks.timing import Contender, Pace, Series, as_series, take_turns
 from benchmarks.verdicts import Target, judge, ratio, spread_of
+from tests.semantics.meshes import mesh, sharded
 
+__all__ = ["mesh"]
 TARGET = Target("case*", "step", "ours", ("slow", "fast"), limit=0.9, prediction=0.8)
 
 
@@ -66,3 +72,16 @@ def test_a_record_survives_its_file_and_shows_failures(tmp_path: Path) -> None:
     assert read == written
     text = section(read, "Purpose.", [TARGET])
     assert "0.50 (0.50-0.50) | met" in text and "**Failed: case z.**" in text
+
+
+def test_contenders_for_wrapper_cost_have_to_agree(mesh: DeviceMesh) -> None:
+    inputs = [sharded(mesh, torch.ones(2)), TwoTensor(torch.ones(2), torch.zeros(2)), torch.ones(2)]
+    for given in inputs:
+        leaf = given.requires_grad_()
+        eager, twice = (
+            Callable100(lambda x=leaf: x.sum(), [leaf]),
+            Callable100(lambda x=leaf: x.sum() * 2, [leaf]),
+        )
+        check_agreement({"eager": eager, "the same": eager})
+        with pytest.raises(RuntimeError, match="the double found"):
+            check_agreement({"eager": eager, "the double": twice})
