@@ -267,6 +267,11 @@ class _Classifier:
         root = self._log.root(out, self._first, through_node=not of_input)
         has_history = self._has_history(out)
         if not root.made:
+            base = self._log.root(out, ()).base
+            of_output = base is not root.base and self._inputs.index_of(base) is None
+            if has_history and of_output and is_leaf_with_grad(out):
+                # Made under `no_grad`, of a view that is an output: it requires grad if their base does.
+                self._value(Slot(slot.role, f"{slot.path}.base"), base, history=True)
             return self._view(slot, root.base, root.steps, history=has_history)
         # What is taken out of an input is taken out of the input itself, outside of all functions.
         depths = [depth for depth, step in enumerate(root.steps, 1) if isinstance(step.op, Inside)]

@@ -74,6 +74,10 @@ OUTPUTS: dict[str, Program] = {
     "a view under no_grad of a function's view of an intermediate": lambda x: without_grad(
         lambda v: v[0], Alias.apply(x * 2)
     ),
+    "a view under no_grad of a function's view that is returned": lambda x: (
+        (y := Transposed.apply(x * 2)),
+        without_grad(lambda v: v.t(), y),
+    ),
     "detach beside its source": lambda x: ((y := x * 2), y.detach()),
     "detach of an input": lambda x: (x.detach(), x),
     "views of a detached tensor": lambda x: ((d := x.detach()), d[0], d.t()),
