@@ -79,6 +79,7 @@ class _Entry:
     steps: tuple[ViewStep, ...]
     made: int
     version: int | None  # of the base then
+    inside: tuple[tuple[str, torch.Tensor], ...] = ()  # of the view then
 
     def is_outdated(self) -> bool:
         return self.version is not None and self.base._version > self.version
@@ -228,7 +229,7 @@ class ViewLog(TorchDispatchMode):
             if view is not base:
                 step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
                 made, version = next(self._serials), None if base.is_inference() else base._version
-                self._entries[id(view)] = _Entry(view, base, (step,), made, version)
+                self._entries[id(view)] = _Entry(view, base, (step,), made, version, Opened.of(view).inside)
 
     def made_by_data(self, view: torch.Tensor) -> None:
         """`view` was made by `.data`, which looks like `detach` from here."""
@@ -422,7 +423,7 @@ class ViewLog(TorchDispatchMode):
     def exchange(self, exchange: Exchange) -> None:
         """Two tensors have become each other: what is known of the one is known of the other."""
         of = exchange.of
-        entries = [replace(e, view=of(e.view), base=of(e.base)) for e in self._entries.values()]
+        entries = [replace(e, view=of(e.view), base=of(e.base), inside=()) for e in self._entries.values()]
         self._entries = {id(entry.view): entry for entry in entries}
         self._outgrown = {id(tensor): tensor for tensor in map(of, self._outgrown.values())}
         self._moved = {id(tensor): tensor for tensor in map(of, self._moved.values())}
@@ -494,6 +495,12 @@ class ViewLog(TorchDispatchMode):
         while entry is not None:
             yield entry.base
             entry = self._entries.get(id(entry.base))
+
+    def holds_others(self, view: torch.Tensor) -> bool:
+        """Whether a tensor inside of a view has been replaced by another since it was made."""
+        entry = self._entries.get(id(view))
+        pairs = zip(inner_tensors(view), () if entry is None else entry.inside, strict=False)
+        return any(now is not before for (_, now), (_, before) in pairs)
 
     def is_outdated(self, tensor: torch.Tensor) -> bool:
         """Whether a view, or one on the way to it, was made before a write of what it is a view of.

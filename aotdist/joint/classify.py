@@ -319,8 +319,14 @@ class _Classifier:
     def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
         """A view of a wrapper shows what has taken the place of a tensor in it, which outside comes last.
 
-        What takes the place of something is among the results.
+        What takes the place of something in an input is among the results. In views nothing is replaced.
         """
+        if any(map(self._log.holds_others, (out, *self._log.bases(out)))):
+            raise UnsupportedProgram(
+                f"`{slot.path}` is a view of a {type(base).__name__}, and a tensor inside of it was replaced",
+                stage="joint",
+                fix=f"replace it in a clone, and return that as `{slot.path}`",
+            )
         idx = self._inputs.index_of(base)
         if idx is None or not is_wrapper(out):
             return

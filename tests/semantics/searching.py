@@ -27,7 +27,7 @@ REFUSALS = (
     "a tensor is resized in place, and",
     "a tensor with history has its sizes written in place under `no_grad`",
     "writes memory that `as_strided` shows",
-    "taken after a tensor inside of it was replaced",
+    "a tensor inside of it was replaced",
     "a view is used of a tensor that was detached",
     "shows memory of an input as another dtype than it has",
     "whose base was reshaped in place after it was made",

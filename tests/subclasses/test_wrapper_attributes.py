@@ -71,6 +71,17 @@ def test_views_taken_afterwards_are_refused(view: Callable[[Any], Any]) -> None:
         aotdist.compile(afterwards, backend="fx")(two())
 
 
+def test_replacing_what_is_inside_of_a_view_is_refused() -> None:
+    def program(x: Any) -> Any:
+        view = x.t()
+        view.a = view.a * 2
+        return view
+
+    with pytest.raises(UnsupportedProgram, match=r"a tensor inside of it was replaced"):
+        aotdist.compile(program, backend="fx")(two())
+    same_as_eager(lambda: Scene(lambda x: program(x).clone(), (two(),)))
+
+
 def test_inside_of_another() -> None:
     def program(x: Any, y: torch.Tensor) -> torch.Tensor:
         x.a.b = y.sin()
