@@ -140,9 +140,9 @@ class Opened:
         """With what is there now."""
         return cls(tensor, tuple(inner_tensors(tensor)))
 
-    def parts(self) -> Sequence[torch.Tensor]:
-        """What is there of it besides a wrapper."""
-        return [inner for _, inner in self.inside] or [self.tensor]
+    def plains(self) -> list[torch.Tensor]:
+        """The plain tensors: those inside, or the tensor itself."""
+        return [inner for _, inner in self.inside if not is_wrapper(inner)] or [self.tensor]
 
 
 class Storages(Protocol):
@@ -442,20 +442,21 @@ class ViewLog(TorchDispatchMode):
             tensors: what may be a view, in the end, of such a tensor.
             inputs: what the program was given.
         """
+        memory = {memory_of(plain) for given in inputs for plain in given.plains()}
         for tensor in tensors:
-            entry = self._unseen(tensor, inputs)
+            entry = self._unseen(tensor, inputs, memory)
             while entry is not None:
                 self._entries[id(entry.view)] = entry
-                entry = self._unseen(tensor, inputs)
+                entry = self._unseen(tensor, inputs, memory)
 
-    def _unseen(self, tensor: Any, inputs: Sequence[Opened]) -> _Entry | None:
+    def _unseen(self, tensor: Any, inputs: Sequence[Opened], memory: Container[int]) -> _Entry | None:
         """How the base of a tensor comes from a wrapper, or from what it wraps, which no mode sees."""
         if not isinstance(tensor, torch.Tensor):
             return None
         base = self.root(tensor, ()).base
-        if any(base is given.tensor for given in inputs):
+        if not any(memory_of(plain) in memory for plain in plain_tensors(base)):
             return None
-        if not any(share_memory(part, base) for given in inputs for part in given.parts()):
+        if any(base is given.tensor for given in inputs):
             return None
         entry = self._inside(base, inputs)
         return self._around(base) if entry is None and is_wrapper(base) else entry

@@ -331,7 +331,7 @@ class _Classifier:
         if idx is None or not is_wrapper(out):
             return
         stand_in = self._inputs.row()[idx]
-        others = [plain for plain in plain_tensors(out) if not _shown_by(stand_in.opened.parts(), plain)]
+        others = [plain for plain in plain_tensors(out) if not _shown_by(stand_in.opened.plains(), plain)]
         results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
         if any(_shown_by(results, plain) for plain in others):
             raise UnsupportedProgram(

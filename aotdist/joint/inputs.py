@@ -148,15 +148,9 @@ class Inputs:
                 slot, example, recipe, self._through_spans(at, functionals, example), fakes
             )
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
-            stand_in = replace(
-                stand_in,
-                derived=is_span,
-                whole=self._bases.is_whole(at),
-                spans=spans,
-                version=version_of(stand_in.tensor),
-            )
+            stand_in = replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
         versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
-        stand_in = replace(stand_in, versions=versions)
+        stand_in = replace(stand_in, version=version_of(stand_in.tensor), versions=versions)
         for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
             if real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
@@ -318,12 +319,12 @@ def play(
 
 def leniently(sight: Sight) -> Sight:
     """The same without the strides that say nothing about where elements lie, and placements of gradients."""
-    return {
-        name: _without_idle_strides(
-            seen | {"context": None} if name.endswith(".grad") and seen and "context" in seen else seen
-        )
-        for name, seen in sight.items()
-    }
+    return {name: _without_idle_strides(_without_placements(name, seen)) for name, seen in sight.items()}
+
+
+def _without_placements(name: str, seen: Any) -> Any:
+    is_placed = name.endswith(".grad") and seen is not None and issubclass(seen["type"], DTensor)
+    return seen | {"context": None} if is_placed else seen
 
 
 def _without_idle_strides(seen: Any) -> Any:
