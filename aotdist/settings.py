@@ -46,6 +46,8 @@ class Settings:
         functional_rng: make random operators functions of a seed and an offset, which both graphs take last.
             A random number may then be drawn again instead of being kept for the backward. The numbers are
             Philox's, not eager's; their seed is drawn from the user's generator once a call. CPU only.
+        emulate_casts: round to bfloat16 and float16 wherever the program does. The `triton` backend holds
+            values in float32 between operators that share a kernel; with this it is closer to eager.
         is_compiling: what `torch.compiler.is_compiling()` says to the program while it is captured. Libraries
             ask it before they choose by data (transformers: whether a padding mask pads), and go a way
             without that when it is true. Not the way of eager then, which may round otherwise.
@@ -62,6 +64,7 @@ class Settings:
     validate_guards: bool = False
     backward_autocast: str = "off"
     functional_rng: bool = False
+    emulate_casts: bool = False
     is_compiling: bool = False
     report_side_effects: bool = False
 
@@ -162,6 +165,7 @@ _PARSERS: dict[str, Any] = {
     "validate_guards": _parse_bool,
     "backward_autocast": str,
     "functional_rng": _parse_bool,
+    "emulate_casts": _parse_bool,
     "is_compiling": _parse_bool,
     "report_side_effects": _parse_bool,
 }

@@ -6,6 +6,10 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Before anything imports Triton, which asks once: kernels run on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 REPEATABLE = hypothesis.settings(deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("ci", REPEATABLE, max_examples=25)

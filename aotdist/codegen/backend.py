@@ -13,6 +13,7 @@ from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emissio
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor import InductorBackend
+from aotdist.codegen.triton import TritonBackend
 from aotdist.errors import BadSettings
 from aotdist.program import Graph
 from aotdist.torch_seam import OpOverload, tracing_context
@@ -25,7 +26,7 @@ Compiler: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 The result is boxed if it has a true attribute `_boxed_call`, else it takes one argument per placeholder.
 """
 
-_NAMES = ("auto", "fx", "inductor")
+_NAMES = ("auto", "fx", "inductor", "triton")
 
 
 def resolve(backend: str | Compiler | Backend) -> Backend:
@@ -55,7 +56,7 @@ def _named(name: str) -> Backend:
         case "auto":
             return _best_available()
         case "triton":
-            raise BadSettings("the triton backend is not there yet", fix='use backend="inductor"')
+            return TritonBackend()
         case _:
             near = difflib.get_close_matches(name, _NAMES, n=1)
             raise BadSettings(

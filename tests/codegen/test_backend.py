@@ -44,9 +44,8 @@ def test_an_unknown_name_lists_the_known_ones():
         resolve("tensorrt")
 
 
-def test_triton_is_named_as_not_there_yet():
-    with pytest.raises(BadSettings, match="triton backend is not there yet"):
-        resolve("triton")
+def test_triton_is_a_backend():
+    assert resolve("triton").name == "triton"
 
 
 def test_something_else_is_no_backend():

@@ -1,0 +1,85 @@
+"""The `triton` backend: the only door to the kernels.
+
+A graph becomes fewer nodes: kernels that the emitter writes, views, and library calls for all that it has
+no rule for. Those are printed as one straight-line function, as the reference emitter prints a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.fx import Node
+
+from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.fx import print_graph
+from aotdist.codegen.python_source import load_function
+from aotdist.errors import BadSettings
+from aotdist.kernels import triton_seam
+from aotdist.kernels.emission import fuse
+from aotdist.partition.traits import is_collective, is_random
+from aotdist.program import Graph
+from aotdist.torch_seam import inductor_decompositions
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBackend:
+    """Fuses into Triton kernels of our own."""
+
+    name: str = "triton"
+    partition: Literal["default", "min_cut"] = "min_cut"
+    any_tangents: bool = False
+    owns_cut: bool = False
+
+    def check(self) -> None:
+        """See that Triton is there.
+
+        Raises:
+            BadSettings: it is not.
+        """
+        if not triton_seam.is_installed():
+            raise BadSettings(
+                "the triton backend needs Triton, which is not installed",
+                stage="codegen",
+                fix='install `triton`, or use backend="inductor"',
+            )
+
+    def decompositions(self) -> Decompositions:
+        """Inductor's table: what is left are the operators that kernels or libraries are written for."""
+        return {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        """The graph itself."""
+        return graph
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        """Put kernels into the graph, and print what runs them."""
+        _refuse_cpu(graph)
+        label = f"{emission.name} {emission.kind}"
+        fixed = [node for node in graph.gm.graph.nodes if _keeps_its_place(node)]
+        fused = fuse(graph, fixed, keeps_casts=emission.settings.emulate_casts, label=label)
+        printed = print_graph(fused.graph)
+        call = load_function(printed.source, "forward", printed.bound, label)
+        return Emitted(call, f"{fused.source}\n\n{printed.source}")
+
+
+_KEPT = frozenset(
+    {torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool3d_with_indices.default}
+)
+"""Operators whose decomposition asks Inductor how it would lower them."""
+
+
+def _keeps_its_place(node: Node) -> bool:
+    return node.op == "call_function" and (is_collective(node) or is_random(node))
+
+
+def _refuse_cpu(graph: Graph) -> None:
+    values = [node.meta.get("val") for node in graph.gm.graph.nodes]
+    is_cpu = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
+    if is_cpu and not triton_seam.is_interpreting():
+        raise BadSettings(
+            "the triton backend compiles for GPUs, and this program has tensors on the CPU",
+            stage="codegen",
+            fix='use backend="inductor", or set TRITON_INTERPRET=1 to run the kernels in Python',
+        )

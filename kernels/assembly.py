@@ -1,0 +1,100 @@
+"""From a group of nodes to a kernel: expressions for what is stored, over as few variables as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.fx import Node
+
+from aotdist.kernels.fusion import Plan
+from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, offset, variable
+from aotdist.kernels.ir import Kernel, Store
+from aotdist.kernels.reading import KernelReader
+from aotdist.kernels.rule import Point, val_of
+from aotdist.kernels.space import Group
+
+_MAX_WORDS = 4
+
+
+def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Kernel:
+    """The kernel of a group.
+
+    Args:
+        plan: which nodes are views, and which are stored.
+        group: what to compute.
+        number: tells kernels of one graph apart.
+        keeps_casts: see `KernelReader`.
+    """
+    computed = {*group.nodes(), *plan.inlined}
+    reader = KernelReader(plan.views, computed, group.space.r, keeps_casts=keeps_casts)
+    stores = [
+        Store(
+            node.name,
+            offset(place, val_of(node).stride()),
+            reader.read(node, Point(place)),
+            val_of(node).dtype,
+        )
+        for node, place in group.places.items()
+        if node in plan.stored
+    ]
+    name = f"{'_'.join(_words(sorted(group.nodes())))}_{number}"
+    kernel = Kernel(name, group.space.x, group.space.r, tuple(stores))
+    return collapsed(_by_stride(kernel))
+
+
+def _words(nodes: Iterable[Node]) -> list[str]:
+    """What a kernel does, in a few words: its last and most telling operators."""
+    words = [str(node.target).split(".")[1] for node in nodes if "." in str(node.target)]
+    distinct = list(dict.fromkeys(words))
+    return distinct[-_MAX_WORDS:] or ["pick"]
+
+
+def _by_stride(kernel: Kernel) -> Kernel:
+    """With the variable last along which the largest store is contiguous."""
+    largest = max(kernel.stores, key=lambda store: len(store.index.variables()))
+    stride = {atom: scale for atom, scale in largest.index.terms if isinstance(atom, Var)}
+    x = tuple(sorted(kernel.x, key=lambda var: -stride.get(var, 0)))
+    return kernel.substitute({}, x, kernel.r)
+
+
+def collapsed(kernel: Kernel) -> Kernel:
+    """The kernel over as few variables as there can be: neighbours that always go together become one."""
+    for axis in ("x", "r"):
+        kernel = _collapsed_along(kernel, axis)
+    return kernel
+
+
+def _collapsed_along(kernel: Kernel, axis: Axis) -> Kernel:
+    left = [var for var in getattr(kernel, axis) if var.size > 1]
+    kernel = _with_variables(kernel, axis, left)
+    at = len(left) - 2
+    while at >= 0:
+        outer, inner = left[at : at + 2]
+        joined = Var(axis, outer.number, outer.size * inner.size)
+        both = variable(joined)
+        places = {outer: both // inner.size, inner: both % inner.size}
+        if all(_stays_simple(index, places, joined) for index in kernel.indices()):
+            left[at : at + 2] = [joined]
+            kernel = _with_variables(kernel, axis, left, places)
+        at -= 1
+    return kernel
+
+
+def _with_variables(
+    kernel: Kernel, axis: Axis, variables: Sequence[Var], places: dict[Var, Index] | None = None
+) -> Kernel:
+    x, r = (tuple(variables) if axis == side else own for side, own in (("x", kernel.x), ("r", kernel.r)))
+    return kernel.substitute(places or {}, x, r)
+
+
+def _stays_simple(index: Index, places: dict[Var, Index], joined: Var) -> bool:
+    """Whether one variable in the place of two needs no division that was not there before."""
+    changed = index.substitute(places)
+    return _divisions_of(changed, {joined}) <= _divisions_of(index, set(places))
+
+
+def _divisions_of(index: Index, variables: set[Var]) -> int:
+    return sum(
+        isinstance(atom, (Quotient, Remainder)) and bool(atom.of.variables() & variables)
+        for atom in index.atoms()
+    )

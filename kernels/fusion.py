@@ -1,0 +1,254 @@
+"""Decides which nodes share a kernel.
+
+Each node that the emitter has a rule for starts as a group of its own. Groups that pass values to each
+other, or read the same tensor, are merged, those that save most bytes first, as long as
+
+- all their nodes can be computed over one iteration space, each element once (`_placed`);
+- no node outside has to run between them;
+- the kernel stays small enough for its values to stay in registers.
+
+A group of nodes that only one other group reads may also be computed there wherever it is read (`_absorbed`).
+
+Views belong to no group: whoever reads one reads what it views. Neither do cheap nodes over memory (casts,
+fills): whoever reads one computes it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels.rule import sizes_of
+from aotdist.kernels.rules import is_reducing
+from aotdist.kernels.space import Group, Place, Space, space_of
+from aotdist.kernels.units import Unit, Units
+from aotdist.kernels.uses import Uses, num_bytes
+
+MAX_NODES = 64
+MAX_TENSORS = 24
+"""Of a kernel: its loads and stores hold registers at the same time."""
+MAX_ABSORBED = 16
+MAX_READINGS = 3
+"""Of what is computed wherever it is read: that many nodes, read at that many different places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What becomes of each node of a graph.
+
+    Args:
+        groups: kernels, as groups of nodes.
+        views: nodes that kernels read through.
+        inlined: nodes that every kernel computes anew that reads them.
+        stored: nodes of groups that others read.
+        reasons: why the others are left to the library.
+    """
+
+    groups: Sequence[Group]
+    views: frozenset[Node]
+    inlined: frozenset[Node]
+    stored: frozenset[Node]
+    reasons: Mapping[Node, str]
+
+
+def plan(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
+    """Group the nodes of a graph.
+
+    Args:
+        graph: functional; nodes carry `val`.
+        fixed: nodes that run in this order (random numbers, collectives), and no later than they must.
+    """
+    uses = Uses(graph)
+    units = Units(uses, fixed)
+    _merge_all(units)
+    groups = [unit.group for unit in units.in_order() if unit.group is not None]
+    stored = {node for group in groups for node in group.places if uses.is_read_outside(node, group)}
+    groups = [group for group in groups if not stored.isdisjoint(group.places)]
+    return Plan(groups, frozenset(uses.views), frozenset(uses.inlined), frozenset(stored), uses.reasons)
+
+
+def _merge_all(units: Units) -> None:
+    """Merge groups while there are two that may be, best first."""
+    serial = itertools.count()
+    heap: list[tuple[int, int, Unit, Unit]] = []
+
+    def offer(unit: Unit, others: Iterable[Unit]) -> None:
+        for other in others:
+            if other is not unit and other.group is not None and unit.group is not None:
+                heapq.heappush(heap, (-_bytes_saved(units, unit, other), next(serial), unit, other))
+
+    for unit in units.in_order():
+        offer(unit, units.producers(unit))
+    for readers in _readers_of_memory(units).values():
+        for one, other in itertools.pairwise(readers):
+            offer(one, (other,))
+    while heap:
+        _, _, one, other = heapq.heappop(heap)
+        if not (units.is_current(one) and units.is_current(other)):
+            continue
+        group = _merged(units, one, other)
+        if group is not None:
+            merged = units.merge(one, other, group)
+            neighbours = units.producers(merged) | units.consumers(merged)
+            siblings = {sibling for source in units.producers(merged) for sibling in units.consumers(source)}
+            offer(merged, sorted(neighbours | siblings, key=units.last))
+
+
+def _readers_of_memory(units: Units) -> dict[Node, list[Unit]]:
+    """The groups that read each tensor that no group computes."""
+    found: dict[Node, list[Unit]] = {}
+    for unit in units.in_order():
+        for source in units.sources(unit) if unit.group is not None else ():
+            if source not in units.uses.computed:
+                found.setdefault(source, []).append(unit)
+    return found
+
+
+def _bytes_saved(units: Units, one: Unit, other: Unit) -> int:
+    """Bytes that need not be read again, and those that need not be written."""
+    first, second = units.sources(one), units.sources(other)
+    passed = [source for source in first if source in other.nodes]
+    passed += [source for source in second if source in one.nodes]
+    members = {*one.nodes, *other.nodes}
+    unwritten = [node for node in passed if not units.uses.is_read_outside(node, members)]
+    shared = [source for source in first if source in second]
+    return sum(num_bytes(node) for node in (*passed, *unwritten, *shared))
+
+
+def _merged(units: Units, one: Unit, other: Unit) -> Group | None:
+    """Both groups as one, over the space of the one that reduces, or that runs later."""
+    if len(one.nodes) + len(other.nodes) > MAX_NODES or not units.may_run_as_one(one, other):
+        return None
+    hosts = sorted((one, other), key=lambda unit: (_reduces(unit), units.last(unit)), reverse=True)
+    for merge in (_placed, _absorbed):
+        for host, guest in (hosts, reversed(hosts)):
+            assert host.group is not None and guest.group is not None, "only groups are merged"
+            group = merge(units.uses, host.group, guest.group)
+            if group is not None and _num_tensors(units.uses, group) <= MAX_TENSORS:
+                return group
+    return None
+
+
+def _reduces(unit: Unit) -> bool:
+    return unit.group is not None and bool(unit.group.space.r)
+
+
+def _num_tensors(uses: Uses, group: Group) -> int:
+    read = {source for node in group.nodes() for source in uses.sources(node) if source not in group}
+    return len(read) + sum(uses.is_read_outside(node, group) for node in group.places)
+
+
+def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
+    """The nodes of a guest, placed in the space of a host; None if some don't fit, or nothing is shared."""
+    if not _may_fit(host.space, guest.space):
+        return None
+    left = dict(guest.places)
+    group = Group(host.space, dict(host.places), host.absorbed | guest.absorbed)
+    while left:
+        node = _next(uses, group, left)
+        place = _place_of(uses, group, node)
+        if place is None:
+            return None
+        group = Group(group.space, {**group.places, node: place}, group.absorbed)
+        del left[node]
+    return group if _agrees(uses, group) and _shares(uses, host, guest, group) else None
+
+
+def _may_fit(host: Space, guest: Space) -> bool:
+    if guest.r:
+        return bool(host.r) and host.is_like(guest)
+    return guest.num_elements in (host.num_results, host.num_elements)
+
+
+def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
+    """The nodes of a guest, computed wherever a host reads them; None if others do, or if it costs much."""
+    if guest.space.r or any(
+        uses.is_read_outside(node, {*host.nodes(), *guest.nodes()}) for node in guest.places
+    ):
+        return None
+    group = Group(host.space, host.places, host.absorbed | frozenset(guest.nodes()))
+    readings = {
+        (read, at.indices)
+        for node, place in host.places.items()
+        for read, at in uses.reads(node, place, host)
+        if read in guest.places
+    }
+    is_worth_it = len(readings) <= MAX_READINGS and len(guest.places) <= MAX_ABSORBED
+    return group if is_worth_it and _agrees(uses, group) else None
+
+
+def _next(uses: Uses, group: Group, left: Mapping[Node, Place]) -> Node:
+    """Which node to place: one that a placed node reads, else one that reads such, else the first."""
+    for node in reversed(list(left)):
+        if any(reader in group for reader in uses.readers(node)):
+            return node
+    for node in left:
+        if any(source in group for source in uses.sources(node)):
+            return node
+    return next(iter(left))
+
+
+def _place_of(uses: Uses, group: Group, node: Node) -> Place | None:
+    """Where a node is computed: where placed nodes read it, else where it reads such, else in order."""
+    space, places = group.space, group.places
+    reads = (
+        read
+        for user in places
+        if _may_read(uses, user, node, group)
+        for read in uses.reads(user, places[user], group)
+    )
+    wanted = {at.indices for read, at in reads if read is node}
+    if len(wanted) > 1:
+        return None
+    place = wanted.pop() if wanted else _permuted(uses, group, node)
+    if place is None:
+        place = space.row_major(sizes_of(node), reduces=is_reducing(node))
+    return place if place is not None and space.fits(place, sizes_of(node)) else None
+
+
+def _may_read(uses: Uses, user: Node, node: Node, group: Group) -> bool:
+    """Whether a node reads another, maybe through what is absorbed."""
+    return any(source is node or source in group.absorbed for source in uses.sources(user))
+
+
+def _permuted(uses: Uses, group: Group, node: Node) -> Place | None:
+    """Where a node reads a placed one where that is computed, if it reads its dimensions in another order."""
+    if is_reducing(node):
+        return None
+    own = space_of(node)
+    for read, at in uses.reads(node, own.results, Group(own, {}, group.absorbed)):
+        if read in group.places and len(at.indices) == len(own.x) and set(at.indices) == set(own.results):
+            return tuple(group.places[read][at.indices.index(index)] for index in own.results)
+    return None
+
+
+def _agrees(uses: Uses, group: Group) -> bool:
+    """Whether each node is read where it is computed, and what is reduced not for some places only."""
+    reduced = set[Node]()
+    for node in sorted(group.places):
+        reads = [
+            (read, at) for read, at in uses.reads(node, group.places[node], group) if read in group.places
+        ]
+        if is_reducing(node) or any(read in reduced for read, _ in reads):
+            reduced.add(node)
+        for read, at in reads:
+            if at.indices != group.places[read] or (at.guard is not None and read in reduced):
+                return False
+    return True
+
+
+def _shares(uses: Uses, host: Group, guest: Group, both: Group) -> bool:
+    """Whether a value goes from one group to the other, or both read one element at the same place."""
+
+    def reads(group: Group) -> set[tuple[Node, Place]]:
+        found = (read for node in group.places for read in uses.reads(node, both.places[node], both))
+        return {(read, at.indices) for read, at in found}
+
+    by_host, by_guest = reads(host), reads(guest)
+    crosses = any(read in guest.places for read, _ in by_host) or any(r in host.places for r, _ in by_guest)
+    return crosses or bool(by_host & by_guest)

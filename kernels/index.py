@@ -1,0 +1,339 @@
+"""Index arithmetic: where an element lies in memory, as a function of a place in an iteration space.
+
+An `Index` is a sum of atoms, each with a whole coefficient. Reshapes divide and take remainders, and
+consumers put together again what their producers took apart; the sums are kept in a form in which both
+cancel: `(i // 4) * 4 + i % 4` is `i`. So views cost nothing, and a contiguous access shows as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol, TypeAlias
+
+Axis = Literal["x", "r"]
+"""Which side of an iteration space a variable runs over: results (`x`), or what is reduced to one (`r`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """A variable of the iteration space: `0 <= var < size`."""
+
+    axis: Axis
+    number: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.axis}{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quotient:
+    """`of // by`, rounded down."""
+
+    of: Index
+    by: int
+
+    def __str__(self) -> str:
+        return f"({self.of} // {self.by})"
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """`of % by`, never negative."""
+
+    of: Index
+    by: int
+
+    def __str__(self) -> str:
+        return f"({self.of} % {self.by})"
+
+
+class Number(Protocol):
+    """A whole number that a kernel computes: see `aotdist.kernels.ir.Expr`."""
+
+    def indices(self) -> Iterator[Index]:
+        """Where it is read from."""
+        ...
+
+    def substitute(self, places: Mapping[Var, Index]) -> Number:
+        """The same with other indices in the place of variables."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A number that the kernel computes, to index with: `0 <= of < size`."""
+
+    of: Number
+    size: int
+
+    def __str__(self) -> str:
+        return f"[{self.of}]"
+
+
+Atom: TypeAlias = Var | Quotient | Remainder | Looked
+
+
+@dataclass(frozen=True)
+class Index:
+    """`constant + sum(coefficient * atom)`. Make one with `number`, `variable` and arithmetic.
+
+    Args:
+        terms: atoms and their coefficients, which are not 0; each atom once, in the order of their text.
+        constant: the rest.
+    """
+
+    terms: tuple[tuple[Atom, int], ...]
+    constant: int
+
+    def __str__(self) -> str:
+        parts = [str(atom) if scale == 1 else f"{scale}*{atom}" for atom, scale in self.terms]
+        if self.constant or not parts:
+            parts.append(str(self.constant))
+        return " + ".join(parts)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.terms, self.constant))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the greatest value that it may take, or a little beyond."""
+        low = high = self.constant
+        for atom, scale in self.terms:
+            ends = [scale * end for end in _bounds(atom)]
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    def __add__(self, other: Index | int) -> Index:
+        if isinstance(other, int):
+            return Index(self.terms, self.constant + other) if other else self
+        if not other.terms:
+            return self + other.constant
+        scales = dict(self.terms)
+        for atom, scale in other.terms:
+            scales[atom] = scales.get(atom, 0) + scale
+        return _joined(scales, self.constant + other.constant)
+
+    def __sub__(self, other: Index | int) -> Index:
+        return self + (-other if isinstance(other, int) else other * -1)
+
+    def __mul__(self, scale: int) -> Index:
+        if scale == 1:
+            return self
+        if scale == 0:
+            return number(0)
+        return Index(tuple((atom, scale * own) for atom, own in self.terms), scale * self.constant)
+
+    def __floordiv__(self, by: int) -> Index:
+        outside, inside = self._split(by)
+        quotient = Index(tuple((atom, scale // by) for atom, scale in outside.terms), outside.constant // by)
+        return quotient + _quotient(inside, by)
+
+    def __mod__(self, by: int) -> Index:
+        _, inside = self._split(by)
+        return _remainder(inside, by)
+
+    def _split(self, by: int) -> tuple[Index, Index]:
+        """A multiple of `by`, and the rest, which has a constant of less than `by`."""
+        whole = tuple((atom, scale) for atom, scale in self.terms if scale % by == 0)
+        rest = tuple((atom, scale) for atom, scale in self.terms if scale % by)
+        left = self.constant % by
+        return Index(whole, self.constant - left), Index(rest, left)
+
+    def atoms(self) -> Iterator[Atom]:
+        """Every atom in it, also inside of other atoms."""
+        for atom, _ in self.terms:
+            yield atom
+            match atom:
+                case Quotient(of) | Remainder(of):
+                    yield from of.atoms()
+                case Var() | Looked():
+                    pass
+
+    def numbers(self) -> Iterator[Number]:
+        """The numbers that must be computed to have it."""
+        return (atom.of for atom in self.atoms() if isinstance(atom, Looked))
+
+    def variables(self) -> set[Var]:
+        """The variables that it depends on, be it through a number that is computed."""
+        own = {atom for atom in self.atoms() if isinstance(atom, Var)}
+        return own.union(*(read.variables() for looked in self.numbers() for read in looked.indices()))
+
+    def substitute(self, places: Mapping[Var, Index]) -> Index:
+        """The same with other indices in the place of variables."""
+        total = number(self.constant)
+        for atom, scale in self.terms:
+            total = total + _substituted(atom, places) * scale
+        return total
+
+
+def number(value: int) -> Index:
+    """An index that is the same everywhere."""
+    return Index((), value)
+
+
+def variable(var: Var) -> Index:
+    """A variable as an index; 0 for one that can take no other value."""
+    return number(0) if var.size == 1 else Index(((var, 1),), 0)
+
+
+def of_atom(atom: Atom) -> Index:
+    """An atom as an index."""
+    return Index(((atom, 1),), 0)
+
+
+def flat(indices: Sequence[Index], sizes: Sequence[int]) -> Index:
+    """The place of an element among all those of a tensor, in row-major order."""
+    return offset(indices, contiguous_strides(sizes))
+
+
+def offset(indices: Sequence[Index], strides: Sequence[int]) -> Index:
+    """Where an element lies, counted in elements from the first."""
+    total = number(0)
+    for index, stride in zip(indices, strides, strict=True):
+        total = total + index * stride
+    return total
+
+
+def unflat(place: Index, sizes: Sequence[int]) -> tuple[Index, ...]:
+    """The inverse of `flat`."""
+    strides = contiguous_strides(sizes)
+    return tuple(
+        number(0) if size == 1 else (place // stride) % size
+        for size, stride in zip(sizes, strides, strict=True)
+    )
+
+
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor whose elements follow each other in row-major order."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def visits_each_once(indices: Sequence[Index], sizes: Sequence[int], space: Iterable[Var]) -> bool:
+    """Whether a space reaches every element of a tensor exactly once; False where it is not plain to see."""
+    place, left = flat(indices, sizes), {var for var in space if var.size > 1}
+    step = 1
+    for atom, scale in sorted(place.terms, key=lambda term: term[1]):
+        if not isinstance(atom, Var) or scale != step or atom not in left:
+            return False
+        left.remove(atom)
+        step *= atom.size
+    return not left and place.constant == 0 and step == math.prod(sizes)
+
+
+def _bounds(atom: Atom) -> tuple[int, int]:
+    match atom:
+        case Var(_, _, size) | Looked(_, size):
+            return 0, size - 1
+        case Quotient(of, by):
+            low, high = of.bounds
+            return low // by, high // by
+        case Remainder(of, by):
+            low, high = of.bounds
+            return (0, min(high, by - 1)) if low >= 0 else (0, by - 1)
+
+
+def _substituted(atom: Atom, places: Mapping[Var, Index]) -> Index:
+    match atom:
+        case Var():
+            return places[atom] if atom in places else of_atom(atom)
+        case Quotient(of, by):
+            return of.substitute(places) // by
+        case Remainder(of, by):
+            return of.substitute(places) % by
+        case Looked(of, size):
+            return of_atom(Looked(of.substitute(places), size))
+
+
+def _joined(scales: dict[Atom, int], constant: int) -> Index:
+    """The sum, with quotients and remainders of one index put together where they make a whole."""
+    scales = {atom: scale for atom, scale in scales.items() if scale}
+    for atom, scale in scales.items():
+        if not isinstance(atom, Remainder):
+            continue
+        quotient = (atom.of // atom.by) * (scale * atom.by)
+        if quotient.terms and all(scales.get(part, 0) == own for part, own in quotient.terms):
+            rest = {other: own for other, own in scales.items() if other is not atom}
+            for part, _ in quotient.terms:
+                del rest[part]
+            return _joined(rest, constant - quotient.constant) + atom.of * scale
+    return Index(tuple(sorted(scales.items(), key=lambda term: str(term[0]))), constant)
+
+
+def _quotient(of: Index, by: int) -> Index:
+    """`of // by` where no coefficient is a multiple of `by`."""
+    low, high = of.bounds
+    if low // by == high // by:
+        return number(low // by)
+    high_part, _, unit = _digits(of, by)
+    if unit > 1:  # by is a multiple of unit, and the low part is below it: it never carries
+        return _divided(high_part, unit) // (by // unit)
+    return _quotient_of_one(of, by)
+
+
+def _quotient_of_one(of: Index, by: int) -> Index:
+    if by == 1:
+        return of
+    match of.terms:
+        case ((Remainder(inner, size), 1),) if of.constant == 0 and size % by == 0:
+            return (inner // by) % (size // by)
+        case _:
+            pass
+    for atom, scale in of.terms:
+        if isinstance(atom, Quotient) and scale == 1:  # (a + b // c) // d is (a * c + b) // (c * d)
+            return ((of - of_atom(atom)) * atom.by + atom.of) // (atom.by * by)
+    return of_atom(Quotient(of, by))
+
+
+def _remainder(of: Index, by: int) -> Index:
+    """`of % by` where no coefficient is a multiple of `by`."""
+    low, high = of.bounds
+    if low // by == high // by:
+        return of - low // by * by
+    high_part, low_part, unit = _digits(of, by)
+    if unit > 1:
+        return _divided(high_part, unit) % (by // unit) * unit + low_part
+    return _remainder_of_one(of, by)
+
+
+def _remainder_of_one(of: Index, by: int) -> Index:
+    if by == 1:
+        return number(0)
+    match of.terms:
+        case ((Remainder(inner, size), 1),) if of.constant == 0 and size % by == 0:
+            return inner % by
+        case _:
+            return of_atom(Remainder(of, by))
+
+
+def _digits(of: Index, by: int) -> tuple[Index, Index, int]:
+    """A multiple of some unit that divides `by`, and a rest that lies between 0 and that unit.
+
+    Of all such units the largest; 1 if there is none.
+    """
+    for unit in sorted({math.gcd(scale, by) for _, scale in of.terms}, reverse=True):
+        if unit == 1:
+            break
+        left = of.constant % unit
+        rest = Index(tuple(term for term in of.terms if term[1] % unit), left)
+        low, high = rest.bounds
+        if 0 <= low and high < unit:
+            whole = Index(tuple(term for term in of.terms if term[1] % unit == 0), of.constant - left)
+            return whole, rest, unit
+    return of, number(0), 1
+
+
+def _divided(of: Index, unit: int) -> Index:
+    return Index(tuple((atom, scale // unit) for atom, scale in of.terms), of.constant // unit)

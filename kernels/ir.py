@@ -1,0 +1,241 @@
+"""The tile IR: what one kernel computes at each place of its iteration space.
+
+A kernel runs over an iteration space of result variables (`x`) and reduced variables (`r`). At each place
+it evaluates expressions over loads and stores their values. Expressions are immutable and compared by
+value: two results that need one load or one `exp` share it, because it is the same expression.
+
+Floating point below 32 bits is held in registers as float32: a load widens it, a store rounds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from aotdist.kernels.index import Axis, Index, Var
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+NARROW = frozenset({torch.bfloat16, torch.float16}) | FLOAT8
+"""Floating point that is held as float32."""
+
+Reduction = Literal["sum", "prod", "max", "min", "any", "all"]
+
+
+def held(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a value of `dtype` while it is in a register."""
+    return torch.float32 if dtype in NARROW else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An element of a tensor in memory.
+
+    Where the expression has an argument, that says whether to read it; where it is not read, it is 0.
+
+    Args:
+        buffer: the tensor's name.
+        index: which element, counted in elements from the first.
+        stored: its dtype in memory.
+    """
+
+    buffer: str
+    index: Index
+    stored: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number that is the same everywhere."""
+
+    value: float | int | bool
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and repr(self.value) == repr(
+            other.value
+        )  # -0.0 is not 0.0, nan is nan
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """An index as a value."""
+
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One value for all that its argument is along the reduced variables."""
+
+    kind: Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What is left of a value when it is stored as a narrower dtype."""
+
+    to: torch.dtype
+
+
+Op: TypeAlias = Load | Constant | Position | Reduce | Round | str
+"""What an expression does; a word for what is done to each element (see `aotdist.kernels.spelling`)."""
+
+
+@dataclass(frozen=True)
+class Expr:
+    """A value at each place of an iteration space.
+
+    Args:
+        op: what is done.
+        args: to which values.
+        dtype: of the result, in a register.
+    """
+
+    op: Op
+    args: tuple[Expr, ...]
+    dtype: torch.dtype
+    axes: frozenset[Axis] = field(init=False, compare=False, repr=False)
+    """Along which variables it may differ from place to place."""
+    level: int = field(init=False, compare=False, repr=False)
+    """How many reductions stand one within the other: all of one level may share a loop."""
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Made once, from parts that have theirs: an expression is looked up often and may be deep.
+        parts, is_reduced = list(self.parts()), isinstance(self.op, Reduce)
+        own = frozenset[Axis](var.axis for index in self.own_indices() for var in index.variables())
+        axes = frozenset[Axis]({"x"}) if is_reduced else own.union(*(part.axes for part in parts))
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "level", max((part.level for part in parts), default=0) + is_reduced)
+        object.__setattr__(self, "_hash", hash((self.op, self.args, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def own_indices(self) -> Iterator[Index]:
+        """The index that it reads at, or is."""
+        match self.op:
+            case Load(_, index, _) | Position(index):
+                yield index
+            case _:
+                pass
+
+    def parts(self) -> Iterator[Expr]:
+        """The expressions that it is made of: its arguments, and those that it is indexed with."""
+        yield from self.args
+        for index in self.own_indices():
+            yield from (looked for looked in index.numbers() if isinstance(looked, Expr))
+
+    def indices(self) -> Iterator[Index]:
+        """Every index in it."""
+        for part in every_part((self,)):
+            yield from part.own_indices()
+
+    def substitute(self, places: Mapping[Var, Index]) -> Expr:
+        """The same with other indices in the place of variables."""
+        return substituted([self], places)[0]
+
+
+def every_part(roots: Iterable[Expr]) -> Iterator[Expr]:
+    """Each distinct expression that some roots are made of, parts before what they are part of."""
+    seen = set[Expr]()
+    stack = [(root, False) for root in reversed(list(roots))]
+    while stack:
+        expr, is_ready = stack.pop()
+        if is_ready:
+            yield expr
+        elif expr not in seen:
+            seen.add(expr)
+            stack.append((expr, True))
+            stack.extend((part, False) for part in expr.parts())
+
+
+def substituted(roots: Iterable[Expr], places: Mapping[Var, Index]) -> list[Expr]:
+    """Expressions with other indices in the place of variables; what they share they go on sharing."""
+    roots = list(roots)
+    made: dict[Expr, Expr] = {}
+    for expr in every_part(roots):
+        made[expr] = Expr(_moved(expr.op, places), tuple(made[arg] for arg in expr.args), expr.dtype)
+    return [made[root] for root in roots]
+
+
+def _moved(op: Op, places: Mapping[Var, Index]) -> Op:
+    match op:
+        case Load(_, index, _) | Position(index):
+            return replace(op, index=index.substitute(places))
+        case _:
+            return op
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A value that a kernel writes at each place of its space, or of its `x` alone.
+
+    Args:
+        buffer: the tensor's name.
+        index: which element, counted in elements from the first.
+        value: what to write.
+        stored: the tensor's dtype.
+    """
+
+    buffer: str
+    index: Index
+    value: Expr
+    stored: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel.
+
+    Args:
+        name: of the function; what it does, and a number.
+        x: the variables that results differ along, the last one fastest.
+        r: the variables that are reduced; none in a kernel without reductions.
+        stores: what it writes.
+    """
+
+    name: str
+    x: tuple[Var, ...]
+    r: tuple[Var, ...]
+    stores: tuple[Store, ...]
+
+    @property
+    def num_results(self) -> int:
+        """Places along `x`."""
+        return math.prod(var.size for var in self.x)
+
+    @property
+    def num_reduced(self) -> int:
+        """Places along `r`; 1 in a kernel without reductions."""
+        return math.prod(var.size for var in self.r)
+
+    def parts(self) -> Iterator[Expr]:
+        """Each distinct expression in it, parts before what they are part of."""
+        return every_part(store.value for store in self.stores)
+
+    def loads(self) -> list[Load]:
+        """Its distinct loads."""
+        return [part.op for part in self.parts() if isinstance(part.op, Load)]
+
+    def indices(self) -> Iterator[Index]:
+        """Every index in it."""
+        for store in self.stores:
+            yield store.index
+        for part in self.parts():
+            yield from part.own_indices()
+
+    def substitute(self, places: Mapping[Var, Index], x: tuple[Var, ...], r: tuple[Var, ...]) -> Kernel:
+        """The same kernel over other variables."""
+        values = substituted([store.value for store in self.stores], places)
+        stores = tuple(
+            replace(store, index=store.index.substitute(places), value=value)
+            for store, value in zip(self.stores, values, strict=True)
+        )
+        return replace(self, x=x, r=r, stores=stores)

@@ -1,0 +1,340 @@
+"""Kernels as Triton source.
+
+A kernel without reductions is one straight line over a block of places. One that reduces has a block of
+results by a block of what is reduced: persistent, if all that is reduced fits into a block, else in loops:
+one loop for each level of reductions that need each other (the sum of exponentials needs the maximum), and
+a last one for what is stored element by element. A loop computes again what an earlier one computed at the
+same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
+from aotdist.kernels.ir import NARROW, Constant, Expr, Kernel, Load, Position, Reduce, Reduction, Round, Store
+from aotdist.kernels.spelling import TYPES, block_of, number, spelled
+
+HELPERS = '''\
+@triton.jit
+def greater(a, b):
+    """The greater of two numbers; of one that is none, that."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def less(a, b):
+    """The lesser of two numbers; of one that is none, that."""
+    return tl.where((a < b) | (a != a), a, b)
+
+
+@triton.jit
+def product(a, b):
+    """The product of two numbers."""
+    return a * b
+'''
+"""What kernels call; goes before them."""
+
+_LARGE = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A kernel as text.
+
+    Args:
+        source: a function for `triton.jit`, with its decorator.
+        inputs: names of the tensors that it reads, in the order of its arguments.
+        outputs: names of those that it writes, after them.
+    """
+
+    source: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def print_kernel(kernel: Kernel, *, is_persistent: bool) -> Printed:
+    """Print a kernel.
+
+    Args:
+        kernel: what to print.
+        is_persistent: whether all that is reduced fits into one block.
+    """
+    inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))
+    outputs = tuple(store.buffer for store in kernel.stores)
+    arguments = [*(f"in_{name}" for name in inputs), *(f"out_{name}" for name in outputs)]
+    blocks = ["XBLOCK: tl.constexpr", *(["RBLOCK: tl.constexpr"] if kernel.r else [])]
+    writer = _Writer(kernel)
+    body = list(_body(writer, is_persistent=is_persistent))
+    header = f"@triton.jit\ndef {kernel.name}({', '.join([*arguments, *blocks])}):"
+    return Printed("\n".join([header, *(f"    {line}" for line in body)]) + "\n", inputs, outputs)
+
+
+def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
+    kernel = writer.kernel
+    yield from writer.x()
+    if not kernel.r:
+        for store in kernel.stores:
+            yield from writer.store(store)
+    elif is_persistent:
+        yield "r = tl.arange(0, RBLOCK)[None, :]"
+        yield from writer.r()
+        for store in kernel.stores:
+            yield from writer.store(store)
+    else:
+        for level in sorted({part.level for part in kernel.parts() if isinstance(part.op, Reduce)}):
+            yield from writer.reductions(level)
+        for store in kernel.stores:
+            if not _is_along_r(store):
+                yield from writer.store(store)
+        yield from writer.stores_along_r([store for store in kernel.stores if _is_along_r(store)])
+
+
+def _is_along_r(store: Store) -> bool:
+    return "r" in store.value.axes or any(var.axis == "r" for var in store.index.variables())
+
+
+class _Writer:
+    """Writes the lines of one kernel; a value has one name once it is there."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._names: dict[Expr, str] = {}
+        self._num_names = 0
+        self._variables: dict[Var, str] = {
+            var: axis if len(variables) == 1 else str(var)
+            for axis, variables in (("x", kernel.x), ("r", kernel.r))
+            for var in variables
+        }
+        self._tile = "[XBLOCK, RBLOCK]" if kernel.r else "[XBLOCK]"
+        largest = max((index.bounds[1] for index in kernel.indices()), default=0)
+        self._is_large = max(largest, kernel.num_results) >= _LARGE
+
+    def x(self) -> Iterator[str]:
+        """The places of the block's results."""
+        program = "tl.program_id(0).to(tl.int64)" if self._is_large else "tl.program_id(0)"
+        yield f"x = {program} * XBLOCK + tl.arange(0, XBLOCK){'[:, None]' if self.kernel.r else ''}"
+        if self.kernel.num_results > 1:
+            yield f"xmask = x < {self.kernel.num_results}"
+        yield from self._digits("x", self.kernel.x)
+
+    def r(self) -> Iterator[str]:
+        """The places of the block along what is reduced."""
+        yield f"rmask = r < {self.kernel.num_reduced}"
+        yield from self._digits("r", self.kernel.r)
+
+    def _digits(self, name: Axis, variables: Sequence[Var]) -> Iterator[str]:
+        if len(variables) == 1:
+            return  # it is the place itself
+        step = 1
+        for var in reversed(variables):
+            quotient = name if step == 1 else f"{name} // {step}"
+            yield f"{var} = {quotient}" if var is variables[0] else f"{var} = {quotient} % {var.size}"
+            step *= var.size
+
+    def store(self, store: Store) -> Iterator[str]:
+        """Compute a value and write it."""
+        yield from self._values([store.value], self._names)
+        yield self._stored(store, self._names)
+
+    def reductions(self, level: int) -> Iterator[str]:
+        """A loop for all reductions of one level."""
+        wanted = [e for e in self.kernel.parts() if isinstance(e.op, Reduce) and e.level == level]
+        inner = dict(self._names)
+        sources = [expr.args[0] for expr in wanted]
+        yield from self._values(
+            [e for e in self._needed(sources, self._names) if "r" not in e.axes], self._names
+        )
+        inner.update(self._names)
+        totals = [self._name() for _ in wanted]
+        for expr, total in zip(wanted, totals, strict=True):
+            dtype = TYPES[_accumulated(expr)]
+            yield f"{total} = tl.full([XBLOCK, RBLOCK], {_identity(expr)}, {dtype})"
+        body = [*self._values(sources, inner)]
+        for expr, total in zip(wanted, totals, strict=True):
+            value = self._reduced_value(expr, inner)
+            body.append(
+                f"{total} = tl.where({self._mask({'x', 'r'})}, {_combined(expr, total, value)}, {total})"
+            )
+        yield from self._loop(body)
+        for expr, total in zip(wanted, totals, strict=True):
+            name = self._names[expr] = self._name()
+            yield f"{name} = {_reduced(expr, total)}"
+
+    def stores_along_r(self, stores: Sequence[Store]) -> Iterator[str]:
+        """A loop for what is stored element by element."""
+        if not stores:
+            return
+        values = [store.value for store in stores]
+        yield from self._values(
+            [e for e in self._needed(values, self._names) if "r" not in e.axes], self._names
+        )
+        inner = dict(self._names)
+        body = [*self._values(values, inner)]
+        yield from self._loop([*body, *(self._stored(store, inner) for store in stores)])
+
+    def _loop(self, body: Iterable[str]) -> Iterator[str]:
+        yield f"for start in range(0, {self.kernel.num_reduced}, RBLOCK):"
+        for line in ("r = start + tl.arange(0, RBLOCK)[None, :]", *self.r(), *body):
+            yield f"    {line}"
+
+    def _needed(self, roots: Iterable[Expr], known: Mapping[Expr, str]) -> list[Expr]:
+        """What must be computed for some values, in order, besides what is known."""
+        found: dict[Expr, None] = {}
+        stack = [(root, False) for root in reversed(list(roots))]
+        while stack:
+            expr, is_ready = stack.pop()
+            if is_ready:
+                found[expr] = None
+            elif expr not in known and expr not in found:
+                stack.append((expr, True))
+                stack.extend((part, False) for part in expr.parts())
+        return list(found)
+
+    def _values(self, roots: Iterable[Expr], names: dict[Expr, str]) -> Iterator[str]:
+        """Lines that give names to some values and to what they need."""
+        for expr in self._needed(roots, names):
+            if isinstance(expr.op, Constant):
+                names[expr] = number(expr.op, expr.dtype)
+                continue
+            line = self._computed(expr, names)
+            names[expr] = self._name()
+            yield f"{names[expr]} = {line}"
+
+    def _name(self) -> str:
+        self._num_names += 1
+        return f"t{self._num_names - 1}"
+
+    def _computed(self, expr: Expr, names: Mapping[Expr, str]) -> str:
+        args = [names[arg] for arg in expr.args]
+        match expr.op:
+            case Load():
+                return self._loaded(expr, expr.op, names)
+            case Position(index):
+                return f"({self._index(index, names)} + tl.full([1], 0, tl.int64))"
+            case Round(to):
+                return f"{args[0]}.to({TYPES[to]}).to({TYPES[expr.dtype]})"
+            case Reduce():
+                value = self._reduced_value(expr, names)
+                mask, identity = self._mask({"x", "r"}), _identity(expr)
+                return _reduced(expr, f"tl.where({mask}, {value}, {identity})")
+            case _:
+                return spelled(expr, args)
+
+    def _reduced_value(self, expr: Expr, names: Mapping[Expr, str]) -> str:
+        """What a reduction reduces, as a whole block."""
+        (value,) = expr.args
+        if isinstance(value.op, Constant):
+            return block_of(value.op, "[XBLOCK, RBLOCK]", _accumulated(expr))
+        name = f"{names[value]}.to(tl.int32)" if value.dtype is torch.bool else names[value]
+        return name if len(value.axes) == 2 else f"tl.broadcast_to({name}, [XBLOCK, RBLOCK])"
+
+    def _loaded(self, expr: Expr, load: Load, names: Mapping[Expr, str]) -> str:
+        axes = {var.axis for var in load.index.variables()}
+        pointer = f"in_{load.buffer} + ({self._index(load.index, names)})"
+        mask = self._mask(axes)
+        if expr.args:
+            # A guard may differ along more axes than the address.
+            pointer = f"tl.broadcast_to({pointer}, {self._tile})"
+            mask = f"{self._mask({'x', 'r'})} & {names[expr.args[0]]}" if mask else names[expr.args[0]]
+        text = f"tl.load({pointer}, {mask}, other=0)" if mask else f"tl.load({pointer})"
+        if load.stored in NARROW or load.stored is torch.bool:
+            text += f".to({TYPES[expr.dtype]})"
+        return text
+
+    def _stored(self, store: Store, names: Mapping[Expr, str]) -> str:
+        axes = {var.axis for var in store.index.variables()}
+        along = {"x", "r"} if _is_along_r(store) else {"x"}
+        tile = self._tile if not self.kernel.r or "r" in along else "[XBLOCK, 1]"
+        pointer = f"out_{store.buffer} + ({self._index(store.index, names)})"
+        if not axes >= (along if self.kernel.r else {"x"}):
+            pointer = f"tl.broadcast_to({pointer}, {tile})"
+        value = names[store.value]
+        if isinstance(store.value.op, Constant):
+            value = block_of(store.value.op, "[1]", store.stored)
+        elif store.stored in NARROW:
+            value = f"{value}.to({TYPES[store.stored]})"
+        mask = self._mask(along)
+        return f"tl.store({pointer}, {value}, {mask})" if mask else f"tl.store({pointer}, {value})"
+
+    def _mask(self, axes: Set[str]) -> str:
+        """Where a block has places, along some axes; empty for everywhere."""
+        masks = ["xmask"] if "x" in axes and self.kernel.num_results > 1 else []
+        masks += ["rmask"] if "r" in axes and self.kernel.r else []
+        return " & ".join(masks)
+
+    def _index(self, index: Index, names: Mapping[Expr, str]) -> str:
+        terms = [
+            self._atom(atom, names) if scale == 1 else f"{self._atom(atom, names)} * {scale}"
+            for atom, scale in index.terms
+        ]
+        if index.constant or not terms:
+            terms.append(str(index.constant))
+        return " + ".join(terms)
+
+    def _atom(self, atom: Atom, names: Mapping[Expr, str]) -> str:
+        match atom:
+            case Var():
+                return self._variables[atom]
+            case Quotient(of, by):
+                return f"(({self._index(of, names)}) // {by})"
+            case Remainder(of, by):
+                return f"(({self._index(of, names)}) % {by})"
+            case Looked(of):
+                return names[of]  # type: ignore[index]
+
+
+def _accumulated(expr: Expr) -> torch.dtype:
+    return torch.int32 if expr.dtype is torch.bool else expr.dtype
+
+
+def _kind(expr: Expr) -> Reduction:
+    assert isinstance(expr.op, Reduce), f"{expr.op} reduces nothing"
+    return expr.op.kind
+
+
+def _identity(expr: Expr) -> str:
+    """What changes no result of a reduction."""
+    dtype = expr.dtype
+    match _kind(expr):
+        case "sum" | "any":
+            return "0"
+        case "prod" | "all":
+            return "1"
+        case "max":
+            return 'float("-inf")' if dtype.is_floating_point else str(torch.iinfo(dtype).min)
+        case "min":
+            return 'float("inf")' if dtype.is_floating_point else str(torch.iinfo(dtype).max)
+
+
+def _combined(expr: Expr, total: str, value: str) -> str:
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if expr.dtype.is_floating_point else ""
+    match _kind(expr):
+        case "sum":
+            return f"{total} + {value}"
+        case "prod":
+            return f"{total} * {value}"
+        case "max" | "any":
+            return f"tl.maximum({total}, {value}{nan})"
+        case "min" | "all":
+            return f"tl.minimum({total}, {value}{nan})"
+
+
+def _reduced(expr: Expr, block: str) -> str:
+    is_float = expr.dtype.is_floating_point
+    match _kind(expr):
+        case "sum":
+            return f"tl.sum({block}, 1)[:, None]"
+        case "prod":
+            return f"tl.reduce({block}, 1, product)[:, None]"
+        case "max":
+            return f"tl.reduce({block}, 1, greater)[:, None]" if is_float else f"tl.max({block}, 1)[:, None]"
+        case "min":
+            return f"tl.reduce({block}, 1, less)[:, None]" if is_float else f"tl.min({block}, 1)[:, None]"
+        case "any":
+            return f"tl.max({block}, 1)[:, None] != 0"
+        case "all":
+            return f"tl.min({block}, 1)[:, None] != 0"

@@ -1,0 +1,66 @@
+"""Puts expressions together: what a node computes, down to what lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels.index import Index, Var, flat, offset, unflat, variable
+from aotdist.kernels.ir import FLOAT8, NARROW, Expr, Load, Round, held
+from aotdist.kernels.rule import Point, View, val_of
+from aotdist.kernels.rules import rule_of
+
+
+class KernelReader:
+    """Reads nodes in one kernel.
+
+    Args:
+        views: nodes that are read through.
+        computed: nodes that the kernel computes by itself; all others lie in memory.
+        r: the variables that are reduced.
+        keeps_casts: round to narrow floating point wherever the graph does, not only where a value is stored.
+    """
+
+    def __init__(
+        self, views: Container[Node], computed: Container[Node], r: Sequence[Var], *, keeps_casts: bool
+    ) -> None:
+        self.touched: dict[tuple[Node, Point], None] = {}
+        """Which nodes were read where, views apart, in order."""
+        self._views = views
+        self._computed = computed
+        self._r = tuple(r)
+        self._keeps_casts = keeps_casts
+        self._known: dict[tuple[Node, Point], Expr] = {}
+
+    def read(self, node: Node, point: Point) -> Expr:
+        """An element of what `node` computes."""
+        key = (node, point)
+        if key not in self._known:
+            self._known[key] = self._read(node, point)
+        return self._known[key]
+
+    def _read(self, node: Node, point: Point) -> Expr:
+        rule = rule_of(node)
+        if node in self._views:
+            assert isinstance(rule, View), f"{node} is no view"
+            return self.read(rule.source(node), point.to(rule.place(node, point.indices)))
+        self.touched[node, point] = None
+        if node in self._computed:
+            assert rule is not None and not isinstance(rule, View), f"{node} is not computed by kernels"
+            return rule.value(self, node, point)
+        val = val_of(node)
+        guard = () if point.guard is None else (point.guard,)
+        load = Load(node.name, offset(point.indices, val.stride()), val.dtype)
+        return Expr(load, guard, held(val.dtype))
+
+    def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
+        """The place along what is reduced, as indices of dimensions of `sizes`."""
+        own = [var.size for var in self._r]
+        return unflat(flat([variable(var) for var in self._r], own), sizes)
+
+    def rounded(self, value: Expr, dtype: torch.dtype) -> Expr:
+        """`value` as it leaves an operator whose result has `dtype`; float8 is always rounded."""
+        keeps = dtype in FLOAT8 or (self._keeps_casts and dtype in NARROW)
+        return Expr(Round(dtype), (value,), value.dtype) if keeps else value

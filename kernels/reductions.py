@@ -1,0 +1,149 @@
+"""Operators that reduce dimensions: sums, extremes, moments."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels.index import Index
+from aotdist.kernels.ir import Expr, Reduce, Reduction, held
+from aotdist.kernels.rule import (
+    NotEmitted,
+    Point,
+    Reader,
+    Reducing,
+    constant,
+    elementwise,
+    sizes_of,
+    val_of,
+)
+from aotdist.kernels.rule import cast as converted
+from aotdist.torch_seam import OpOverload
+
+aten = torch.ops.aten
+
+
+def _source(node: Node) -> Node:
+    return cast("Node", node.args[0])
+
+
+def _dims(node: Node) -> tuple[int, ...]:
+    """The dimensions that an operator reduces: its second argument, all of them if there is none."""
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    num_dims = len(sizes_of(_source(node)))
+    if given is None or given == []:
+        return tuple(range(num_dims))
+    chosen = [given] if isinstance(given, int) else cast("list[int]", given)
+    return tuple(sorted(dim % num_dims for dim in chosen)) if num_dims else ()
+
+
+def _element(reader: Reader, node: Node, point: Point, dims: tuple[int, ...], source: Node) -> Expr:
+    """The operand's element at a result's indices and the kernel's place along what is reduced."""
+    sizes = sizes_of(source)
+    along = dict(zip(dims, reader.reduced([sizes[dim] for dim in dims]), strict=True))
+    own = iter(
+        [index for dim, index in enumerate(point.indices) if dim not in along]
+        if len(point.indices) == len(sizes)
+        else point.indices
+    )
+    indices: list[Index] = [along[dim] if dim in along else next(own) for dim in range(len(sizes))]
+    return reader.read(source, point.to(indices))
+
+
+def _reduce(kind: Reduction, value: Expr, count: int) -> Expr:
+    return value if count == 1 else Expr(Reduce(kind), (value,), value.dtype)
+
+
+_OF_TRUTHS: dict[Reduction, Reduction] = {"max": "any", "min": "all"}
+
+
+def _reducing(kind: Reduction) -> Reducing:
+    def value(reader: Reader, node: Node, point: Point) -> Expr:
+        dtype: torch.dtype = val_of(node).dtype
+        element = _element(reader, node, point, _dims(node), _source(node))
+        own = _OF_TRUTHS.get(kind, kind) if dtype is torch.bool else kind
+        return reader.rounded(_reduce(own, converted(element, dtype), _count(node)), dtype)
+
+    return Reducing(value, _dims)
+
+
+def _mean(reader: Reader, node: Node, point: Point) -> Expr:
+    dtype: torch.dtype = val_of(node).dtype
+    element = converted(_element(reader, node, point, _dims(node), _source(node)), dtype)
+    return reader.rounded(_divided(_reduce("sum", element, _count(node)), _count(node)), dtype)
+
+
+def _count(node: Node) -> int:
+    return math.prod(sizes_of(_source(node))[dim] for dim in _dims(node))
+
+
+def _divided(value: Expr, by: float) -> Expr:
+    return elementwise("div", value, constant(by, value.dtype))
+
+
+def _moments(reader: Reader, node: Node, point: Point) -> tuple[Expr, Expr]:
+    """Variance and mean, in two passes: the second takes the mean off, so that nothing is cancelled."""
+    dtype: torch.dtype = held(val_of(_source(node)).dtype)
+    element = converted(_element(reader, node, point, _dims(node), _source(node)), dtype)
+    mean = _divided(_reduce("sum", element, _count(node)), _count(node))
+    off = elementwise("sub", element, mean)
+    squares = _reduce("sum", elementwise("mul", off, off), _count(node))
+    return _divided(squares, max(0.0, _count(node) - _correction(node))), mean
+
+
+def _correction(node: Node) -> float:
+    if node.target in (aten.var.correction, aten.var_mean.correction):
+        given = node.kwargs.get("correction", 1)
+        return 1.0 if given is None else float(cast("float", given))
+    raise NotEmitted(f"{node.target}")
+
+
+def _variance(reader: Reader, node: Node, point: Point) -> Expr:
+    return reader.rounded(_moments(reader, node, point)[0], val_of(node).dtype)
+
+
+def _moment(reader: Reader, node: Node, point: Point) -> Expr:
+    both, pick = cast("tuple[Node, int]", node.args)
+    return reader.rounded(_moments(reader, both, point)[pick], val_of(node).dtype)
+
+
+def _whole(node: Node) -> tuple[int, ...]:
+    return _dims(_source(node))
+
+
+RULES: dict[OpOverload, Reducing] = {
+    aten.sum.default: _reducing("sum"),
+    aten.sum.dim_IntList: _reducing("sum"),
+    aten.prod.default: _reducing("prod"),
+    aten.prod.dim_int: _reducing("prod"),
+    aten.amax.default: _reducing("max"),
+    aten.max.default: _reducing("max"),
+    aten.amin.default: _reducing("min"),
+    aten.min.default: _reducing("min"),
+    aten.any.default: _reducing("any"),
+    aten.any.dim: _reducing("any"),
+    aten.any.dims: _reducing("any"),
+    aten.all.default: _reducing("all"),
+    aten.all.dim: _reducing("all"),
+    aten.all.dims: _reducing("all"),
+    aten.mean.default: Reducing(_mean, _dims),
+    aten.mean.dim: Reducing(_mean, _dims),
+    aten.var.correction: Reducing(_variance, _dims),
+}
+
+
+def reduced_dims(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the operand of a reduction, and the dimensions that are reduced."""
+    own = _source(node) if node.target is operator.getitem else node
+    return sizes_of(_source(own)), _dims(own)
+
+
+def rule_of_part(node: Node) -> Reducing | None:
+    """The rule of one of several results of a reduction, if `node` picks one."""
+    source = node.args[0] if node.target is operator.getitem else None
+    is_moment = isinstance(source, Node) and source.target is aten.var_mean.correction
+    return Reducing(_moment, _whole) if is_moment else None

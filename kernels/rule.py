@@ -1,0 +1,155 @@
+"""What an operator means to the emitter: how an element of its result follows from its operands'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels.index import Index, number
+from aotdist.kernels.ir import Constant, Expr, held
+
+
+class NotEmitted(Exception):
+    """Why an operator is left to the library that has it; for `explain`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Which element of a tensor, as a function of the place in an iteration space.
+
+    Args:
+        indices: one for each dimension.
+        guard: where there is such an element; elsewhere what is read does not matter. None for everywhere.
+    """
+
+    indices: tuple[Index, ...]
+    guard: Expr | None = None
+
+    def to(self, indices: Sequence[Index]) -> Point:
+        """Another element, under the same guard."""
+        return Point(tuple(indices), self.guard)
+
+    def where(self, condition: Expr) -> Point:
+        """The same element, where a condition holds too."""
+        guard = (
+            condition if self.guard is None else elementwise("and", self.guard, condition, dtype=torch.bool)
+        )
+        return Point(self.indices, guard)
+
+
+class Reader(Protocol):
+    """Reads values while a kernel is put together."""
+
+    def read(self, node: Node, point: Point) -> Expr:
+        """An element of what `node` computes."""
+        ...
+
+    def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
+        """The place along the kernel's reduced variables, as indices of dimensions of `sizes`."""
+        ...
+
+    def rounded(self, value: Expr, dtype: torch.dtype) -> Expr:
+        """`value` as it leaves an operator whose result has `dtype`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An operator that computes nothing: its elements are those of its first argument.
+
+    Args:
+        place: from an element's indices in the view to its indices in what is viewed.
+    """
+
+    place: Callable[[Node, tuple[Index, ...]], tuple[Index, ...]]
+
+    def source(self, node: Node) -> Node:
+        """What is viewed."""
+        source = node.args[0]
+        if isinstance(source, Node) and not isinstance(val_of(source), torch.Tensor):
+            source = source.args[0]  # a pick from what was split
+        assert isinstance(source, Node), f"{node} views no node"
+        return source
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """An operator whose elements follow each from some elements of its operands.
+
+    Args:
+        value: an element.
+        is_cheap: whether it is less work to compute it twice than to write it and read it back.
+    """
+
+    value: Callable[[Reader, Node, Point], Expr]
+    is_cheap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """An operator each of whose elements follows from a whole slice of its operand.
+
+    Args:
+        value: an element.
+        dims: the dimensions of the operand that are reduced.
+    """
+
+    value: Callable[[Reader, Node, Point], Expr]
+    dims: Callable[[Node], tuple[int, ...]]
+
+
+Rule: TypeAlias = View | Pointwise | Reducing
+
+
+def val_of(node: Node) -> Any:
+    """What the trace saw in place of a node's result."""
+    return node.meta["val"]
+
+
+def sizes_of(node: Node) -> tuple[int, ...]:
+    """The sizes of a node's result."""
+    return tuple(val_of(node).shape)
+
+
+def elementwise(op: str, *args: Expr, dtype: torch.dtype | None = None) -> Expr:
+    """What `op` makes of each element; of the dtype of its first argument unless another is named."""
+    return Expr(op, args, args[0].dtype if dtype is None else dtype)
+
+
+def constant(value: float | int | bool, dtype: torch.dtype) -> Expr:
+    """A number in a register for values of `dtype`."""
+    dtype = held(dtype)
+    if dtype.is_floating_point:
+        value = float(value)
+    elif dtype is torch.bool:
+        value = bool(value)
+    else:
+        value = int(value)
+    return Expr(Constant(value), (), dtype)
+
+
+def cast(value: Expr, dtype: torch.dtype) -> Expr:
+    """`value` in a register for values of `dtype`; rounding to a narrow dtype is not done here."""
+    dtype = held(dtype)
+    if value.dtype is dtype:
+        return value
+    if isinstance(value.op, Constant):
+        return constant(value.op.value, dtype)
+    return elementwise("cast", value, dtype=dtype)
+
+
+def broadcast(indices: Sequence[Index], sizes: Sequence[int]) -> tuple[Index, ...]:
+    """The indices of an operand of `sizes` for an element of a result that it is broadcast to."""
+    own = indices[len(indices) - len(sizes) :]
+    return tuple(number(0) if size == 1 else index for index, size in zip(own, sizes, strict=True))
+
+
+def operand(reader: Reader, argument: Any, point: Point, dtype: torch.dtype) -> Expr:
+    """An operand of an elementwise operator: a node, broadcast, or a number."""
+    if not isinstance(argument, Node):
+        return constant(argument, dtype)
+    return cast(reader.read(argument, point.to(broadcast(point.indices, sizes_of(argument)))), dtype)

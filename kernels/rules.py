@@ -1,0 +1,100 @@
+"""Which operators the emitter has rules for, and why a node is left to a library all the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels import elementwise, reductions, shaping, views
+from aotdist.kernels.index import Index, Var, flat, unflat, variable
+from aotdist.kernels.ir import FLOAT8, Constant, Expr
+from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
+from aotdist.torch_seam import OpOverload
+
+_TABLES = (elementwise.RULES, views.RULES, shaping.RULES, reductions.RULES)
+
+DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+)
+"""What tensors in kernels may hold."""
+
+
+def rule_of(node: Node) -> Rule | None:
+    """The rule of the operator that `node` calls, if there is one."""
+    if node.op != "call_function":
+        return None
+    for table in _TABLES:
+        rule = table.get(cast("OpOverload", node.target))
+        if rule is not None:
+            return rule
+    return (
+        elementwise.RULES_BY_NAME.get(str(node.target))
+        or views.rule_of_part(node)
+        or reductions.rule_of_part(node)
+    )
+
+
+def obstacle(node: Node, rule: Rule | None) -> str | None:
+    """Why a call of an operator that returns a tensor is not emitted; None if it is."""
+    if rule is None:
+        return "no rule"
+    try:
+        _check_values(node)
+        if not isinstance(rule, View):
+            rule.value(_Trial(), node, Point(_anywhere(sizes_of(node))))
+    except NotEmitted as reason:
+        return str(reason)
+    return None
+
+
+def _check_values(node: Node) -> None:
+    values = [val_of(node), *(val_of(source) for source in _sources(node))]
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            raise NotEmitted("a number that differs from call to call")
+        if not all(type(size) is int for size in (*value.shape, *value.stride())):
+            raise NotEmitted("sizes that differ from call to call")
+        if value.numel() == 0:
+            raise NotEmitted("no elements")
+        if value.dtype not in DTYPES:
+            raise NotEmitted(f"{value.dtype}".removeprefix("torch."))
+        if value.is_conj() or value.is_neg() or value.layout is not torch.strided:
+            raise NotEmitted("a tensor that is not plain memory")
+        if value.device != values[0].device:
+            raise NotEmitted("tensors on several devices")
+
+
+def _sources(node: Node) -> Iterator[Node]:
+    """The tensors that a node is computed from; for a pick of several results, those of the operator."""
+    for source in node.all_input_nodes:
+        if isinstance(val_of(source), (list, tuple)):
+            yield from source.all_input_nodes
+        else:
+            yield source
+
+
+def _anywhere(sizes: Sequence[int]) -> tuple[Index, ...]:
+    return tuple(variable(Var("x", at, size)) for at, size in enumerate(sizes))
+
+
+class _Trial:
+    """Reads nothing; a rule that cannot emit a node says so on the way."""
+
+    def read(self, node: Node, point: Point) -> Expr:
+        return Expr(Constant(0), (), held(val_of(node).dtype))
+
+    def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
+        return unflat(flat((variable(Var("r", 0, math.prod(sizes))),), (math.prod(sizes),)), sizes)
+
+    def rounded(self, value: Expr, dtype: torch.dtype) -> Expr:
+        return value
+
+
+def is_reducing(node: Node) -> bool:
+    """Whether a node with a rule reduces."""
+    return isinstance(rule_of(node), Reducing)

@@ -1,0 +1,117 @@
+"""Who reads what in a graph, once views and what kernels compute anew are seen through."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterator
+from typing import TypeAlias
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels.index import Var
+from aotdist.kernels.reading import KernelReader
+from aotdist.kernels.rule import Point, Pointwise, View, val_of
+from aotdist.kernels.rules import obstacle, rule_of
+from aotdist.kernels.space import Group, Place
+
+Reads: TypeAlias = list[tuple[Node, Point]]
+
+
+class Uses:
+    """Reads the nodes of a graph.
+
+    Args:
+        graph: functional; nodes carry `val`.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.reasons: dict[Node, str] = {}
+        """Why operators are left to the library."""
+        self.views = set[Node]()
+        """Nodes that kernels read through."""
+        self.inlined = set[Node]()
+        """Nodes that every kernel computes anew that reads them."""
+        self.computed: dict[Node, None] = {}
+        """Nodes that some kernel computes, in order."""
+        self._reads: dict[tuple[Node, Place, tuple[Var, ...], frozenset[Node]], Reads] = {}
+        self.nodes: list[Node] = list(graph.nodes)
+        for node in self.nodes:
+            if node.op == "call_function":
+                self._classify(node)
+        for node in self.inlined:
+            if any(reader not in self.computed for reader in self.readers(node)):
+                self.computed[node] = None  # a library reads it, too
+        self.computed = {node: None for node in self.nodes if node in self.computed}
+
+    def _classify(self, node: Node) -> None:
+        rule, val = rule_of(node), node.meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            if not all(rule_of(user) and obstacle(user, rule_of(user)) is None for user in node.users):
+                self.reasons[node] = "no rule"
+            return
+        reason = obstacle(node, rule)
+        if reason is not None:
+            if node.target is not operator.getitem:
+                self.reasons[node] = reason
+        elif isinstance(rule, View):
+            self.views.add(node)
+        elif isinstance(rule, Pointwise) and rule.is_cheap and self._is_close_to_memory(node):
+            self.inlined.add(node)
+        else:
+            self.computed[node] = None
+
+    def _is_close_to_memory(self, node: Node) -> bool:
+        """Whether a node reads one tensor at most, and that lies in memory whatever is fused."""
+        sources = set(self._behind(node, is_kernel=True))
+        return len(sources) <= 1 and not any(source in self.computed for source in sources)
+
+    def is_transparent(self, node: Node) -> bool:
+        """Whether everyone who reads a node reads what it is made of."""
+        is_torn = isinstance(node.meta.get("val"), (list, tuple)) and node not in self.reasons
+        return node in self.views or (is_torn and node.op == "call_function")
+
+    def sources(self, node: Node) -> Iterator[Node]:
+        """What a node reads; a kernel computes what is inlined by itself."""
+        yield from self._behind(node, is_kernel=node in self.computed or node in self.inlined)
+
+    def _behind(self, node: Node, *, is_kernel: bool) -> Iterator[Node]:
+        for source in node.all_input_nodes:
+            if self.is_transparent(source) or (is_kernel and source in self.inlined):
+                yield from self._behind(source, is_kernel=is_kernel)
+            else:
+                yield source
+
+    def readers(self, node: Node) -> Iterator[Node]:
+        """Who reads a node."""
+        for user in node.users:
+            if self.is_transparent(user):
+                yield from self.readers(user)
+            elif user in self.inlined:
+                yield from (reader for reader in self.readers(user) if reader in self.computed)
+                if user in self.computed:
+                    yield user
+            else:
+                yield user
+
+    def is_read_outside(self, node: Node, members: Container[Node]) -> bool:
+        """Whether others than `members` read a node."""
+        return any(reader not in members for reader in self.readers(node))
+
+    def reads(self, node: Node, place: Place, group: Group) -> Reads:
+        """What a node of a group that is computed at `place` reads there, and where."""
+        key = (node, place, group.space.r, group.absorbed)
+        if key not in self._reads:
+            seen_through = self.inlined | group.absorbed
+            reader = KernelReader(self.views, {node, *seen_through}, group.space.r, keeps_casts=False)
+            reader.read(node, Point(place))
+            self._reads[key] = [
+                (read, at) for read, at in reader.touched if read is not node and read not in seen_through
+            ]
+        return self._reads[key]
+
+
+def num_bytes(node: Node) -> int:
+    """Bytes of a node's result; of one that is no tensor, none."""
+    val = val_of(node)
+    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0

@@ -1,0 +1,74 @@
+"""Every operator of PyTorch's database gives eager's values and gradients through the emitter's kernels."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import aotdist
+from tests.kernels.reference import Emissions, assert_same
+from tests.op_db.samples import Walk, operator_cases, operator_names
+
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="one version's database is enough"
+)
+
+CHUNKS = 10
+RANDOM = {
+    "nn.functional.rrelu",  # its decomposition draws other numbers than eager does, also for Inductor
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the database calls what is deprecated
+        yield
+
+
+def check(chunk: int, dtype: torch.dtype, count: int) -> None:
+    for name in operator_names()[chunk::CHUNKS]:
+        cases = (case for case in operator_cases(name, Walk(dtype)) if not case.program.endswith("_"))
+        for case in cases if name not in RANDOM else ():
+            if case.number >= count:
+                break
+            scene = case.build()
+            args, _ = scene.arguments()
+            try:
+                scene.target(*args)
+            except Exception:
+                continue  # what eager refuses
+            try:
+                assert_same(scene.target, *args)
+            except aotdist.UnsupportedProgram:
+                continue  # of the trace, the same for every backend
+            except Exception as error:
+                raise AssertionError(f"{case}") from error
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_first_samples(chunk: int) -> None:
+    check(chunk, torch.float32, 1)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_several_samples(chunk: int, dtype: torch.dtype) -> None:
+    check(chunk, dtype, 4)
+
+
+def test_most_operators_have_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    emissions = Emissions(monkeypatch)
+    for name in ("softmax", "nn.functional.layer_norm", "nn.functional.gelu", "cat", "gather", "var_mean"):
+        case = next(iter(operator_cases(name, Walk(torch.float32))))
+        scene = case.build()
+        assert_same(scene.target, *scene.arguments()[0])
+    assert emissions.num_kernels() > 0
+    assert {str(node.target) for fused in emissions.made for node in fused.reasons} == {
+        "aten.scatter_add.default"  # the backward of `gather`
+    }
