@@ -94,7 +94,11 @@ def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
 
 
 def _is_along_r(store: Store) -> bool:
-    return "r" in store.value.axes or any(var.axis == "r" for var in store.index.variables())
+    return "r" in store.value.axes | _axes_of(store.index)
+
+
+def _axes_of(index: Index) -> Set[Axis]:
+    return {var.axis for var in index.variables()}
 
 
 class _Writer:
@@ -109,7 +113,6 @@ class _Writer:
             for axis, variables in (("x", kernel.x), ("r", kernel.r))
             for var in variables
         }
-        self._tile = "[XBLOCK, RBLOCK]" if kernel.r else "[XBLOCK]"
         largest = max((index.bounds[1] for index in kernel.indices()), default=0)
         self._is_large = max(largest, kernel.num_results) >= _LARGE
 
@@ -225,42 +228,44 @@ class _Writer:
                 return spelled(expr, args)
 
     def _reduced_value(self, expr: Expr, names: Mapping[Expr, str]) -> str:
-        """What a reduction reduces, as a whole block."""
+        """What a reduction reduces; whoever masks it makes a whole block of it."""
         (value,) = expr.args
-        if isinstance(value.op, Constant):
-            return block_of(value.op, "[XBLOCK, RBLOCK]", _accumulated(expr))
-        name = f"{names[value]}.to(tl.int32)" if value.dtype is torch.bool else names[value]
-        return name if len(value.axes) == 2 else f"tl.broadcast_to({name}, [XBLOCK, RBLOCK])"
+        return f"{names[value]}.to(tl.int32)" if value.dtype is torch.bool else names[value]
 
     def _loaded(self, expr: Expr, load: Load, names: Mapping[Expr, str]) -> str:
-        axes = {var.axis for var in load.index.variables()}
         pointer = f"in_{load.buffer} + ({self._index(load.index, names)})"
-        mask = self._mask(axes)
+        mask = self._mask(expr.axes)
         if expr.args:
-            # A guard may differ along more axes than the address.
-            pointer = f"tl.broadcast_to({pointer}, {self._tile})"
-            mask = f"{self._mask({'x', 'r'})} & {names[expr.args[0]]}" if mask else names[expr.args[0]]
+            (guard,) = expr.args
+            mask = f"{mask} & {names[guard]}" if mask else names[guard]
+            own = _axes_of(load.index)
+            if not own or not guard.axes <= own:  # a mask may not be larger than the addresses
+                pointer = f"tl.broadcast_to({pointer}, {self._shape(expr.axes)})"
         text = f"tl.load({pointer}, {mask}, other=0)" if mask else f"tl.load({pointer})"
         if load.stored in NARROW or load.stored is torch.bool:
             text += f".to({TYPES[expr.dtype]})"
         return text
 
     def _stored(self, store: Store, names: Mapping[Expr, str]) -> str:
-        axes = {var.axis for var in store.index.variables()}
-        along = {"x", "r"} if _is_along_r(store) else {"x"}
-        tile = self._tile if not self.kernel.r or "r" in along else "[XBLOCK, 1]"
+        axes: Set[Axis] = {"x", "r"} if _is_along_r(store) else {"x"}
         pointer = f"out_{store.buffer} + ({self._index(store.index, names)})"
-        if not axes >= (along if self.kernel.r else {"x"}):
-            pointer = f"tl.broadcast_to({pointer}, {tile})"
+        if not axes <= _axes_of(store.index):
+            pointer = f"tl.broadcast_to({pointer}, {self._shape(axes)})"
         value = names[store.value]
         if isinstance(store.value.op, Constant):
             value = block_of(store.value.op, "[1]", store.stored)
         elif store.stored in NARROW:
             value = f"{value}.to({TYPES[store.stored]})"
-        mask = self._mask(along)
+        mask = self._mask(axes)
         return f"tl.store({pointer}, {value}, {mask})" if mask else f"tl.store({pointer}, {value})"
 
-    def _mask(self, axes: Set[str]) -> str:
+    def _shape(self, axes: Set[Axis]) -> str:
+        """The shape of a block of values that differ along some axes."""
+        if not self.kernel.r:
+            return "[XBLOCK]"
+        return f"[{'XBLOCK' if 'x' in axes else '1'}, {'RBLOCK' if 'r' in axes else '1'}]"
+
+    def _mask(self, axes: Set[Axis]) -> str:
         """Where a block has places, along some axes; empty for everywhere."""
         masks = ["xmask"] if "x" in axes and self.kernel.num_results > 1 else []
         masks += ["rmask"] if "r" in axes and self.kernel.r else []
