@@ -21,6 +21,7 @@ from aotdist.kernels.launching import Config, Launch, Result, config_of, is_pers
 from aotdist.kernels.printing import HELPERS, Printed, print_kernel
 from aotdist.kernels.rule import val_of
 from aotdist.kernels.space import Group
+from aotdist.kernels.traffic import bytes_moved
 from aotdist.program import Graph
 from aotdist.torch_seam import graph_module
 
@@ -36,12 +37,14 @@ class EmittedKernel:
         printed: its source.
         config: its blocks.
         nodes: the nodes that it computes, in order.
+        num_bytes: what it reads and writes.
     """
 
     kernel: Kernel
     printed: Printed
     config: Config
     nodes: tuple[Node, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,15 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
         label: a word for the file name that tracebacks show.
     """
     chosen = plan(graph.gm.graph, fixed)
-    kernels = [_emit(chosen, group, at, keeps_casts=keeps_casts) for at, group in enumerate(chosen.groups)]
+    num_elements = {
+        node.name: node.meta["val"].numel()
+        for node in graph.gm.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    kernels = [
+        _emit(chosen, group, at, num_elements, keeps_casts=keeps_casts)
+        for at, group in enumerate(chosen.groups)
+    ]
     source = "\n\n".join([HELPERS, *(one.printed.source for one in kernels)])
     functions = _loaded(source, label)
     schedule = _Schedule(graph, kernels, fixed)
@@ -82,11 +93,14 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
     return Fused(Graph(gm, graph.ins, graph.outs), kernels, source, chosen.reasons)
 
 
-def _emit(chosen: Plan, group: Group, number: int, *, keeps_casts: bool) -> EmittedKernel:
+def _emit(
+    chosen: Plan, group: Group, number: int, num_elements: Mapping[str, int], *, keeps_casts: bool
+) -> EmittedKernel:
     kernel = assemble(chosen, group, number, keeps_casts=keeps_casts)
     printed = print_kernel(kernel, is_persistent=is_persistent(kernel))
     config = config_of(kernel, is_interpreted=triton_seam.is_interpreting())
-    return EmittedKernel(kernel, printed, config, tuple(sorted(group.nodes())))
+    nodes = tuple(sorted(group.nodes()))
+    return EmittedKernel(kernel, printed, config, nodes, bytes_moved(kernel, num_elements))
 
 
 def _loaded(source: str, label: str) -> Mapping[str, Any]:

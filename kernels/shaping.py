@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from aotdist.kernels.index import Index, Looked, of_atom
+from aotdist.kernels.index import Index, Looked, number, of_atom
 from aotdist.kernels.ir import Expr, Position
 from aotdist.kernels.rule import (
     NotEmitted,
@@ -232,6 +232,21 @@ def _indexed(reader: Reader, node: Node, point: Point) -> Expr:
     return reader.read(source, point.to(places))
 
 
+def _scattered(reader: Reader, node: Node, point: Point) -> Expr:
+    """A number put into one place of each row: every place asks whether it is that one."""
+    source, dim, index, value = cast("tuple[Node, int, Node, float]", node.args[:4])
+    sizes, dtype = sizes_of(source), val_of(node).dtype
+    if isinstance(value, Node) or len(node.args) > 4 or node.kwargs:
+        raise NotEmitted("a reduction, or a number that differs from call to call")
+    if not sizes or sizes_of(index) != (*sizes[: dim % len(sizes)], 1, *sizes[dim % len(sizes) + 1 :]):
+        raise NotEmitted("several places in a row")
+    dim %= len(sizes)
+    place = reader.read(index, point.to((*point.indices[:dim], number(0), *point.indices[dim + 1 :])))
+    own = converted(position(point.indices[dim]), val_of(index).dtype)
+    is_here = elementwise("eq", own, place, dtype=torch.bool)
+    return _chosen(is_here, constant(value, dtype), reader.read(source, point))
+
+
 RULES: dict[OpOverload, Rule] = {
     aten.cat.default: Pointwise(_joined),
     aten.constant_pad_nd.default: Pointwise(_padded),
@@ -249,6 +264,7 @@ RULES: dict[OpOverload, Rule] = {
     prims.iota.default: Pointwise(_counted, is_cheap=True),
     aten.embedding.default: Pointwise(_embedded),
     aten.gather.default: Pointwise(_gathered),
+    aten.scatter.value: Pointwise(_scattered),
     aten.index_select.default: Pointwise(_picked),
     aten.index.Tensor: Pointwise(_indexed),
 }

@@ -42,6 +42,38 @@ class Emission:
     name: str = "graph"
 
 
+@dataclass(frozen=True, slots=True)
+class KernelSummary:
+    """One kernel of our own.
+
+    Args:
+        name: of the function.
+        operators: what it computes, in order.
+        num_results: elements along what it does not reduce.
+        num_reduced: elements that it reduces to each of those; 1 if it reduces nothing.
+        num_bytes: bytes that it reads and writes.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    num_results: int
+    num_reduced: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What became of the operators of a graph.
+
+    Args:
+        kernels: in the order in which they run.
+        library: how many calls were left to the library, by operator and reason.
+    """
+
+    kernels: tuple[KernelSummary, ...]
+    library: Mapping[tuple[str, str], int]
+
+
 def _nothing_pending() -> None:
     return None
 
@@ -57,12 +89,14 @@ class Emitted:
             tensor); None altogether where every out has the strides of the graph's own `val`.
         finish: waits until `call` may be used, and raises if compiling failed. A compiler that
             works in the background returns early, so that the next graph is emitted meanwhile.
+        fusion: which kernels there are, from a backend that writes its own.
     """
 
     call: BoxedCall
     source: str
     output_strides: tuple[Strides | None, ...] | None = None
     finish: Callable[[], None] = _nothing_pending
+    fusion: Fusion | None = None
 
 
 @runtime_checkable

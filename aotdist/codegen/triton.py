@@ -6,18 +6,20 @@ no rule for. Those are printed as one straight-line function, as the reference e
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.fx import Node
 
-from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion, KernelSummary
 from aotdist.codegen.fx import print_graph
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
-from aotdist.kernels.emission import fuse
+from aotdist.kernels.emission import Fused, fuse
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.program import Graph
 from aotdist.torch_seam import inductor_decompositions
@@ -61,13 +63,33 @@ class TritonBackend:
         fused = fuse(graph, fixed, keeps_casts=emission.settings.emulate_casts, label=label)
         printed = print_graph(fused.graph)
         call = load_function(printed.source, "forward", printed.bound, label)
-        return Emitted(call, f"{fused.source}\n\n{printed.source}")
+        return Emitted(call, f"{fused.source}\n\n{printed.source}", fusion=_summary(fused))
 
 
 _KEPT = frozenset(
     {torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool3d_with_indices.default}
 )
 """Operators whose decomposition asks Inductor how it would lower them."""
+
+
+def _summary(fused: Fused) -> Fusion:
+    kernels = (
+        KernelSummary(
+            one.kernel.name,
+            tuple(_operator(node) for node in one.nodes),
+            one.kernel.num_results,
+            one.kernel.num_reduced,
+            one.num_bytes,
+        )
+        for one in fused.kernels
+    )
+    return Fusion(tuple(kernels), Counter((_operator(node), why) for node, why in fused.reasons.items()))
+
+
+def _operator(node: Node) -> str:
+    if node.target is operator.getitem:
+        return _operator(node.all_input_nodes[0])
+    return str(node.target).removesuffix(".default")
 
 
 def _keeps_its_place(node: Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from aotdist.codegen.contract import Emitted, Fusion
 from aotdist.facts import DataWritten
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
@@ -23,11 +24,13 @@ class GraphSummary:
         name: `joint`, `forward`, `backward` or `inference`.
         num_nodes: operations, placeholders and the output not counted.
         collectives: its collectives, in order.
+        fusion: its kernels and what was left to the library, from a backend that writes its own.
     """
 
     name: str
     num_nodes: int
     collectives: tuple[Collective, ...]
+    fusion: Fusion | None
 
     @property
     def collective_bytes(self) -> int:
@@ -82,11 +85,14 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
     region, facts = compilation.region, compilation.traced.facts
     slots = compilation.traced.program.ins
     training = isinstance(region, Training)
+    emitted = compilation.emitted()
     return ArtifactSummary(
         name=compilation.captured.name,
         kind="training" if training else "inference",
         backend=compilation.backend,
-        graphs=tuple(_graph_summary(name, graph) for name, graph in compilation.graphs().items()),
+        graphs=tuple(
+            _graph_summary(name, graph, emitted.get(name)) for name, graph in compilation.graphs().items()
+        ),
         saved_bytes=region.split.saved_bytes if training else 0,
         written=tuple(
             slots[idx].path for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)
@@ -97,6 +103,6 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
     )
 
 
-def _graph_summary(name: str, graph: Graph) -> GraphSummary:
+def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSummary:
     num_nodes = sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
-    return GraphSummary(name, num_nodes, collectives(graph))
+    return GraphSummary(name, num_nodes, collectives(graph), emitted.fusion if emitted else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def _artifact(summary: ArtifactSummary) -> str:
     lines = [f"{summary.name} · {summary.kind} · {summary.backend}"]
     for graph in summary.graphs:
         lines.append(f"  {graph.name:<10}{graph.num_nodes:>7,} nodes  {_collectives(graph)}".rstrip())
+        lines += [f"    {line}" for line in _fusion(graph)]
     if summary.kind == "training":
         lines.append(f"  saved for backward: {format_bytes(summary.saved_bytes)}")
     if summary.written:
@@ -43,6 +45,24 @@ def _collectives(graph: GraphSummary) -> str:
     for collective in graph.collectives:
         sizes[collective.op] += collective.num_bytes
     return ", ".join(f"{count} {op} ({format_bytes(sizes[op])})" for op, count in counts.items())
+
+
+def _fusion(graph: GraphSummary) -> Iterator[str]:
+    fusion = graph.fusion
+    if fusion is None:
+        return
+    total = format_bytes(sum(kernel.num_bytes for kernel in fusion.kernels))
+    yield f"{len(fusion.kernels)} kernels, which move {total}"
+    width = max((len(kernel.name) for kernel in fusion.kernels), default=0)
+    for kernel in fusion.kernels:
+        places = f"{kernel.num_results:,}" + (f" x {kernel.num_reduced:,}" if kernel.num_reduced > 1 else "")
+        yield (
+            f"  {kernel.name:<{width}}  {format_bytes(kernel.num_bytes):>10}  {places:>16}"
+            f"  {len(kernel.operators)} operators"
+        )
+    if fusion.library:
+        calls = (f"{count} {op} ({reason})" for (op, reason), count in fusion.library.items())
+        yield f"{sum(fusion.library.values())} library calls: {', '.join(calls)}"
 
 
 def format_bytes(count: int) -> str:

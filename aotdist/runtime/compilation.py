@@ -97,6 +97,14 @@ class Compilation:
         """Whether sizes were to be symbolic, and an operator would not have it."""
         return bool(self.captured.dims) and self.traced.symbols.none_allowed
 
+    def emitted(self) -> dict[str, Emitted]:
+        """What was emitted for them, by the name of the graph."""
+        match self.region:
+            case Training(halves=halves):
+                return {"forward": halves.forward, "backward": halves.backward}
+            case Inference(emitted=emitted):
+                return {"inference": emitted}
+
     def graphs(self) -> dict[str, Graph]:
         """The graphs by name, in the order in which they came to be."""
         match self.region:
