@@ -82,8 +82,8 @@ format: $(STAMP) ## Fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(STAMP) ## Build the API reference into build/docs, and write docs/semantics.md anew
-	$(BIN)/python docs/semantics.py > docs/semantics.md.new && mv docs/semantics.md.new docs/semantics.md
+docs: $(STAMP) ## Build the API reference into build/docs, and write docs/semantics.md and docs/emitter.md anew
+	for page in semantics emitter; do $(BIN)/python docs/$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md; done
 	$(BIN)/pdoc --docformat google -o build/docs aotdist $(DOCUMENTED:%=aotdist.%)
 
 clean: ## Remove everything that was built or cached, but not the virtual environments or runs/

@@ -14,6 +14,8 @@ from aotdist.kernels.rule import Point, val_of
 from aotdist.kernels.space import Group
 
 _MAX_WORDS = 4
+_COPIES = frozenset({"convert_element_type", "_to_copy", "clone"})
+"""Words that say nothing of a kernel that does something else besides."""
 
 
 def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Kernel:
@@ -45,8 +47,9 @@ def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Ker
 def _words(nodes: Iterable[Node]) -> list[str]:
     """What a kernel does, in a few words: its last and most telling operators."""
     words = [str(node.target).split(".")[1] for node in nodes if "." in str(node.target)]
-    distinct = list(dict.fromkeys(words))
-    return distinct[-_MAX_WORDS:] or ["pick"]
+    distinct = dict.fromkeys(words)
+    telling = [word for word in distinct if word not in _COPIES] or list(distinct) or ["pick"]
+    return telling[-_MAX_WORDS:]
 
 
 def _by_stride(kernel: Kernel) -> Kernel:

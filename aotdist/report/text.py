@@ -62,7 +62,7 @@ def _fusion(graph: GraphSummary) -> Iterator[str]:
         )
     if fusion.library:
         calls = (f"{count} {op} ({reason})" for (op, reason), count in fusion.library.items())
-        yield f"{sum(fusion.library.values())} library calls: {', '.join(calls)}"
+        yield f"library calls: {', '.join(calls)}"
 
 
 def format_bytes(count: int) -> str:

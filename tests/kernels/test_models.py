@@ -65,7 +65,7 @@ def test_explain_shows_kernels_and_what_is_left_to_the_library() -> None:
     aotdist.compile(model, backend="triton")(**batch).loss.backward()
     text = str(model.explain())
     assert "kernels, which move" in text
-    assert "15 aten.mm (no rule)" in text
+    assert "library calls: 15 aten.mm (no rule)" in text
 
 
 def test_steps_follow_eager_s() -> None:

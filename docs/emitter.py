@@ -1,0 +1,215 @@
+"""Writes `docs/emitter.md`: one program followed from its graph to its kernels.
+
+`python docs/emitter.py` prints the page; nothing in it is written by hand but the program and the words.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import textwrap
+from collections.abc import Iterator
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the page is made without a GPU
+
+import torch
+
+import aotdist
+from aotdist.codegen import triton
+from aotdist.kernels.assembly import assemble
+from aotdist.kernels.emission import Fused
+from aotdist.kernels.fusion import Plan, plan
+from aotdist.kernels.space import Group
+from aotdist.program import Graph
+
+
+def attention_scores(x, gain, weight):
+    wide = x.float()
+    norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    hidden = (norm.to(x.dtype) * gain) @ weight
+    scores = hidden.view(4, 16, 2, 32).transpose(1, 2)
+    return torch.softmax(scores.float() * 0.5, -1)
+
+
+def arguments() -> tuple[torch.Tensor, ...]:
+    """What the program is called with."""
+    torch.manual_seed(0)
+    sizes = ((4, 16, 64), (64,), (64, 64))
+    return tuple(torch.randn(*size, dtype=torch.bfloat16) for size in sizes)
+
+
+class Watched:
+    """Compiles the program once, and keeps what the emitter was given and gave."""
+
+    def __init__(self) -> None:
+        fuse = triton.fuse
+
+        def watching(graph: Graph, *args: object, **kwargs: object) -> Fused:
+            self.graph = graph
+            self.fused = fuse(graph, *args, **kwargs)  # type: ignore[arg-type]
+            return self.fused
+
+        triton.fuse = watching  # type: ignore[assignment]
+        try:
+            self.compiled = aotdist.compile(attention_scores, backend="triton")
+            with torch.no_grad():
+                self.compiled(*arguments())
+        finally:
+            triton.fuse = fuse
+        self.plan: Plan = plan(self.graph.gm.graph, [])
+
+
+def page() -> Iterator[str]:
+    """The page, paragraph by paragraph."""
+    watched = Watched()
+    yield "# From a graph to kernels"
+    yield words(
+        '`aotdist.compile(model, backend="triton")` hands each graph, functional and decomposed, to the '
+        "emitter in "
+        "[kernels/](../kernels/README.md). This page follows one program through it. It is written by "
+        "`python docs/emitter.py`, which runs everything that it shows; a test holds the two together."
+    )
+    yield "## The program"
+    yield code(inspect.getsource(attention_scores), "python")
+    yield words(
+        "Called with `x: bf16[4, 16, 64]`, `gain: bf16[64]` and `weight: bf16[64, 64]`. Its graph, as the "
+        "trace and the decompositions leave it:"
+    )
+    yield code("\n".join(graph_lines(watched.graph)), "text")
+    yield "## What each node is"
+    yield words(
+        "A rule says what an operator means: an element of its result as a function of its indices "
+        "(`kernels/rule.py`). A **view** maps indices and computes nothing; a **pointwise** operator "
+        "reads some elements of its operands; a **reducing** one reads a whole slice. An operator without "
+        "a rule is a library call. Cheap pointwise nodes over memory, like casts, are computed anew by "
+        "everyone who reads them."
+    )
+    yield code("\n".join(roles(watched.plan, watched.graph)), "text")
+    yield "## Which nodes share a kernel"
+    yield words(
+        "Each node begins as a group of its own, over an iteration space of `x` (results) and `r` (what "
+        "is reduced). Groups merge, those that save most bytes first, if every node of both can be "
+        "*placed* in one space: given the indices at which a consumer is computed, rules say at which "
+        "indices it reads its producers. No group may be needed by something that it needs itself "
+        "(`kernels/fusion.py`)."
+    )
+    for group in watched.plan.groups:
+        yield code("\n".join(group_lines(group)), "text")
+    yield "## What a kernel computes"
+    yield words(
+        "Reading the stored nodes down to memory gives expressions over loads (`kernels/ir.py`). Indices "
+        "are sums of variables; what a view divides its consumer multiplies again, and both cancel "
+        "(`kernels/index.py`). Variables that always go together become one (`kernels/assembly.py`)."
+    )
+    for number, group in enumerate(watched.plan.groups):
+        yield code("\n".join(kernel_lines(watched.plan, group, number)), "text")
+    yield "## The source"
+    yield words(
+        "A kernel is printed as a straight line over blocks, or as loops where what it reduces does not "
+        "fit into one block (`kernels/printing.py`). Narrow floating point is widened when it is loaded "
+        "and rounded when it is stored; with `Settings(emulate_casts=True)` it is rounded wherever the "
+        "program rounds."
+    )
+    for kernel in watched.fused.kernels:
+        yield code(kernel.printed.source, "python")
+    yield "## What runs"
+    yield words(
+        "Kernels stand in the graph in the place of nodes, and what is left is printed as one "
+        "straight-line function."
+    )
+    yield code("\n".join(graph_lines(watched.fused.graph)), "text")
+    yield "`compiled.explain()` says the same in short:"
+    yield code(without_seconds(str(watched.compiled.explain())), "text")  # type: ignore[attr-defined]
+    yield GUIDE
+
+
+def words(text: str) -> str:
+    """A paragraph."""
+    return textwrap.fill(text, width=118)
+
+
+def without_seconds(report: str) -> str:
+    """A report without what differs from run to run."""
+    return "\n".join(line for line in report.splitlines() if "seconds:" not in line)
+
+
+def code(text: str, language: str) -> str:
+    """A block of code."""
+    return f"```{language}\n{text.strip()}\n```"
+
+
+def graph_lines(graph: Graph) -> Iterator[str]:
+    """One line a node."""
+    for node in graph.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        val = node.meta.get("val")
+        shape = (
+            f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
+            if isinstance(val, torch.Tensor)
+            else ""
+        )
+        name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        yield f"{node.name} = {name}({', '.join(map(str, node.args))})  # {shape}"
+
+
+def roles(chosen: Plan, graph: Graph) -> Iterator[str]:
+    """What the emitter makes of each node."""
+    groups = {node: number for number, group in enumerate(chosen.groups) for node in group.nodes()}
+    for node in graph.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node in chosen.views:
+            role = "view"
+        elif node in chosen.reasons:
+            role = f"library: {chosen.reasons[node]}"
+        elif node in groups:
+            role = f"kernel {groups[node]}"
+        else:
+            role = "computed by its readers"
+        yield f"{node.name:<28}{role}"
+
+
+def group_lines(group: Group) -> Iterator[str]:
+    """A space, and where each node is computed in it."""
+    x, r = (
+        ", ".join(f"{var} < {var.size}" for var in axis) or "none" for axis in (group.space.x, group.space.r)
+    )
+    yield f"x: {x}    r: {r}"
+    for node, place in group.places.items():
+        yield f"  {node.name:<26} at ({', '.join(map(str, place))})"
+    for node in sorted(group.absorbed):
+        yield f"  {node.name:<26} wherever it is read"
+
+
+def kernel_lines(chosen: Plan, group: Group, number: int) -> Iterator[str]:
+    """Loads and stores of a kernel."""
+    kernel = assemble(chosen, group, number, keeps_casts=False)
+    spaces = (", ".join(f"{var} < {var.size}" for var in axis) or "none" for axis in (kernel.x, kernel.r))
+    yield "{}: x: {}    r: {}".format(kernel.name, *spaces)
+    for load in kernel.loads():
+        yield f"  load   {load.buffer}[{load.index}]"
+    for store in kernel.stores:
+        yield f"  store  {store.buffer}[{store.index}]"
+
+
+GUIDE = """\
+## To add to it
+
+- **An operator**: a rule in the table of the module that it belongs to (`elementwise.py`, `views.py`,
+  `shaping.py`, `reductions.py`). A pointwise rule is a function of the operands' expressions; one that
+  reads other elements than those at its place is a function of a reader, the node and a point. Raise
+  `NotEmitted` with a reason for the calls that it cannot do: `explain()` shows it.
+  `tests/kernels/test_operators.py` runs PyTorch's own samples of it.
+- **A word for elements** (`exp`): one line in `spelling.py`.
+- **A fusion**: groups that may become one are tried by `_merged` in `fusion.py`: `_placed` computes each
+  node once, `_absorbed` wherever it is read. A third way is a third function there, from two groups to
+  one or None.
+- **A kind of reduction**: its name in `ir.Reduction`, and what it starts from, combines and ends with in
+  `printing.py`.
+- **Without a GPU**: `TRITON_INTERPRET=1` runs kernels on CPU tensors, where `interpreter.py` has Triton's
+  interpreter round as a GPU does."""
+
+
+if __name__ == "__main__":
+    print("\n\n".join(page()))
