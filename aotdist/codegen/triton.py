@@ -16,10 +16,12 @@ from torch.fx import Node
 
 from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion, KernelSummary
 from aotdist.codegen.fx import print_graph
+from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.emission import Fused, fuse
+from aotdist.kernels.splitting import split_reductions
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.program import Graph
 from aotdist.torch_seam import inductor_decompositions
@@ -59,6 +61,8 @@ class TritonBackend:
         """Put kernels into the graph, and print what runs them."""
         _refuse_cpu(graph)
         label = f"{emission.name} {emission.kind}"
+        graph = Graph(copied(graph), graph.ins, graph.outs)
+        split_reductions(graph.gm)
         fixed = [node for node in graph.gm.graph.nodes if _keeps_its_place(node)]
         fused = fuse(graph, fixed, keeps_casts=emission.settings.emulate_casts, label=label)
         printed = print_graph(fused.graph)

@@ -1,0 +1,89 @@
+"""Cuts a sum of everything in two: else one block would go through all of it, while the rest of a GPU waits.
+
+`x.sum()` of a million elements becomes 1,024 sums of 1,024, each by a block of its own, and the sum of those.
+What is summed is computed in the first stage, as before. Parts of narrow floating point are kept in float32.
+The order of the additions is fixed by the sizes, so results do not differ from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from aotdist.kernels.ir import held
+from aotdist.kernels.rule import sizes_of, val_of
+from aotdist.kernels.rules import obstacle, rule_of
+from aotdist.torch_seam import OpOverload
+
+aten = torch.ops.aten
+
+MIN_ELEMENTS = 2**15
+"""What one block goes through in the time of another launch, or so."""
+MAX_PARTS = 1024
+
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default}
+_EXTREMES = {
+    aten.amax.default: aten.amax.default,
+    aten.amin.default: aten.amin.default,
+    aten.max.default: aten.amax.default,
+    aten.min.default: aten.amin.default,
+}
+
+
+def split_reductions(gm: GraphModule) -> None:
+    """Cut the large reductions of a graph in two, in place.
+
+    Args:
+        gm: a private copy of a functional graph, whose nodes carry `val`.
+    """
+    for node in list(gm.graph.nodes):
+        parts = _num_parts(node)
+        if parts > 1:
+            with gm.graph.inserting_before(node):
+                result = _in_two(gm.graph, node, parts)
+            node.replace_all_uses_with(result)
+            gm.graph.erase_node(node)
+
+
+def _num_parts(node: Node) -> int:
+    """In how many parts to reduce: a divisor of the number of elements; 1 to leave the node as it is."""
+    if node.target not in _SUMS and node.target not in _EXTREMES:
+        return 1
+    source, result = val_of(node.all_input_nodes[0]), val_of(node)
+    if not isinstance(source, torch.Tensor) or obstacle(node, rule_of(node)) is not None:
+        return 1
+    count = math.prod(source.shape)
+    if count < MIN_ELEMENTS or math.prod(result.shape) != 1:
+        return 1
+    return max(parts for parts in range(1, MAX_PARTS + 1) if count % parts == 0)
+
+
+def _in_two(graph: Graph, node: Node, parts: int) -> Node:
+    source = node.all_input_nodes[0]
+    count, sizes = math.prod(sizes_of(source)), list(sizes_of(node))
+    dtype: torch.dtype = val_of(node).dtype
+    cut = [parts, count // parts]
+    view = _call(graph, node, aten.view.default, (source, cut), _like(node, cut, val_of(source).dtype))
+    if node.target in _EXTREMES:
+        op, of_parts = _EXTREMES[node.target], dtype
+    else:
+        op, of_parts = aten.sum.dim_IntList, held(dtype)
+    first = _call(graph, node, op, (view, [1]), _like(node, [parts], of_parts))
+    total = _call(graph, node, op, (first, [0]), _like(node, [], dtype))
+    if node.target is aten.mean.default:
+        total = _call(graph, node, aten.div.Tensor, (total, count), _like(node, [], dtype))
+    return _call(graph, node, aten.view.default, (total, sizes), val_of(node)) if sizes else total
+
+
+def _like(node: Node, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return val_of(node).new_empty(sizes, dtype=dtype)
+
+
+def _call(graph: Graph, like: Node, op: OpOverload, args: tuple[Any, ...], val: torch.Tensor) -> Node:
+    """A step of what `like` computes; kernels give it the dtype of `val`."""
+    made = graph.call_function(op, args)
+    made.meta = {**like.meta, "val": val}
+    return made
