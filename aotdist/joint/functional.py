@@ -306,26 +306,43 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
     value = functional_value(tensor)
     if value.size() != before.size():
         return
-    if (value.is_conj(), value.is_neg()) != (before.is_conj(), before.is_neg()):
-        value = _with_bits_of(before, value)
-        replace_functional_value(tensor, value)
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
-    if value.stride() != before.stride() or _has_gaps(before):
-        value = torch.ops.aten.copy.default(before, value)
-        replace_functional_value(tensor, value)
+    lies_otherwise = value.stride() != before.stride() or _has_gaps(before)
+    if lies_otherwise or _is_read_otherwise(value, before):
+        memory = _memory_to_read_as(before, value)
+        if lies_otherwise:
+            memory = torch.ops.aten.copy.default(_with_bits_flipped(before, before), memory)
+        replace_functional_value(tensor, _with_bits_flipped(memory, before))
 
 
-def _with_bits_of(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor equal to `value` that is to be read as its conjugate, or negated, where `before` is."""
-    if not before.is_conj() and not before.is_neg():
-        return torch.ops.aten.clone.default(value)
-    if before.is_conj():
-        value = torch.ops.aten.conj_physical.default(value)
-    if before.is_neg():
-        value = torch.ops.aten.neg.default(value)
-    if before.is_conj():
-        value = torch.ops.aten._conj.default(value)
-    return torch.ops.aten._neg_view.default(value) if before.is_neg() else value
+def _is_read_otherwise(value: torch.Tensor, before: torch.Tensor) -> bool:
+    return (value.is_conj(), value.is_neg()) != (before.is_conj(), before.is_neg())
+
+
+def _memory_to_read_as(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What memory holds of `value` if it is read as its conjugate, or negated, where `before` is.
+
+    Complex numbers are negated as pairs of real ones, as what shows their parts does in eager: in vectors, the
+    kernel for complex numbers subtracts from zero, and a zero loses its sign (torch 2.13).
+    """
+    memory = _with_bits_flipped(value, value)
+    if value.is_neg() != before.is_neg():
+        memory = _negated_by_parts(memory) if memory.is_complex() else torch.ops.aten.neg.default(memory)
+    if value.is_conj() != before.is_conj():
+        memory = torch.ops.aten._conj_physical.default(memory)
+    return memory
+
+
+def _negated_by_parts(numbers: torch.Tensor) -> torch.Tensor:
+    parts = torch.ops.aten.view_as_real.default(numbers)
+    return torch.ops.aten.view_as_complex.default(torch.ops.aten.neg.default(parts))
+
+
+def _with_bits_flipped(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """The same memory read as the conjugate of what it was read as, or negated, where `model` is."""
+    if model.is_conj():
+        tensor = torch.ops.aten._conj.default(tensor)
+    return torch.ops.aten._neg_view.default(tensor) if model.is_neg() else tensor
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:

@@ -188,15 +188,32 @@ def imaginary_parts(x):
     return x * 2
 
 
-@pytest.mark.parametrize("disabled", [frozenset(), frozenset({"cleanup"})])
-@pytest.mark.parametrize(
+READ_AS = pytest.mark.parametrize(
     "bits", [torch.clone, torch.conj, torch._neg_view, lambda x: torch._neg_view(x.conj())]
 )
+
+
+@pytest.mark.parametrize("disabled", [frozenset(), frozenset({"cleanup"})])
+@READ_AS
 def test_what_is_to_be_read_as_conjugate_or_negated_stays_so(bits, disabled):
     def scene():
         return Scene(imaginary_parts, (bits(torch.randn(3, 4, dtype=torch.complex64)),))
 
     same_as_eager(scene, disabled_passes=disabled)
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(None, None, 2)], ids=["dense", "with gaps"])
+@pytest.mark.parametrize("part", ["real", "imag"])
+@READ_AS
+def test_zeros_keep_their_sign_where_they_are_read_as_conjugate_or_negated(bits, part, columns):
+    """Vectors of complex numbers lose it when they are negated, and numbers beside a vector do not."""
+
+    def program(x):
+        getattr(x, part).zero_()
+        getattr(x.conj(), part)[0] = -0.0
+        return x * 1
+
+    same_as_eager(lambda: Scene(program, (bits(torch.randn(3, 6, dtype=torch.complex64))[:, columns],)))
 
 
 def into_a_slice(x):

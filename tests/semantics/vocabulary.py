@@ -315,6 +315,7 @@ COMPLEX_WRITES = (
     "{a}.real.mul_(2)",
     "{a}.mul_(1j)",
     "{a}.imag[0] = 0.5",
+    "{a}.imag.zero_()",
     "torch.view_as_real({a})[0].zero_()",
 )
 
