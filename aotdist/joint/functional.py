@@ -322,8 +322,8 @@ def _is_read_otherwise(value: torch.Tensor, before: torch.Tensor) -> bool:
 def _memory_to_read_as(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """What memory holds of `value` if it is read as its conjugate, or negated, where `before` is.
 
-    Complex numbers are negated as pairs of real ones, as what shows their parts does in eager: in vectors, the
-    kernel for complex numbers subtracts from zero, and a zero loses its sign (torch 2.13).
+    Complex numbers are negated as pairs of real ones, as what shows their parts does in eager: in vectors,
+    the kernel for complex numbers subtracts from zero, and a zero loses its sign (torch 2.13).
     """
     memory = _with_bits_flipped(value, value)
     if value.is_neg() != before.is_neg():

@@ -119,6 +119,7 @@ class Inputs:
         self._stand_ins: list[StandIn] = []
         self._by_example: dict[int, torch.Tensor] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
+        self._of_views: list[PrimalIdx] = []
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         """What the traced function is given in place of `example`."""
@@ -163,6 +164,8 @@ class Inputs:
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
+        if example._is_view() and not stand_in.tensor._is_view():
+            self._of_views.append(at)
         return stand_in.tensor
 
     def _refuse_class(self, example: torch.Tensor) -> None:
@@ -239,6 +242,10 @@ class Inputs:
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""
         return Row(self._stand_ins)
+
+    def views(self) -> list[tuple[PrimalIdx, torch.Tensor]]:
+        """The stand-ins of views that are none themselves."""
+        return [(idx, self._stand_ins[idx].tensor) for idx in self._of_views]
 
     def index_of(self, tensor: torch.Tensor) -> PrimalIdx | None:
         """Which input the traced `tensor` is, if it is one."""

@@ -17,6 +17,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.storages import Storages
+from aotdist.joint.written_views import WrittenViews
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import (
@@ -48,6 +49,7 @@ class Lifting(TorchFunctionMode):
         storages: what the program is shown for the storages of its tensors.
         higher_order: what to do where the program hands functions to an operator.
         guises: the classes that the program sees of its tensors.
+        written_views: is told that what was written by the call before has its history now.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Lifting(TorchFunctionMode):
         storages: Storages,
         higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
         guises: Guises,
+        written_views: WrittenViews,
     ) -> None:
         super().__init__()
         self._inputs = inputs
@@ -68,6 +71,7 @@ class Lifting(TorchFunctionMode):
         self._log = log
         self._storages = storages
         self._guises = guises
+        self._written_views = written_views
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
@@ -88,6 +92,7 @@ class Lifting(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self._written_views.notice()
         swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too

@@ -31,6 +31,7 @@ from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
+from aotdist.joint.written_views import WrittenViews
 from aotdist.program import Graph, PrimalIdx, Program, Slot
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import FakeTensorMode, class_functions_off, hearing_of_swaps
@@ -115,9 +116,13 @@ def trace(
         stack.enter_context(log)
         stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
-        lifting = Lifting(inputs, recorder.is_foreign, stand_in, log, storages, control_flow, classes.guises)
+        written_views = WrittenViews(inputs)
+        lifting = Lifting(
+            inputs, recorder.is_foreign, stand_in, log, storages, control_flow, classes.guises, written_views
+        )
         with classes.shown(), lifting, naming_failures(), naming_outdated_views(log):
             outs = program.fn(*tensors)
+            written_views.notice()
         recorder.draws.check()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]

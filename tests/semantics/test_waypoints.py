@@ -395,6 +395,56 @@ def test_random_programs_of_wrappers(program: Program) -> None:
     compare_random(program)
 
 
+def multiplied(x, w):
+    x.mul_(w)
+    return [x.exp()]
+
+
+def in_two_writes(x, w):
+    y = x.exp()
+    x.mul_(w)
+    x.add_(w.sin())
+    return [y, x * w]
+
+
+def from_another(x, w):
+    x.copy_(w)
+    return [x.sin()]
+
+
+def through_a_view(x, w):
+    x.t().mul_(w.t())
+    x[1:].add_(w[1:])
+    return [x.sin()]
+
+
+VIEWS_TO_WRITE: dict[str, Callable[[], torch.Tensor]] = {
+    "with history": lambda: (torch.randn(4, 3, requires_grad=True) * 1.5).t(),
+    "of a leaf's": lambda: (torch.randn(4, 3, requires_grad=True).t() * 1.5)[:],
+    "a part": lambda: (torch.randn(3, 4, 4, requires_grad=True) * 1.5).permute(1, 0, 2)[..., 0].t(),
+    "without history": lambda: torch.randn(4, 3).t(),
+    "TwoTensor": lambda: two_non_leaf(4, 3).t(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", VIEWS_TO_WRITE.values(), ids=VIEWS_TO_WRITE)
+@pytest.mark.parametrize("program", [multiplied, in_two_writes, from_another, through_a_view])
+def test_what_is_written_into_a_view_gets_gradients_as_eager_lays_them_out(
+    program: Callable[..., Any], make: Callable[[], torch.Tensor], way: str
+) -> None:
+    compare(program, lambda: {"x": make(), "w": torch.randn(3, 4, requires_grad=True) * 2}, WAYS[way])
+
+
+def test_sums_over_what_is_written_into_a_view_are_eagers() -> None:
+    def use(call: Callable[..., Any]) -> list[torch.Tensor | None]:
+        x, w = (torch.randn(65, 33, requires_grad=True) * 1.5).t(), torch.randn(65, requires_grad=True)
+        call(x, w)[0].backward(tangent_for(x, 1))
+        return [w.grad]
+
+    assert_both_give_the_same(multiplied, use)
+
+
 def transposed(x):
     y = x * x
     return y.t(), y * y
