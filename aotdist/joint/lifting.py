@@ -104,6 +104,9 @@ class Lifting(TorchFunctionMode):
                 result = self._higher_order(func, swapped_args, swapped_kwargs, self)
             return self._guises.show(result)
         instead = self._instead.get(func)
+        if instead is None and swapped_kwargs.get("requires_grad"):
+            made = func(*swapped_args, **{**swapped_kwargs, "requires_grad": False})
+            return self._require_grad(made)
         if instead is None:
             return func(*swapped_args, **swapped_kwargs)
         with self._guises.off(self._guises.among(swapped_args)):

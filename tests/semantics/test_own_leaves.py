@@ -29,6 +29,8 @@ OWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a view itself": lambda x: x.detach()[1:].requires_grad_(),
     "one of several": lambda x: x.detach().split(2)[0].requires_grad_(),
     "of nothing": lambda x: torch.zeros(3, 4).requires_grad_(),
+    "made as one": lambda x: torch.ones(3, 4, requires_grad=True),
+    "made like an input": lambda x: torch.randn_like(x, requires_grad=True),
 }
 PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda own: own,
