@@ -69,8 +69,6 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
     walk = _Walk()
     path = "" if isinstance(target, nn.Module) else _display_name(target)
     for source, tensor in arguments:
-        if not is_of_own_class(tensor) and not is_wrapper(tensor):
-            walk.owners.append((source, tensor))
         walk.look_at(source, tensor, 0)
     walk.visit(Source(path, target), target, 0)
     walk.follow_names()
@@ -136,11 +134,16 @@ class _Walk:
             self.visit(place, inner, depth + 1)
 
     def look_at(self, source: Source, tensor: torch.Tensor, depth: int) -> None:
-        """Let the attributes of a tensor be read by name, if it is of a class that the user sees."""
+        """Let the attributes of a tensor be read by name, if it is of a class that the user sees.
+
+        An argument, and what hangs on one, is another at each call: what it is assigned is assigned again.
+        """
         if is_of_own_class(tensor):
             self.seen.add(id(tensor))
             self.owners.append((source, tensor))
             self.named.append(_Named(source, tensor, depth))
+        elif source.is_of_argument and not is_wrapper(tensor):
+            self.owners.append((source, tensor))
 
     def follow_names(self) -> None:
         """Look up, in everything that is read by name, every name that was met, until nothing new appears."""

@@ -161,6 +161,20 @@ def test_a_tensor_that_an_argument_holds_is_written() -> None:
     same_as_eager(build, calls=3, compilations=None)
 
 
+@pytest.mark.parametrize("value", ["x", [1]], ids=str)
+def test_what_is_assigned_to_a_tensor_that_an_argument_holds(value: Any) -> None:
+    """It hangs on that of every call."""
+
+    def program(x: Any) -> torch.Tensor:
+        x.note.label = value
+        return x * x.note
+
+    def scene() -> Scene:
+        return Scene(program, (of(Traveller, note=torch.ones(3, 4)),))
+
+    same_as_eager(lambda: [scene(), scene()])
+
+
 def test_attributes_of_results() -> None:
     def fn(x: Traveller, y: torch.Tensor) -> Any:
         z = x * 2
