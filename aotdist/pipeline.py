@@ -248,7 +248,7 @@ def _trace(
     with ExitStack() as scope:
         with times.stage("capture"):
             captured = capture(call.target, call.run, call.args, call.kwargs, call.settings, scope)
-            before = Reassignments(captured.environment.modules, captured.environment.reached)
+            before = captured.environment.reassignments()
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):

@@ -103,6 +103,11 @@ class Environment:
     state: tuple[StateTensor, ...]
     rules: tuple[Claim, ...]
 
+    def reassignments(self) -> Reassignments:
+        """What may be assigned to, as it is now."""
+        ruled = {module for claim in self.rules for module in claim.root.modules()}
+        return Reassignments(self.modules, self.reached, ruled)
+
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -245,13 +250,13 @@ def _call(
     settings: Settings,
 ) -> list[Any]:
     """Run the user's code; its flat results, what it assigned, and how to put them back."""
-    reassignments = Reassignments(environment.modules, environment.reached)
+    reassignments = environment.reassignments()
     attributes = WrapperAttributes(inputs)
     try:
         with class_functions_on():
             result = run()
         hand_over_attributes(inputs, examples)
-        leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing()), is_leaf=is_leaf)
+        leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
     except BaseException:
         reassignments.undo()
@@ -265,7 +270,7 @@ def _call(
     flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in assigned]
     places = tuple((source, structure) for source, _, structure in flat)
     outs = [*leaves, *(leaf for _, values, _ in flat for leaf in values), *replaced.values()]
-    outs, shown = with_attributes(outs, inputs, environment.reached)
+    outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
     return [*outs, Returned(spec, places, tuple(replaced), tuple(shown))]
 
 

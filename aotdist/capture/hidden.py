@@ -7,7 +7,7 @@ stay what it is at capture: a stand-in.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import pytree
 
-_NOT_ENTERED = (nn.Module, type, types.ModuleType)
-"""While a program is traced, stand-ins hang in modules; they are taken out again."""
+_NOT_ENTERED = (type, types.ModuleType)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
@@ -33,21 +32,33 @@ def shows_traced(value: Any) -> bool:
     return any(map(is_traced, pytree.tree_leaves(value)))
 
 
-def hides_traced(value: Any) -> bool:
-    """Whether an object that is no tensor holds tensors of the program, or objects that do."""
-    if isinstance(value, torch.Tensor):
+def hides_traced(value: Any, existing: Collection[int]) -> bool:
+    """Whether an object that is no tensor holds tensors of the program, or objects that do.
+
+    Args:
+        value: the object.
+        existing: identities of objects from before the call. Those that are modules hide nothing: while a
+            program is traced, stand-ins hang in them; they are taken out again.
+    """
+    if isinstance(value, torch.Tensor) or _is_known_module(value, existing):
         return False
     met = {id(value): value}  # with the objects, so that no other gets the identity of one
-    return any(_leads_to_traced(part, met) for part in _parts(value))
+    return any(_leads_to_traced(part, met, existing) for part in _parts(value))
 
 
-def _leads_to_traced(value: Any, met: dict[int, Any]) -> bool:
+def _leads_to_traced(value: Any, met: dict[int, Any], existing: Collection[int]) -> bool:
     if isinstance(value, torch.Tensor):
         return is_traced(value)
     if is_constant(value) or isinstance(value, _NOT_ENTERED) or id(value) in met:
         return False
+    if _is_known_module(value, existing):
+        return False
     met[id(value)] = value
-    return any(_leads_to_traced(part, met) for part in _parts(value))
+    return any(_leads_to_traced(part, met, existing) for part in _parts(value))
+
+
+def _is_known_module(value: Any, existing: Collection[int]) -> bool:
+    return isinstance(value, nn.Module) and id(value) in existing
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -2,18 +2,18 @@
 
 Eager makes such an object anew at every call. One that holds tensors of the program is therefore taken apart
 by its attributes, which become results, and put together again at every call: an object of the same class,
-whose `__init__` does not run. What holds none of them stays the object that the capture made.
+whose `__init__` does not run. A module that the program makes is one. What holds none of them stays the
+object that the capture made.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from aotdist.capture.constants import is_constant, is_leaf
 from aotdist.capture.hidden import attributes_of, hides_traced, refusal
@@ -21,7 +21,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
-_WHOLE = (torch.Tensor, nn.Module, type, *_CODE)
+_WHOLE = (torch.Tensor, type, *_CODE)
 """What has attributes, and is no object to be taken apart."""
 
 
@@ -31,6 +31,13 @@ class _Parts:
 
     cls: type
     attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """A set of an object that is taken apart, in its place in a pytree: pytrees take sets for leaves."""
+
+    values: list[Any]
 
 
 def _flatten(parts: _Parts) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
@@ -46,14 +53,15 @@ def _put_together(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
 
 
 pytree.register_pytree_node(_Parts, _flatten, _put_together)
+pytree.register_pytree_node(_Members, lambda members: (members.values, None), lambda values, _: set(values))
 
 
-def taken_apart(result: Any, existing: Iterable[Any]) -> Any:
+def taken_apart(result: Any, existing: Collection[int]) -> Any:
     """`result` as a pytree whose leaves are all the tensors of the program in it.
 
     Args:
         result: what a program returned, or a part of that.
-        existing: objects that were there before the call; they stay themselves.
+        existing: identities of objects that were there before the call; they stay themselves.
 
     Raises:
         UnsupportedProgram: tensors are held in a way that cannot be repeated.
@@ -61,7 +69,7 @@ def taken_apart(result: Any, existing: Iterable[Any]) -> Any:
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
     if not any(_may_be_taken_apart(leaf) for leaf in leaves):
         return result
-    apart = _Apart(frozenset(map(id, existing)))
+    apart = _Apart(existing)
     return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
 
 
@@ -73,7 +81,9 @@ class _Apart:
         self._met: set[int] = set()
 
     def leaf(self, value: Any) -> Any:
-        if not _may_be_taken_apart(value) or id(value) in self._existing or not hides_traced(value):
+        if not _may_be_taken_apart(value) or id(value) in self._existing:
+            return value
+        if not hides_traced(value, self._existing):
             return value
         cls = type(value)
         if id(value) in self._met:
@@ -86,6 +96,8 @@ class _Apart:
         return _Parts(cls, {name: self._part(part) for name, part in attributes_of(value)})
 
     def _part(self, value: Any) -> Any:
+        if type(value) is set and id(value) not in self._existing:
+            return _Members([self._part(item) for item in value])
         return pytree.tree_map(self.leaf, value, is_leaf=is_leaf)
 
 

@@ -6,7 +6,7 @@ program, and the runtime repeats the assignment at every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,13 +99,22 @@ class Reassignments:
     """Snapshots all that the program may assign to, and finds what a traced call assigned.
 
     Args:
-        modules: modules by qualified name; their buffers and attributes are watched.
+        modules: modules by qualified name; their parameters, buffers, children and attributes are watched.
         reached: closures, globals, objects and containers.
+        ruled: modules in which a rule hangs parameters of its own while they are traced; not watched.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], reached: Reached) -> None:
-        self._owners = reached.owners
-        self._watched: list[_Dictionary | _List | _Variable] = [*_of_modules(modules), *_of_reached(reached)]
+    def __init__(
+        self, modules: Mapping[str, nn.Module], reached: Reached, ruled: Collection[nn.Module]
+    ) -> None:
+        self._watched: list[_Dictionary | _List | _Variable] = [
+            *_of_modules(modules),
+            *_of_parameters({path: module for path, module in modules.items() if module not in ruled}),
+            *_of_reached(reached),
+        ]
+        self._existing = [*modules.values(), *(owner for _, owner in reached.owners), *self._before()]
+        self.existing = frozenset(map(id, self._existing))
+        """Identities of the objects that were there before the trace."""
 
     def collect(self) -> list[tuple[Source, Any]]:
         """Places that were assigned traced tensors, or containers of some; each is put back as it was.
@@ -118,7 +127,7 @@ class Reassignments:
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
             for place, before, value in watched.changed():
-                _refuse_hidden(place.path, value)
+                self._refuse_hidden(place.path, value)
                 if shows_traced(value) or place.is_of_argument:
                     found.append((place, value))
                     _put_back(place, before)
@@ -133,9 +142,7 @@ class Reassignments:
             if is_constant(value) and not same_constant(value, before) and not place.is_of_argument
         ]
 
-    def existing(self) -> Iterator[Any]:
-        """The objects that were there before the trace."""
-        yield from (owner for _, owner in self._owners)
+    def _before(self) -> Iterator[Any]:
         for watched in self._watched:
             match watched:
                 case _Dictionary(before=before):
@@ -160,17 +167,36 @@ class Reassignments:
             if isinstance(watched, _List) and len(watched.held) != len(watched.before):
                 watched.held[:] = watched.before
             for place, before, value in watched.changed():
-                if shows_traced(value) or _hiding(value) or place.is_of_argument:
+                if shows_traced(value) or self._hiding(value) or place.is_of_argument:
                     _put_back(place, before)
+
+    def _refuse_hidden(self, path: str, value: Any) -> None:
+        for hiding in self._hiding(value):
+            raise refusal(
+                f"`{path}` is assigned a {type(hiding).__name__} that holds tensors which the program "
+                "computes",
+                "assign the tensors themselves",
+            )
+
+    def _hiding(self, value: Any) -> list[Any]:
+        """What hides traced tensors: leaves of `value`, or all of it if it shows none."""
+        parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
+        return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
 
 
 def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:
     for path, module in modules.items():
-        for held in (vars(module)["_buffers"], vars(module)):
+        for held in (vars(module)["_buffers"], vars(module)["_modules"], vars(module)):
             yield _container(Source(path, held), held)
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and type(value) in (list, dict):
                 yield _container(Source(path, module).attribute(name), value)
+
+
+def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:
+    for path, module in modules.items():
+        held = vars(module)["_parameters"]
+        yield _container(Source(path, held), held)
 
 
 def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
@@ -205,18 +231,3 @@ def _put_back(place: Source, before: Any) -> None:
         place.delete()
     else:
         place.write(before)
-
-
-def _refuse_hidden(path: str, value: Any) -> None:
-    for hiding in _hiding(value):
-        raise refusal(
-            f"`{path}` is assigned a {type(hiding).__name__} that holds tensors which the program computes",
-            "assign the tensors themselves",
-        )
-
-
-def _hiding(value: Any) -> list[Any]:
-    """What hides traced tensors: leaves of `value`, or all of it if it shows none."""
-    parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
-    # In modules stand-ins hang while they are traced.
-    return [part for part in parts if not isinstance(part, (type, nn.Module)) and hides_traced(part)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,12 @@ class Shown:
 
 
 def with_attributes(
-    outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached
+    outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached, existing: Collection[int]
 ) -> tuple[list[Any], list[Shown]]:
     """`outs`, followed by what the attributes of tensors among them hold, and how these are shown.
 
-    What the program is given keeps its class, and its attributes are assigned by `Reassignments`.
+    What the program is given keeps its class, and its attributes are assigned by `Reassignments`. Objects
+    that are `existing`, by identity, were there before the call.
 
     Raises:
         UnsupportedProgram: an attribute hides tensors that the program computes.
@@ -61,7 +62,7 @@ def with_attributes(
             leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: is_leaf(v) or id(v) in places)
             found.append((name, spec, len(flat)))
             flat += [Read(places[id(leaf)]) if id(leaf) in places else leaf for leaf in leaves]
-            _refuse_hidden(cls, name, leaves)
+            _refuse_hidden(cls, name, leaves, existing)
         if found or cls is not torch.Tensor:
             shown.append(Shown(position, cls, tuple(found)))
     return flat, shown
@@ -73,9 +74,11 @@ def _places(reached: Reached) -> Mapping[int, Source]:
     return {id(value): source for source, value in known if not isinstance(value, torch.Tensor)}
 
 
-def _refuse_hidden(cls: type[torch.Tensor], name: str, leaves: Sequence[Any]) -> None:
+def _refuse_hidden(
+    cls: type[torch.Tensor], name: str, leaves: Sequence[Any], existing: Collection[int]
+) -> None:
     for leaf in leaves:
-        if hides_traced(leaf):
+        if hides_traced(leaf, existing):
             raise refusal(
                 f"the attribute `{name}` of a {cls.__name__} is a {type(leaf).__name__} that holds tensors "
                 "which the program computes",

@@ -24,6 +24,7 @@ class Stateful(nn.Module):
     def __init__(self, step: Callable[[Any, torch.Tensor], Any]):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
+        self.other = nn.Parameter(torch.ones(3) * 2)
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("optional", None)
         self.cache = [torch.zeros(3), torch.zeros(3)]
@@ -57,6 +58,9 @@ STEPS = {
     "every item of a list": lambda m, x: m.cache.__setitem__(slice(None), [c + x for c in m.cache]),
     "an item of a dictionary": lambda m, x: m.table.__setitem__("a", m.table["a"] + x),
     "an attribute of an object": lambda m, x: assign(m.state, "hidden", m.state.hidden + x),
+    "a parameter": lambda m, x: assign(m, "other", nn.Parameter(m.weight.detach() * x)),
+    "a parameter that did not exist": lambda m, x: assign(m, "shift", nn.Parameter(torch.zeros(3))),
+    "a parameter that takes the place of another": lambda m, x: assign(m, "weight", m.other),
     "a buffer twice": lambda m, x: (assign(m, "steps", m.steps + 1), assign(m, "steps", m.steps * 2)),
     "what is read back": lambda m, x: (assign(m, "last", x * 2), assign(m, "steps", m.last.sum())),
 }
@@ -179,6 +183,10 @@ REFUSED = {
         lambda m, x: assign(m, "last", [types.SimpleNamespace(x=x * 2)]),
         "`last` is assigned a list that holds tensors",
     ),
+    "a module that it makes": (
+        lambda m, x: assign(m, "last", nn.Sequential(nn.Linear(3, 3))),
+        "`last` is assigned a Sequential that holds tensors",
+    ),
     "a set": (lambda m, x: assign(m, "last", {x * 2}), "`last` is assigned a set that holds tensors"),
 }
 
@@ -202,14 +210,13 @@ def test_assignments_are_undone_when_capture_fails(name):
         raise KeyError("mine")
 
     model = Stateful(step_and_fail)
-    before = {**vars(model), **model._buffers, **held(model)}
+    before = {**vars(model), **model._parameters, **model._buffers, **held(model)}
     items = list(model.cache), dict(model.table), dict(vars(model.state))
     aotdist.compile(model, backend="fx")
     with pytest.raises(KeyError, match="mine"):
         model(torch.ones(3))
-    assert all(
-        {**vars(model), **model._buffers, **held(model)}[key] is value for key, value in before.items()
-    )
-    assert not hasattr(model, "last")
+    after = {**vars(model), **model._parameters, **model._buffers, **held(model)}
+    assert all(after[key] is value for key, value in before.items())
+    assert not hasattr(model, "last") and not hasattr(model, "shift")
     after = list(model.cache), dict(model.table), dict(vars(model.state))
     assert str(after) == str(items)
