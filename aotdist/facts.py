@@ -120,9 +120,11 @@ class Untouched:
 
     Args:
         bumps: by how much the version counter goes up all the same (`x[0].t_()` counts as a write of `x`).
+        inside: by how much those of tensors inside of it do, by path.
     """
 
     bumps: int = 0
+    inside: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

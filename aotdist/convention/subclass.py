@@ -95,10 +95,10 @@ def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, str, int], ...]:
         match fact:
             case Untouched(bumps=bumps):
                 found.append((idx, "", bumps))
-            case DataWritten(differentiable=differentiable, bumps=bumps, inside=inside):
+            case DataWritten(differentiable=differentiable, bumps=bumps):
                 if isinstance(facts.recipes[idx], Wrapper) and not differentiable:
                     found.append((idx, "", bumps))
-                found += [(idx, path, count) for path, count in inside]
+        found += [(idx, path, count) for path, count in fact.inside]
     return tuple(each for each in found if each[-1])
 
 

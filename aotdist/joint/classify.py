@@ -290,6 +290,7 @@ class _Classifier:
     def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
         """A wrapper around several tensors, some in memory of an input, cannot be made again from one base.
 
+        Neither can a view of it.
         Without writes it is handed the input's own memory; a write is done when the graph has run.
         """
         for stand_in in self._inputs.row() if is_wrapper(out) else ():
@@ -375,6 +376,7 @@ class _Classifier:
             if id(base) in self._replayed:  # it may have lost its history since
                 self._value(of_base, base, history=history)
             return ViewOfOutput(self._first[id(base)], steps)
+        self._refuse_unknown_alias(slot, base)
         return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
 
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:

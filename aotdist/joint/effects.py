@@ -282,7 +282,8 @@ def _forward_writes(
         if metadata.late_history(idx, stand_in):
             outputs.add_history(idx, stand_in)
     facts: list[InputFact] = [
-        Untouched(metadata.bumps(idx, stand_in, written=False)) for idx, stand_in in row.enumerate()
+        Untouched(metadata.bumps(idx, stand_in, written=False), stand_in.bumps_inside())
+        for idx, stand_in in row.enumerate()
     ]
     repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
     # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.

@@ -316,7 +316,7 @@ def play(
             history = list(map(history_of, arguments))
             # Held, so that what the program makes does not get the number of memory that it lets go of.
             before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
-            counted = scene.tensors() if scene.lenient else with_what_is_inside(scene.tensors())
+            counted = with_what_is_inside(scene.tensors())
             writes(counted)
         with around():
             counts_writes = not torch.is_inference_mode_enabled()

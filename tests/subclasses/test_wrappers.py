@@ -189,6 +189,37 @@ def test_what_shares_the_local_part_of_a_written_dtensor(
     same_as_eager(build, calls=2)
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x.a[1:].t_(),
+        lambda x: x.t().a.add_(1),
+        lambda x: (x[0].b.unsqueeze_(0), x.add_(1)),
+    ],
+)
+def test_writes_of_what_is_inside_are_counted_there(program: Callable[[Any], Any]) -> None:
+    """Those of sizes, and those of what is inside of views, are no writes of the wrapper."""
+
+    def scene(make: Callable[[], torch.Tensor]) -> Scene:
+        return Scene(lambda x: (program(x), None)[1], (make(),))
+
+    for make in (two, lambda: two().requires_grad_() * 2, lambda: TwoTensor(two(), two())):
+        same_as_eager(lambda make=make: scene(make), calls=2)
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[:2], lambda t: t.t_()[1:], lambda t: t.t()])
+def test_a_wrapper_made_around_what_is_written_is_refused_and_so_are_views_of_it(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        made = TwoTensor(x.detach(), x.detach())
+        x.mul_(2)
+        return view(made)
+
+    with pytest.raises(UnsupportedProgram, match=r"`out\[0\]` lies in the memory of `args\[0\]`"):
+        aotdist.compile(program, backend="fx")(torch.randn(3, 4))
+
+
 def test_8_bits_in_a_dtensor(mesh: DeviceMesh) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
         return cast(x, torch.tensor(0.5), E4M3) @ w.t(), w.t()
