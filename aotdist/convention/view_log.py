@@ -175,6 +175,7 @@ class ViewLog(TorchDispatchMode):
         self._serials = itertools.count()
         self.storages: Storages | None = None
         self._as_made: dict[int, torch.Tensor] = {}
+        self._reads_data = False
         self.changes: list[Change] = []
 
     def __torch_dispatch__(
@@ -206,7 +207,7 @@ class ViewLog(TorchDispatchMode):
             self._refuse_outgrown((*args, *kwargs.values()))
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
-                result = func(*args, **kwargs)
+                result = self._view_by(func)(*args, **kwargs)
             # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
             if isinstance(args[0], torch.Tensor) and (not whole or share_memory(args[0], result)):
                 self._log(func, args, kwargs, result)
@@ -231,12 +232,22 @@ class ViewLog(TorchDispatchMode):
                 made, version = next(self._serials), None if base.is_inference() else base._version
                 self._entries[id(view)] = _Entry(view, base, (step,), made, version, Opened.of(view).inside)
 
-    def made_by_data(self, view: torch.Tensor) -> None:
-        """`view` was made by `.data`, which looks like `detach` from here."""
+    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor.data`, which looks like `detach` from here."""
+        self._reads_data = True
+        try:
+            view = tensor.data
+        finally:
+            self._reads_data = False
         entry = self._entries.get(id(view))
         if entry is not None and entry.steps[-1].op is _DETACH:
             steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
             self._entries[id(view)] = replace(entry, steps=steps)
+        return view
+
+    def _view_by(self, func: OpOverload) -> Callable[..., Any]:
+        """`func`, as `.data` calls it: above autograd, so that writes of what lies inside are counted."""
+        return _detached_for_data if self._reads_data and func is _DETACH else func
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`view.t_()`: the view is one more step away from its base, and views of it are not."""
@@ -497,6 +508,13 @@ class ViewLog(TorchDispatchMode):
             yield entry.base
             entry = self._entries.get(id(entry.base))
 
+    def bases_by_operators(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Those of them that autograd may know: not a wrapper for what lies inside of it, nor the reverse."""
+        entry = self._entries.get(id(tensor))
+        while entry is not None and not isinstance(entry.steps[-1].op, (Inside, Around)):
+            yield entry.base
+            entry = self._entries.get(id(entry.base))
+
     def holds_others(self, view: torch.Tensor) -> bool:
         """Whether a tensor inside of a view has been replaced by another since it was made."""
         entry = self._entries.get(id(view))
@@ -614,6 +632,10 @@ def _outgrown() -> UnsupportedProgram:
         stage="joint",
         fix="make the view afterwards, or resize the tensor before the compiled function",
     )
+
+
+def _detached_for_data(tensor: torch.Tensor) -> torch.Tensor:
+    return wrapper_rule(type(tensor)).data_of(tensor) if is_wrapper(tensor) else _DETACH(tensor)
 
 
 def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -77,7 +77,7 @@ class Lifting(TorchFunctionMode):
             torch.detach_: self._detach,
             torch.Tensor.requires_grad_: self._require_grad,
             _REQUIRES_GRAD.__set__: self._require_grad,
-            _DATA.__get__: self._data,
+            _DATA.__get__: log.data_of,
             _DATA.__set__: self._assign_data,
             torch.Tensor.register_post_accumulate_grad_hook: self._hook_accumulation,
             torch.Tensor.untyped_storage: self._storage,
@@ -144,11 +144,6 @@ class Lifting(TorchFunctionMode):
 
     def _typed_storage(self, tensor: torch.Tensor) -> Any:
         return torch.TypedStorage(wrap_storage=self._storage(tensor), dtype=tensor.dtype)
-
-    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
-        data = tensor.data
-        self._log.made_by_data(data)
-        return data
 
     def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         def assign() -> None:

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
@@ -68,9 +67,7 @@ class Scene:
         lenient: some things are not compared. Last bits of gradients that meet outside of `fn`, at a base
             of an argument that was written. Strides of dimensions of one element and of what is empty:
             PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and `torch.empty_like(x)`); a write keeps
-            what they say. How gradients of DTensors are placed: one that arrives placed otherwise than its
-            result, as those of views of sharded dimensions do, is converted first. Version counters inside
-            of wrappers: a write of what is inside of a view of one is not counted there.
+            what they say.
     """
 
     fn: Any
@@ -338,13 +335,8 @@ def play(
 
 
 def leniently(sight: Sight) -> Sight:
-    """The same without the strides that say nothing about where elements lie, and placements of gradients."""
-    return {name: _without_idle_strides(_without_placements(name, seen)) for name, seen in sight.items()}
-
-
-def _without_placements(name: str, seen: Any) -> Any:
-    is_placed = name.endswith(".grad") and seen is not None and issubclass(seen["type"], DTensor)
-    return seen | {"context": None} if is_placed else seen
+    """The same without the strides that say nothing about where elements lie."""
+    return {name: _without_idle_strides(seen) for name, seen in sight.items()}
 
 
 def _without_idle_strides(seen: Any) -> Any:

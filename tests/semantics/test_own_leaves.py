@@ -100,3 +100,14 @@ def test_views_of_a_view_from_before_a_write_are_refused() -> None:
 
     with pytest.raises(UnsupportedProgram, match="a leaf and a view of another, is written after views"):
         aotdist.compile(fn, backend="fx")(leaf(3, 4))
+
+
+def test_what_lies_inside_of_a_view_of_a_leaf_is_written() -> None:
+    """The view is a leaf itself, and autograd takes what lies inside for no view of it."""
+
+    def fn(x: Any) -> torch.Tensor:
+        part = under_no_grad(lambda: x.t()).b.t()
+        part.add_(1)
+        return part
+
+    same_as_eager(lambda: Scene(fn, (two(3, 4).requires_grad_(),)))

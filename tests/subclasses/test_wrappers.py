@@ -184,7 +184,7 @@ def test_what_shares_the_local_part_of_a_written_dtensor(
 
     def build() -> Scene:
         x = sharded(mesh, torch.randn(3, 4))
-        return Scene(program, (x.requires_grad_() * 1.5 if grad else x,), lenient=True)
+        return Scene(program, (x.requires_grad_() * 1.5 if grad else x,))
 
     same_as_eager(build, calls=2)
 
@@ -194,6 +194,7 @@ def test_what_shares_the_local_part_of_a_written_dtensor(
     [
         lambda x: x.a[1:].t_(),
         lambda x: x.t().a.add_(1),
+        lambda x: x.data.a.add_(1),
         lambda x: (x[0].b.unsqueeze_(0), x.add_(1)),
     ],
 )
@@ -205,6 +206,16 @@ def test_writes_of_what_is_inside_are_counted_there(program: Callable[[Any], Any
 
     for make in (two, lambda: two().requires_grad_() * 2, lambda: TwoTensor(two(), two())):
         same_as_eager(lambda make=make: scene(make), calls=2)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.data, lambda x: x.detach(), lambda x: x.t()])
+def test_writes_of_what_is_inside_of_a_dtensor_are_counted_there(
+    mesh: DeviceMesh, view: Callable[[Any], Any]
+) -> None:
+    def program(x: Any) -> None:
+        view(x).to_local().mul_(2)
+
+    same_as_eager(lambda: Scene(program, (sharded(mesh, torch.randn(3, 4)),)), calls=2)
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[:2], lambda t: t.t_()[1:], lambda t: t.t()])
