@@ -32,8 +32,8 @@ _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 _CANNOT_VIEW = "Cannot view a tensor with shape"
 """How PyTorch's fakes say that a tensor's strides do not allow a view."""
 
-_NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
-"""How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
+_NO_FORMULA = re.compile(r"derivative for \S+ is not implemented|\S+ got mixed torch.Tensor and DTensor")
+"""How PyTorch says of some operators (`_foreach_copy_`; `split` of a DTensor) that they have no backward."""
 
 
 @contextmanager

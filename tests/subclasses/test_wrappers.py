@@ -231,6 +231,14 @@ def test_a_wrapper_made_around_what_is_written_is_refused_and_so_are_views_of_it
         aotdist.compile(program, backend="fx")(torch.randn(3, 4))
 
 
+def test_what_has_no_backward_in_eager_is_named(mesh: DeviceMesh) -> None:
+    x = sharded(mesh, torch.randn(4, 6)).requires_grad_()
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        x.split(2)[0].sum().backward()
+    with pytest.raises(UnsupportedProgram, match="has no backward, in eager neither .*mixed"):
+        aotdist.compile(lambda x: x.split(2)[0] * 2, backend="fx")(x)
+
+
 def test_8_bits_in_a_dtensor(mesh: DeviceMesh) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
         return cast(x, torch.tensor(0.5), E4M3) @ w.t(), w.t()
