@@ -151,7 +151,8 @@ class Backward:
         if not self._accumulates:
             run = functools.partial(run_backward, create_graph=with_history)
         with ExitStack() as stack:
-            for context in (self._autocast(), self.mode, naming_failures_of_backward()):
+            naming = naming_failures_of_backward(of_assumed=tangents is None)
+            for context in (self._autocast(), self.mode, naming):
                 stack.enter_context(context)
             starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
             tensors, first = zip(*starts, strict=True)

@@ -32,8 +32,11 @@ _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 _CANNOT_VIEW = "Cannot view a tensor with shape"
 """How PyTorch's fakes say that a tensor's strides do not allow a view."""
 
-_NO_FORMULA = re.compile(r"derivative for \S+ is not implemented|\S+ got mixed torch.Tensor and DTensor")
-"""How PyTorch says of some operators (`_foreach_copy_`; `split` of a DTensor) that they have no backward."""
+_NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
+"""How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+"""How DTensor says of some (`split`) that their backward makes plain zeros."""
 
 
 @contextmanager
@@ -101,15 +104,19 @@ def _needs_data(error: Exception) -> str:
 
 
 @contextmanager
-def naming_failures_of_backward() -> Generator[None]:
-    """What autograd refuses becomes an error of ours, too."""
+def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
+    """What autograd refuses becomes an error of ours, too.
+
+    Args:
+        of_assumed: whether the gradients that it starts from are of the kinds that are assumed.
+    """
     with naming_failures():
         try:
             yield
         except NotImplementedError as error:
             raise _no_backward(error) from error
         except RuntimeError as error:
-            if _NO_FORMULA.match(str(error)):
+            if _NO_FORMULA.match(str(error)) or (of_assumed and _MIXED in str(error)):
                 raise _no_backward(error) from error
             if "modified by an inplace operation" in str(error):
                 raise _written_too_early(error) from error

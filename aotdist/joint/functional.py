@@ -17,6 +17,7 @@ from aotdist.convention.memory import by_stride
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint import collectives
+from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
 from aotdist.joint.strided import Strided
@@ -308,41 +309,11 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
         return
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
     lies_otherwise = value.stride() != before.stride() or _has_gaps(before)
-    if lies_otherwise or _is_read_otherwise(value, before):
-        memory = _memory_to_read_as(before, value)
+    if lies_otherwise or is_read_otherwise(value, before):
+        memory = memory_to_read_as(before, value)
         if lies_otherwise:
-            memory = torch.ops.aten.copy.default(_with_bits_flipped(before, before), memory)
-        replace_functional_value(tensor, _with_bits_flipped(memory, before))
-
-
-def _is_read_otherwise(value: torch.Tensor, before: torch.Tensor) -> bool:
-    return (value.is_conj(), value.is_neg()) != (before.is_conj(), before.is_neg())
-
-
-def _memory_to_read_as(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What memory holds of `value` if it is read as its conjugate, or negated, where `before` is.
-
-    Complex numbers are negated as pairs of real ones, as what shows their parts does in eager: in vectors,
-    the kernel for complex numbers subtracts from zero, and a zero loses its sign (torch 2.13).
-    """
-    memory = _with_bits_flipped(value, value)
-    if value.is_neg() != before.is_neg():
-        memory = _negated_by_parts(memory) if memory.is_complex() else torch.ops.aten.neg.default(memory)
-    if value.is_conj() != before.is_conj():
-        memory = torch.ops.aten._conj_physical.default(memory)
-    return memory
-
-
-def _negated_by_parts(numbers: torch.Tensor) -> torch.Tensor:
-    parts = torch.ops.aten.view_as_real.default(numbers)
-    return torch.ops.aten.view_as_complex.default(torch.ops.aten.neg.default(parts))
-
-
-def _with_bits_flipped(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """The same memory read as the conjugate of what it was read as, or negated, where `model` is."""
-    if model.is_conj():
-        tensor = torch.ops.aten._conj.default(tensor)
-    return torch.ops.aten._neg_view.default(tensor) if model.is_neg() else tensor
+            memory = torch.ops.aten.copy.default(with_bits_flipped(before, before), memory)
+        replace_functional_value(tensor, with_bits_flipped(memory, before))
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:

@@ -211,6 +211,9 @@ def test_zeros_keep_their_sign_where_they_are_read_as_conjugate_or_negated(bits,
     def program(x):
         getattr(x, part).zero_()
         getattr(x.conj(), part)[0] = -0.0
+        getattr(x[1:], part)[..., 1] = 0.0
+        getattr(x.t()[1], part).zero_()
+        getattr(x.diagonal(), part).fill_(-0.0)
         return x * 1
 
     same_as_eager(lambda: Scene(program, (bits(torch.randn(3, 6, dtype=torch.complex64))[:, columns],)))

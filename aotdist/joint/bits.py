@@ -1,0 +1,41 @@
+"""The bits of a tensor that say it is to be read as the conjugate, or negated, of what memory holds.
+
+Complex numbers are negated as pairs of real ones, as what shows their parts does in eager: in vectors, the
+kernel for complex numbers subtracts from zero, and a zero loses its sign (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_read_otherwise(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are not read in the same way."""
+    return (a.is_conj(), a.is_neg()) != (b.is_conj(), b.is_neg())
+
+
+def with_bits_flipped(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """The same memory read as the conjugate of what it was read as, or negated, where `model` is."""
+    if model.is_conj():
+        tensor = torch.ops.aten._conj.default(tensor)
+    return torch.ops.aten._neg_view.default(tensor) if model.is_neg() else tensor
+
+
+def memory_to_read_as(model: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What memory holds of `value` if it is read as its conjugate, or negated, where `model` is."""
+    memory = with_bits_flipped(value, value)
+    if value.is_neg() != model.is_neg():
+        memory = _negated_by_parts(memory) if memory.is_complex() else torch.ops.aten.neg.default(memory)
+    if value.is_conj() != model.is_conj():
+        memory = torch.ops.aten._conj_physical.default(memory)
+    return memory
+
+
+def with_negation_done(numbers: torch.Tensor) -> torch.Tensor:
+    """Real numbers that are to be read negated, as numbers that are not."""
+    return torch.ops.aten.neg.default(torch.ops.aten._neg_view.default(numbers))
+
+
+def _negated_by_parts(numbers: torch.Tensor) -> torch.Tensor:
+    parts = torch.ops.aten.view_as_real.default(numbers)
+    return torch.ops.aten.view_as_complex.default(torch.ops.aten.neg.default(parts))
