@@ -18,10 +18,10 @@ import torch
 from aotdist.convention.layer import Call
 from aotdist.convention.put import put, take
 from aotdist.convention.subclass import plain_positions
-from aotdist.convention.version import bump
+from aotdist.convention.version import bump, rewind
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program
-from aotdist.subclasses.protocol import Wrapper, leaves
+from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves
 
 
 def write_plain(target: torch.Tensor, value: torch.Tensor, bumps: int) -> None:
@@ -40,10 +40,14 @@ class DifferentiableWrites:
     Args:
         writes: input, position of its new value among the node's outputs, number of writes to count.
         num_values: how many of the node's outputs are results; new values follow them.
+        counted: inputs that are written without history, though they have one, and how often. That is counted
+            before the region runs: autograd makes the history of a view anew when its base was written, and the
+            region's results are to come from the new one, as in eager.
     """
 
     writes: tuple[tuple[PrimalIdx, NodeOutIdx, int], ...]
     num_values: int
+    counted: tuple[tuple[PrimalIdx, int], ...] = ()
 
     def lift(self, call: Call) -> Call:
         """Write the new values, under autograd."""
@@ -59,6 +63,8 @@ class DifferentiableWrites:
 
     def taken(self, primals: Sequence[Any]) -> tuple[list[Any], dict[PrimalIdx, torch.Tensor | None]]:
         """What the region is given, and of each input that is written the rest of its base."""
+        for primal, bumps in self.counted:
+            bump(primals[primal], bumps)
         given, rests = list(primals), dict[PrimalIdx, torch.Tensor | None]()
         for primal, _, _ in self.writes:
             given[primal], rests[primal] = take(primals[primal])
@@ -115,18 +121,24 @@ class DifferentiableMutation:
     def lower(
         self, program: Program[PrimalIdx], facts: Facts
     ) -> tuple[Program[PrimalIdx], DifferentiableWrites]:
-        """The inner program leaves those inputs alone and returns their new values after its results."""
+        """The inner program leaves those inputs alone and returns their new values after its results.
+
+        What it writes without history, it does not count, where the input has a history.
+        """
         writes = differentiable_writes(facts)
+        counted = [(idx, bumps) for idx, bumps in plain_writes(facts) if _has_history(program.examples[idx])]
 
         def fn(*primals: Any) -> list[Any]:
             own = list(primals)
             for idx, _, _ in writes:
                 own[idx] = primals[idx].clone()
             outs = program.fn(*own)
+            for idx, bumps in counted:
+                rewind(primals[idx], bumps)
             return [*outs, *(own[idx] for idx, _, _ in writes)]
 
         num_values = len(facts.node_outs) - len(writes) - len(plain_writes(facts))
-        plan = DifferentiableWrites(tuple(writes), num_values)
+        plan = DifferentiableWrites(tuple(writes), num_values, tuple(counted))
         return Program(fn, program.ins, program.examples), plan
 
 
@@ -138,7 +150,9 @@ class PlainMutation:
         positions = plain_positions(facts.recipes)
         targets = {
             # Beneath a wrapper nobody counts: eager bumps the wrapper alone, and `UnwrapPlan` what is to be.
-            plain: 0 if isinstance(facts.recipes[idx], Wrapper) else bumps
+            plain: 0
+            if isinstance(facts.recipes[idx], Wrapper) or _has_history(program.examples[plain])
+            else bumps
             for idx, bumps in plain_writes(facts)
             for plain in positions[idx]
         }
@@ -155,6 +169,10 @@ class PlainMutation:
 
         writes = tuple((idx, num_values + at, bumps) for at, (idx, bumps) in enumerate(targets.items()))
         return Program(fn, program.ins, program.examples), PlainWrites(writes, num_values)
+
+
+def _has_history(example: torch.Tensor) -> bool:
+    return example.requires_grad and not example.is_leaf and not is_wrapper(example)
 
 
 def _num_leaves(facts: Facts, idx: NodeOutIdx) -> int:

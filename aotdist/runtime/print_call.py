@@ -22,7 +22,7 @@ from aotdist.convention.put import take
 from aotdist.convention.stack import Plans
 from aotdist.convention.swapping import check_swappable
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
-from aotdist.convention.version import rewind
+from aotdist.convention.version import bump, rewind
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
@@ -162,6 +162,8 @@ def print_call(
         for idx in plans.epilogue.early:
             do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
+            for primal, bumps in plans.writes.counted:
+                printer.line(f"{printer.bind('bump', bump)}({primals[primal]}, {bumps})")
             given = list(primals)
             for primal, _, _ in plans.writes.writes:
                 given[primal] = f"{primals[primal]}_before"

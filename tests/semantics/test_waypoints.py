@@ -551,3 +551,24 @@ def test_the_gradient_of_a_view_among_those_of_other_kinds(differentiable: bool)
     with pytest.raises(UnsupportedProgram, match="a view that others are made of"):
         grads = [tangent_for(view, 0), tangent_for(result, 1), torch.ones(3, 4)]
         torch.autograd.backward(ends, grads, create_graph=differentiable)
+
+
+def written_without_history(x):
+    with torch.no_grad():
+        x.add_(1)
+    return [x * x, x.t()]
+
+
+@pytest.mark.parametrize("makes_view", [False, True], ids=["itself", "a view"])
+def test_the_gradient_of_a_result_at_an_input_that_was_written_without_history(makes_view: bool) -> None:
+    """Autograd makes the history of a view anew after the write; the result comes from the new one."""
+    found = []
+    for call in (written_without_history, aotdist.compile(written_without_history, backend="fx")):
+        leaf = torch.arange(6.0).reshape(2, 3).requires_grad_()
+        x = (leaf * 1.5).t() if makes_view else leaf * 1.5
+        product, view = call(x)
+        found.append(torch.autograd.grad([product.sum(), view.sum()], [x, leaf], allow_unused=True))
+        assert x._version == 1
+    for compiled, eager in zip(found[1], found[0], strict=True):
+        assert (compiled is None) == (eager is None)
+        assert compiled is None or (torch.equal(compiled, eager) and compiled.stride() == eager.stride())
