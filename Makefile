@@ -25,13 +25,13 @@ FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup train float8-curves test test-all test-torch211 bench models check format docs clean
+.PHONY: help setup train float8-curves test test-all test-torch211 bench models kernels check format docs clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18; echo
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)"
-	@echo "  ARGS='...' goes to train, test, bench and models; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
+	@echo "  ARGS='...' goes to train, test, bench, models and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
 
 setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, validate and dev extras
 
@@ -71,6 +71,9 @@ bench: $(STAMP) ## Measure against the peers; writes JSON and a markdown table
 
 models: $(STAMP) ## Train real models in each layout and precision; ARGS="--families Llama" fills some cells anew
 	$(BIN)/python -m benchmarks.zoo.run $(ARGS)
+
+kernels: $(STAMP) ## Compile the kernels of real models for a GPU that need not be there; writes a markdown table
+	$(BIN)/python -m benchmarks.kernels $(ARGS)
 
 check: $(STAMP) ## Lint, formatting, types and the direction of imports
 	$(BIN)/ruff check

@@ -84,7 +84,7 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
         for at, group in enumerate(chosen.groups)
     ]
     source = "\n\n".join([HELPERS, *(one.printed.source for one in kernels)])
-    functions = _loaded(source, label)
+    functions = loaded(source, label)
     schedule = _Schedule(graph, kernels, fixed)
     copies = _Copies(schedule.by_name, functions)
     for unit in schedule.in_order():
@@ -98,17 +98,22 @@ def _emit(
 ) -> EmittedKernel:
     kernel = assemble(chosen, group, number, keeps_casts=keeps_casts)
     printed = print_kernel(kernel, is_persistent=is_persistent(kernel))
-    config = config_of(kernel, is_interpreted=triton_seam.is_interpreting())
+    config = config_of(kernel, is_interpreted=triton_seam.is_interpreting(), contracts=not keeps_casts)
     nodes = tuple(sorted(group.nodes()))
     return EmittedKernel(kernel, printed, config, nodes, bytes_moved(kernel, num_elements))
 
 
-def _loaded(source: str, label: str) -> Mapping[str, Any]:
-    """The functions of a module of kernels."""
+def loaded(source: str, label: str) -> Mapping[str, Any]:
+    """The functions of a module of kernels.
+
+    Args:
+        source: the module.
+        label: a word for the file name that tracebacks show.
+    """
     filename = f"<aotdist {label} kernels {next(_serial)}>"
     # Triton reads the source of a function through `linecache`, and an mtime of None keeps it there.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace = triton_seam.namespace()
+    namespace = triton_seam.namespace() | {"__name__": filename}  # Triton asks functions for their module
     exec(compile(source, filename, "exec"), namespace)
     return namespace
 

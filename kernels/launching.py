@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from aotdist.kernels.access import fast_axis, reads, writes
 from aotdist.kernels.ir import Kernel
 
 MAX_PERSISTENT = 8192
 """Places along what is reduced that one block may hold: 32 registers a thread and value with 8 warps."""
+MAX_PERSISTENT_COLUMN = 128
+"""The same where neighbours lie along the results, of which a block needs some beside each other."""
 
 _BLOCK = 1024
+_MANY = 8  # tensors: with 8 elements of each, a thread of more takes over 64 registers
 _LOOPED_BLOCK = 2048
+_COLUMNS_BLOCK = 4096
+_MIN_COLUMNS = 16  # 32 bytes, the least that memory is read by, of the narrowest floating point but float8
+_MAX_COLUMNS = 64
+_NUM_MULTIPROCESSORS = 132  # of an H100 or H200
 _INTERPRETED_BLOCK = 2**17  # the interpreter pays by the block and not by the element
 
 
@@ -26,34 +34,73 @@ class Config:
         xblock: results in a block; a power of two.
         rblock: what is reduced at a time; a power of two, 1 in a kernel that reduces nothing.
         num_warps: groups of 32 threads that share a block.
+        contracts: whether a product and a sum may be rounded once, as one instruction.
     """
 
     xblock: int
     rblock: int
     num_warps: int
+    contracts: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told beside the blocks."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": self.contracts}
 
 
 def is_persistent(kernel: Kernel) -> bool:
     """Whether all that a kernel reduces is held in one block."""
-    return kernel.num_reduced <= MAX_PERSISTENT
+    return kernel.num_reduced <= (MAX_PERSISTENT if fast_axis(kernel) == "r" else MAX_PERSISTENT_COLUMN)
 
 
-def config_of(kernel: Kernel, *, is_interpreted: bool) -> Config:
-    """The blocks of a kernel."""
+def config_of(kernel: Kernel, *, is_interpreted: bool, contracts: bool = True) -> Config:
+    """The blocks of a kernel.
+
+    Args:
+        kernel: which.
+        is_interpreted: whether it runs in Python.
+        contracts: whether a product and a sum may be rounded once.
+    """
+    return replace(_blocks(kernel, is_interpreted=is_interpreted), contracts=contracts)
+
+
+def _blocks(kernel: Kernel, *, is_interpreted: bool) -> Config:
     results = _power_of_two(kernel.num_results)
     if not kernel.r:
-        block = min(results, _INTERPRETED_BLOCK if is_interpreted else _BLOCK)
-        return Config(block, 1, 4)
+        block = _INTERPRETED_BLOCK if is_interpreted else _pointwise_block(kernel)
+        return Config(min(results, block), 1, 4)
     rblock = _power_of_two(kernel.num_reduced) if is_persistent(kernel) else _LOOPED_BLOCK
     if is_interpreted:
         return Config(max(1, min(results, _INTERPRETED_BLOCK // rblock)), rblock, 4)
+    if fast_axis(kernel) == "x":
+        return _column_blocks(kernel, rblock)
     xblock = max(1, min(results, _BLOCK // rblock))
     return Config(xblock, rblock, 8 if xblock * rblock >= 4096 else 4)
+
+
+def _pointwise_block(kernel: Kernel) -> int:
+    """8 elements a thread; 4 if there are many of them, which are 16 bytes of float32 still."""
+    itemsizes = [dtype.itemsize for _, dtype in (*reads(kernel), *writes(kernel))]
+    return _BLOCK // 2 if len(itemsizes) > _MANY and min(itemsizes) >= 4 else _BLOCK
+
+
+def _column_blocks(kernel: Kernel, rblock: int) -> Config:
+    """Blocks as wide along the results as still gives every multiprocessor one."""
+    xblock = min(_power_of_two(kernel.num_results), _MAX_COLUMNS)
+    while xblock > _MIN_COLUMNS and kernel.num_results < xblock * _NUM_MULTIPROCESSORS:
+        xblock //= 2
+    rblock = min(rblock, _COLUMNS_BLOCK // xblock)
+    return Config(xblock, rblock, 8 if xblock * rblock >= _COLUMNS_BLOCK else 4)
 
 
 def _power_of_two(count: int) -> int:
     """The least power of two that is no less."""
     return 1 << max(0, count - 1).bit_length()
+
+
+def blocks_of(kernel: Kernel, config: Config) -> dict[str, int]:
+    """The last arguments of a kernel: its blocks."""
+    return {"XBLOCK": config.xblock} | ({"RBLOCK": config.rblock} if kernel.r else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +121,7 @@ class Launch:
         function: the kernel, of `triton.jit`.
         num_blocks: how many run; none for results without elements.
         blocks: `XBLOCK`, `RBLOCK`.
-        num_warps: threads of a block, in groups of 32.
+        options: of Triton's.
         results: what it writes.
         device: where.
     """
@@ -83,7 +130,7 @@ class Launch:
     function: Any
     num_blocks: int
     blocks: Mapping[str, int]
-    num_warps: int
+    options: Mapping[str, Any]
     results: Sequence[Result]
     device: torch.device
 
@@ -99,7 +146,7 @@ class Launch:
             for result in self.results
         )
         if self.num_blocks:
-            self.function[(self.num_blocks,)](*inputs, *written, **self.blocks, num_warps=self.num_warps)
+            self.function[(self.num_blocks,)](*inputs, *written, **self.blocks, **self.options)
         return written[0] if len(written) == 1 else written
 
 
@@ -111,6 +158,6 @@ def launch_of(
     device: torch.device,
 ) -> Launch:
     """What runs `kernel`, compiled as `function`."""
-    blocks = {"XBLOCK": config.xblock} | ({"RBLOCK": config.rblock} if kernel.r else {})
     num_blocks = -(-kernel.num_results // config.xblock)
-    return Launch(kernel.name, function, num_blocks, blocks, config.num_warps, tuple(results), device)
+    blocks = blocks_of(kernel, config)
+    return Launch(kernel.name, function, num_blocks, blocks, config.options, tuple(results), device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aotdist.kernels.access import axes_of, fast_axis, is_divided, vector_length
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
 from aotdist.kernels.ir import NARROW, Constant, Expr, Kernel, Load, Position, Reduce, Reduction, Round, Store
 from aotdist.kernels.spelling import TYPES, block_of, number, spelled
@@ -94,11 +95,7 @@ def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
 
 
 def _is_along_r(store: Store) -> bool:
-    return "r" in store.value.axes | _axes_of(store.index)
-
-
-def _axes_of(index: Index) -> Set[Axis]:
-    return {var.axis for var in index.variables()}
+    return "r" in store.value.axes | axes_of(store.index)
 
 
 class _Writer:
@@ -233,12 +230,12 @@ class _Writer:
         return f"{names[value]}.to(tl.int32)" if value.dtype is torch.bool else names[value]
 
     def _loaded(self, expr: Expr, load: Load, names: Mapping[Expr, str]) -> str:
-        pointer = f"in_{load.buffer} + ({self._index(load.index, names)})"
+        pointer = f"in_{load.buffer} + ({self._place(load.index, load.stored, names)})"
         mask = self._mask(expr.axes)
         if expr.args:
             (guard,) = expr.args
             mask = f"{mask} & {names[guard]}" if mask else names[guard]
-            own = _axes_of(load.index)
+            own = axes_of(load.index)
             if not own or not guard.axes <= own:  # a mask may not be larger than the addresses
                 pointer = f"tl.broadcast_to({pointer}, {self._shape(expr.axes)})"
         text = f"tl.load({pointer}, {mask}, other=0)" if mask else f"tl.load({pointer})"
@@ -248,8 +245,8 @@ class _Writer:
 
     def _stored(self, store: Store, names: Mapping[Expr, str]) -> str:
         axes: Set[Axis] = {"x", "r"} if _is_along_r(store) else {"x"}
-        pointer = f"out_{store.buffer} + ({self._index(store.index, names)})"
-        if not axes <= _axes_of(store.index):
+        pointer = f"out_{store.buffer} + ({self._place(store.index, store.stored, names)})"
+        if not axes <= axes_of(store.index):
             pointer = f"tl.broadcast_to({pointer}, {self._shape(axes)})"
         value = names[store.value]
         if isinstance(store.value.op, Constant):
@@ -270,6 +267,16 @@ class _Writer:
         masks = ["xmask"] if "x" in axes and self.kernel.num_results > 1 else []
         masks += ["rmask"] if "r" in axes and self.kernel.r else []
         return " & ".join(masks)
+
+    def _place(self, index: Index, dtype: torch.dtype, names: Mapping[Expr, str]) -> str:
+        """Where an element lies, and that neighbours do beside it where Triton would not see it."""
+        text = self._index(index, names)
+        length = vector_length(self.kernel, index, dtype) if is_divided(index) else 1
+        if length == 1:
+            return text
+        along_x = [length, 1] if self.kernel.r else length
+        lengths = along_x if fast_axis(self.kernel) == "x" else [1, length]
+        return f"tl.max_contiguous(tl.multiple_of({text}, {lengths}), {lengths})"
 
     def _index(self, index: Index, names: Mapping[Expr, str]) -> str:
         terms = [

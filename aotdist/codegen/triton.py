@@ -61,10 +61,7 @@ class TritonBackend:
         """Put kernels into the graph, and print what runs them."""
         _refuse_cpu(graph)
         label = f"{emission.name} {emission.kind}"
-        graph = Graph(copied(graph), graph.ins, graph.outs)
-        split_reductions(graph.gm)
-        fixed = [node for node in graph.gm.graph.nodes if _keeps_its_place(node)]
-        fused = fuse(graph, fixed, keeps_casts=emission.settings.emulate_casts, label=label)
+        fused = with_kernels(graph, keeps_casts=emission.settings.emulate_casts, label=label)
         printed = print_graph(fused.graph)
         call = load_function(printed.source, "forward", printed.bound, label)
         return Emitted(call, f"{fused.source}\n\n{printed.source}", fusion=_summary(fused))
@@ -74,6 +71,20 @@ _KEPT = frozenset(
     {torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool3d_with_indices.default}
 )
 """Operators whose decomposition asks Inductor how it would lower them."""
+
+
+def with_kernels(graph: Graph, *, keeps_casts: bool, label: str) -> Fused:
+    """The graph with kernels in it, which need not run here.
+
+    Args:
+        graph: functional and decomposed; it is not changed.
+        keeps_casts: round to narrow floating point wherever the graph does.
+        label: a word for the file name that tracebacks show.
+    """
+    graph = Graph(copied(graph), graph.ins, graph.outs)
+    split_reductions(graph.gm)
+    fixed = [node for node in graph.gm.graph.nodes if _keeps_its_place(node)]
+    return fuse(graph, fixed, keeps_casts=keeps_casts, label=label)
 
 
 def _summary(fused: Fused) -> Fusion:

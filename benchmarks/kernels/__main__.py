@@ -1,0 +1,65 @@
+"""Count and compile the kernels of real models: `make kernels`.
+
+Writes `benchmarks/KERNELS.md`. No GPU is needed, and none is used: the models are never run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+import torch
+import tyro
+
+from aotdist.kernels.compilation import Target, check
+from benchmarks.kernels.counts import count
+from benchmarks.kernels.models import MODELS
+from benchmarks.kernels.page import page
+from benchmarks.record import ROOT, versions
+
+Precision = Literal["fp32", "bf16"]
+_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to count.
+
+    Args:
+        target: the GPU to compile for.
+        quick: the smallest model only, to the terminal: to see that everything runs.
+    """
+
+    target: Target = "sm_90"
+    quick: bool = False
+
+
+def main(options: Options) -> None:
+    """Count, and write the page."""
+    check(options.target)
+    names = ["MLP"] if options.quick else list(MODELS)
+    graphs = [
+        graph
+        for name in names
+        for dtype in _DTYPES.values()
+        for graph in count(name, MODELS[name], dtype, options.target)
+    ]
+    text = page(graphs, options.target, _circumstances())
+    if options.quick:
+        print(text)
+    else:
+        (ROOT / "KERNELS.md").write_text(text)
+
+
+def _circumstances() -> str:
+    found = versions() | {name: metadata.version(name) for name in ("triton", "transformers")}
+    command = " ".join(["python", "-m", "benchmarks.kernels", *sys.argv[1:]])
+    made_with = ", ".join(f"{key} {value}" for key, value in found.items())
+    return f"`{command}`, {datetime.date.today()}; {made_with}."
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,99 @@
+"""What the kernels of a model are, and what each costs on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from aotdist.codegen.contract import Kind
+from aotdist.codegen.triton import with_kernels
+from aotdist.kernels.compilation import Target, compile_kernel, num_vectors
+from aotdist.kernels.emission import EmittedKernel
+from aotdist.program import Graph
+from benchmarks.kernels.graphs import graphs_of
+from benchmarks.kernels.models import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A kernel.
+
+    Args:
+        name: what it does.
+        num_results: places along `x`.
+        num_reduced: places along `r`.
+        num_blocks: how many run side by side.
+        num_tensors: that it reads and writes.
+        num_bytes: of what it reads and writes, each element once.
+        registers: of a thread.
+        spilled: bytes of a thread.
+        num_wide: loads and stores of 16 bytes.
+        num_wanted: how many of them there must be at least.
+    """
+
+    name: str
+    num_results: int
+    num_reduced: int
+    num_blocks: int
+    num_tensors: int
+    num_bytes: int
+    registers: int
+    spilled: int
+    num_wide: tuple[int, int]
+    num_wanted: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CountedGraph:
+    """A graph.
+
+    Args:
+        model: whose.
+        precision: of its parameters.
+        kind: which half.
+        kernels: in the order in which they run.
+        num_library: calls of libraries.
+    """
+
+    model: str
+    precision: str
+    kind: Kind
+    kernels: tuple[Counted, ...]
+    num_library: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its kernels."""
+        return sum(kernel.num_bytes for kernel in self.kernels)
+
+
+def count(name: str, model: Model, dtype: torch.dtype, target: Target) -> list[CountedGraph]:
+    """A model's graphs."""
+    program, inputs = model.program(dtype)
+    precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return [
+        _counted_graph(name, precision, kind, graph, target) for kind, graph in graphs_of(program, **inputs)
+    ]
+
+
+def _counted_graph(model: str, precision: str, kind: Kind, graph: Graph, target: Target) -> CountedGraph:
+    fused = with_kernels(graph, keeps_casts=False, label=f"{model} {kind}")
+    kernels = tuple(_counted(emitted, target) for emitted in fused.kernels)
+    return CountedGraph(model, precision, kind, kernels, len(fused.reasons))
+
+
+def _counted(emitted: EmittedKernel, target: Target) -> Counted:
+    kernel, binary = emitted.kernel, compile_kernel(emitted, target)
+    return Counted(
+        name=kernel.name,
+        num_results=kernel.num_results,
+        num_reduced=kernel.num_reduced,
+        num_blocks=-(-kernel.num_results // emitted.config.xblock),
+        num_tensors=len(emitted.printed.inputs) + len(emitted.printed.outputs),
+        num_bytes=emitted.num_bytes,
+        registers=binary.registers,
+        spilled=binary.spilled,
+        num_wide=(binary.count("LDG", "128"), binary.count("STG", "128")),
+        num_wanted=num_vectors(emitted),
+    )

@@ -1,0 +1,61 @@
+"""The graphs that a backend is given, without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import aotdist
+from aotdist.codegen.contract import Decompositions, Emission, Emitted, Kind
+from aotdist.codegen.triton import TritonBackend
+from aotdist.program import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Stands in for the Triton backend: keeps each graph, and computes nothing.
+
+    Args:
+        graphs: what it was given, in order.
+    """
+
+    graphs: list[tuple[Kind, Graph]]
+    name: str = "recorder"
+    partition: Literal["default", "min_cut"] = "min_cut"
+    any_tangents: bool = False
+    owns_cut: bool = False
+
+    def check(self) -> None: ...
+
+    def decompositions(self) -> Decompositions:
+        return TritonBackend().decompositions()
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        return graph
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        self.graphs.append((emission.kind, graph))
+        nodes = graph.results()
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            args.clear()
+            return [None if node is None else _blank(node.meta["val"]) for node in nodes]
+
+        return Emitted(call, "")
+
+
+def _blank(val: Any) -> Any:
+    if not isinstance(val, Tensor):
+        return val
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
+
+
+def graphs_of(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Kind, Graph]]:
+    """The graphs of a program and of its backward; what it computes is never run."""
+    recorder = Recorder([])
+    aotdist.compile(program, backend=recorder)(*args, **kwargs)
+    return recorder.graphs

@@ -1,0 +1,85 @@
+"""How kernels go through memory: along which axis neighbours lie, and how many a thread takes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, number, variable
+from aotdist.kernels.ir import Kernel
+
+VECTOR_BYTES = 16
+"""The most that one instruction reads or writes."""
+
+
+def fast_axis(kernel: Kernel) -> Axis:
+    """Along which axis most of what a kernel reads and writes lies side by side; `x` if it reduces nothing.
+
+    A block of a kernel that sums columns has to be wide along `x`: neighbours along `r` lie a row apart.
+    """
+    if not kernel.r:
+        return "x"
+    return "x" if _bytes_side_by_side(kernel, "x") > _bytes_side_by_side(kernel, "r") else "r"
+
+
+def vector_length(kernel: Kernel, index: Index, dtype: torch.dtype) -> int:
+    """How many elements a thread may read or write at once, as far as sizes tell.
+
+    Args:
+        kernel: whose; neighbouring threads go along its fast axis.
+        index: where an element lies.
+        dtype: of the tensor.
+    """
+    return _run_length(_variables(kernel, fast_axis(kernel)), index, VECTOR_BYTES // dtype.itemsize)
+
+
+def reads(kernel: Kernel) -> Iterator[tuple[Index, torch.dtype]]:
+    """Where a kernel reads, and elements of what."""
+    return ((load.index, load.stored) for load in kernel.loads())
+
+
+def writes(kernel: Kernel) -> Iterator[tuple[Index, torch.dtype]]:
+    """Where a kernel writes, and elements of what."""
+    return ((store.index, store.stored) for store in kernel.stores)
+
+
+def axes_of(index: Index) -> set[Axis]:
+    """Along which axes an element lies elsewhere."""
+    return {var.axis for var in index.variables()}
+
+
+def is_divided(index: Index) -> bool:
+    """Whether an index takes quotients or remainders, beyond which Triton sees no neighbours."""
+    return any(isinstance(atom, Quotient | Remainder) for atom in index.atoms())
+
+
+def _variables(kernel: Kernel, axis: Axis) -> tuple[Var, ...]:
+    return kernel.x if axis == "x" else kernel.r
+
+
+def _run_length(variables: tuple[Var, ...], index: Index, most: int) -> int:
+    while most > 1 and not (variables and _is_run(index, variables[-1], most)):
+        most //= 2
+    return most
+
+
+def _is_run(index: Index, fastest: Var, length: int) -> bool:
+    """Whether every `length` places from an even one on lie one after the other, from an even one on."""
+    if fastest.size % length:
+        return False
+    inside = Var(fastest.axis, -1, length)
+    outside = Var(fastest.axis, -2, fastest.size // length)
+    first = index.substitute({fastest: variable(outside) * length + variable(inside)}) - variable(inside)
+    return inside not in first.variables() and first % length == number(0)
+
+
+def _bytes_side_by_side(kernel: Kernel, axis: Axis) -> int:
+    """Of one place, over what differs along both axes."""
+    variables = _variables(kernel, axis)
+    return sum(
+        dtype.itemsize
+        for index, dtype in (*reads(kernel), *writes(kernel))
+        if axes_of(index) == {"x", "r"}
+        and ((variables[-1], 1) in index.terms or _run_length(variables, index, 2) > 1)
+    )

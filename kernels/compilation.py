@@ -1,0 +1,204 @@
+"""Kernels compiled for GPUs that are not here.
+
+Triton compiles for any target without a driver, so a machine without a GPU can make what one with a GPU
+loads, and can read off what it will cost there: registers, what spills, how wide it reads.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from aotdist.errors import BadSettings
+from aotdist.kernels import triton_seam
+from aotdist.kernels.access import VECTOR_BYTES, axes_of, fast_axis, reads, vector_length, writes
+from aotdist.kernels.emission import EmittedKernel, loaded
+from aotdist.kernels.index import Index
+from aotdist.kernels.launching import blocks_of
+from aotdist.kernels.printing import HELPERS
+
+Target: TypeAlias = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
+"""A generation of GPUs: A100, H100 and H200, B200; MI300."""
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+_POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+_NVIDIA_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+_AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A kernel as a GPU runs it.
+
+    Args:
+        name: of the kernel, and of its symbol.
+        target: what it runs on.
+        code: a cubin or an hsaco.
+        registers: of a thread, 32 bits each.
+        spilled: bytes of a thread that found no register.
+        shared: bytes of shared memory of a block.
+        instructions: how often each stands in it, by its full name (`LDG.E.128`).
+    """
+
+    name: str
+    target: Target
+    code: bytes
+    registers: int
+    spilled: int
+    shared: int
+    instructions: Mapping[str, int]
+
+    def count(self, *words: str) -> int:
+        """How many instructions have all these words in their name: `count("LDG", "128")`."""
+        return sum(
+            number for name, number in self.instructions.items() if set(words).issubset(name.split("."))
+        )
+
+
+def compile_kernel(emitted: EmittedKernel, target: Target) -> Binary:
+    """Compile a kernel; the GPU need not be there.
+
+    Args:
+        emitted: by a process that does not interpret: in one that does, its blocks are other ones.
+        target: what for.
+
+    Raises:
+        BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.
+    """
+    check(target)
+    name = emitted.kernel.name
+    function = loaded(f"{HELPERS}\n\n{emitted.printed.source}", f"{name} {target}")[name]
+    backend, arch = ("cuda", int(target[3:])) if target.startswith("sm_") else ("hip", target)
+    made = triton_seam.compiled(
+        function,
+        pointers_of(emitted),
+        blocks_of(emitted.kernel, emitted.config),
+        backend=backend,
+        arch=arch,
+        options=emitted.config.options,
+    )
+    if backend == "cuda":
+        return _nvidia(name, target, made)
+    return _amd(name, target, made)
+
+
+def check(target: str) -> None:
+    """See that kernels can be compiled for a target here.
+
+    Raises:
+        BadSettings: they can't.
+    """
+    if target not in TARGETS:
+        raise BadSettings(
+            f"there is no target {target!r}", stage="codegen", fix=f"name one of {', '.join(TARGETS)}"
+        )
+    if not triton_seam.is_installed():
+        raise BadSettings(
+            "kernels are compiled by Triton, which is not installed", stage="codegen", fix="install `triton`"
+        )
+    if triton_seam.is_interpreting():
+        raise BadSettings(
+            "this process interprets its kernels, and such ones cannot be compiled",
+            stage="codegen",
+            fix="compile in a process without TRITON_INTERPRET",
+        )
+    missing = [tool for tool in ("cuobjdump", "nvdisasm") if not (triton_seam.nvidia_tools() / tool).exists()]
+    if target.startswith("sm_") and missing:
+        raise BadSettings(
+            f"Triton is installed without {' and '.join(missing)}, which read what a kernel costs",
+            stage="codegen",
+            fix="install `triton` from its wheel",
+        )
+
+
+def pointers_of(emitted: EmittedKernel) -> dict[str, str]:
+    """A kernel's tensors in the order of its arguments, with their types as Triton writes them."""
+    loads = {load.buffer: load.stored for load in emitted.kernel.loads()}
+    stores = {store.buffer: store.stored for store in emitted.kernel.stores}
+    return {f"in_{name}": _POINTERS[loads[name]] for name in emitted.printed.inputs} | {
+        f"out_{name}": _POINTERS[stores[name]] for name in emitted.printed.outputs
+    }
+
+
+def num_vectors(emitted: EmittedKernel) -> tuple[int, int]:
+    """How often a thread must read and write 16 bytes at once, at least: what lies side by side, by block.
+
+    Returns:
+        Loads and stores. A tensor whose block gives a thread less than 16 bytes takes no part.
+    """
+    return _num_vectors(emitted, reads(emitted.kernel)), _num_vectors(emitted, writes(emitted.kernel))
+
+
+def _num_vectors(emitted: EmittedKernel, accesses: Iterable[tuple[Index, torch.dtype]]) -> int:
+    config, total = emitted.config, 0
+    fastest = fast_axis(emitted.kernel)
+    for index, dtype in accesses:
+        axes, length = axes_of(index), vector_length(emitted.kernel, index, dtype)
+        block = (config.xblock if "x" in axes else 1) * (config.rblock if "r" in axes else 1)
+        if fastest in axes and length * dtype.itemsize == VECTOR_BYTES:
+            total += block // (32 * config.num_warps * length)
+    return total
+
+
+def _nvidia(name: str, target: Target, made: Any) -> Binary:
+    code: bytes = made.asm["cubin"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{name}.cubin"
+        file.write_bytes(code)
+        usage = _output("cuobjdump", "--dump-resource-usage", file)
+        text = _output("nvdisasm", file)
+    return Binary(
+        name,
+        target,
+        code,
+        registers=_number(r"\bREG:(\d+)", usage),
+        # A stack is where what has no register goes; no kernel of ours calls a function.
+        spilled=_number(r"\bSTACK:(\d+)", usage) + _number(r"\bLOCAL:(\d+)", usage),
+        shared=made.metadata.shared,
+        instructions=Counter(_NVIDIA_INSTRUCTION.findall(text)),
+    )
+
+
+def _amd(name: str, target: Target, made: Any) -> Binary:
+    text: str = made.asm["amdgcn"]
+    return Binary(
+        name,
+        target,
+        made.asm["hsaco"],
+        registers=_number(r"\.vgpr_count:\s+(\d+)", text),
+        spilled=_number(r"\.private_segment_fixed_size:\s+(\d+)", text),
+        shared=made.metadata.shared,
+        instructions=Counter(_AMD_INSTRUCTION.findall(text)),
+    )
+
+
+def _output(tool: str, *arguments: str | Path) -> str:
+    command = [triton_seam.nvidia_tools() / tool, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} is not in what the compiler wrote"
+    return int(found[1])

@@ -1,0 +1,89 @@
+"""Compiles the kernels of small programs for a GPU, and says what is wrong with them.
+
+`python -m tests.kernels.gates TARGET` in a process that does not interpret; a line for each fault, and last
+how many kernels there are. A process of its own, because the tests' kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from aotdist.codegen.triton import with_kernels
+from aotdist.kernels.compilation import Binary, Target, compile_kernel, num_vectors
+from aotdist.kernels.emission import EmittedKernel
+from benchmarks.kernels.graphs import graphs_of
+from benchmarks.models import Block, LlamaShape
+
+_SHAPE = LlamaShape(dim=256, num_heads=2, sequence=128, batch=4)
+MAX_POINTWISE_REGISTERS = 64
+
+
+def _numbers(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(*sizes, dtype=dtype, requires_grad=True)
+
+
+def mlp(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    module = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(dtype)
+    return lambda x: module(x).sum(), (_numbers(512, 256, dtype=dtype),)
+
+
+def llama_block(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    block = Block(_SHAPE).to(dtype)
+    angles = torch.zeros(2, _SHAPE.sequence, _SHAPE.head_dim // 2, dtype=dtype)
+    x = _numbers(_SHAPE.batch, _SHAPE.sequence, _SHAPE.dim, dtype=dtype)
+    return lambda x: block(x, *angles).sum(), (x,)
+
+
+def softmax(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    return lambda x: (torch.softmax(x, -1) * x).sum(), (_numbers(256, 4096, dtype=dtype),)
+
+
+def cross_entropy(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """A vocabulary that no block holds."""
+    targets = torch.zeros(256, dtype=torch.int64)
+    return lambda x: F.cross_entropy(x.float(), targets), (_numbers(256, 32000, dtype=dtype),)
+
+
+PROGRAMS = (mlp, llama_block, softmax, cross_entropy)
+
+
+def kernels() -> Iterator[tuple[str, EmittedKernel]]:
+    """The kernels of all programs, with where each is from."""
+    for program in PROGRAMS:
+        for dtype in (torch.float32, torch.bfloat16):
+            function, args = program(dtype)
+            for kind, graph in graphs_of(function, *args):
+                label = f"{program.__name__} {dtype} {kind}"
+                for emitted in with_kernels(graph, keeps_casts=False, label=label).kernels:
+                    yield label, emitted
+
+
+def faults(emitted: EmittedKernel, binary: Binary) -> Iterator[str]:
+    """What is wrong with a kernel."""
+    if binary.spilled:
+        yield f"spills {binary.spilled} bytes"
+    if not emitted.kernel.r and binary.registers > MAX_POINTWISE_REGISTERS:
+        yield f"takes {binary.registers} registers to no more than go through"
+    if binary.target.startswith("sm_"):
+        for word, wanted in zip(("LDG", "STG"), num_vectors(emitted), strict=True):
+            if binary.count(word, "128") < wanted:
+                yield f"has {binary.count(word, '128')} {word}.128 of {wanted}: {binary.instructions}"
+
+
+def main(target: Target) -> None:
+    """Print faults, and how many kernels there are."""
+    count = 0
+    for label, emitted in kernels():
+        count += 1
+        for fault in faults(emitted, compile_kernel(emitted, target)):
+            print(f"{label}: {emitted.kernel.name} {fault}\n{emitted.config}\n{emitted.printed.source}")
+    print(f"{count} kernels")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])  # type: ignore[arg-type]
