@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.kernels.rule import sizes_of
+from aotdist.kernels.index import Axis, Var, offset
+from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import is_reducing
 from aotdist.kernels.space import Group, Place, Space, space_of
 from aotdist.kernels.units import Unit, Units
@@ -83,7 +84,7 @@ def _merge_all(units: Units) -> None:
                 heapq.heappush(heap, (-_bytes_saved(units, unit, other), next(serial), unit, other))
 
     for unit in units.in_order():
-        offer(unit, units.producers(unit))
+        offer(unit, sorted(units.producers(unit), key=units.last))
     for readers in _readers_of_memory(units).values():
         for one, other in itertools.pairwise(readers):
             offer(one, (other,))
@@ -156,7 +157,25 @@ def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
             return None
         group = Group(group.space, {**group.places, node: place}, group.absorbed)
         del left[node]
-    return group if _agrees(uses, group) and _shares(uses, host, guest, group) else None
+    if not (_agrees(uses, group) and _shares(uses, host, guest, group)):
+        return None
+    return None if guest.space.r and len(_fast_axes(uses, group)) > 1 else group
+
+
+def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
+    """Along which axes neighbours lie beside each other in memory, where a group reads along both.
+
+    Sums of rows and of columns of one square tensor would fit into one space, and half of them would be slow.
+    """
+    found = set[Axis]()
+    for node, place in group.places.items():
+        for read, at in uses.reads(node, place, group):
+            if read in group.places:
+                continue
+            index = offset(at.indices, val_of(read).stride())
+            if len({var.axis for var in index.variables()}) == 2:
+                found.update(atom.axis for atom, scale in index.terms if isinstance(atom, Var) and scale == 1)
+    return found
 
 
 def _may_fit(host: Space, guest: Space) -> bool:

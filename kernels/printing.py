@@ -3,8 +3,8 @@
 A kernel without reductions is one straight line over a block of places. One that reduces has a block of
 results by a block of what is reduced: persistent, if all that is reduced fits into a block, else in loops:
 one loop for each level of reductions that need each other (the sum of exponentials needs the maximum), and
-a last one for what is stored element by element. A loop computes again what an earlier one computed at the
-same place.
+a last one for what they are needed for element by element. A loop computes again what an earlier one
+computed at the same place.
 """
 
 from __future__ import annotations
@@ -86,12 +86,15 @@ def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
         for store in kernel.stores:
             yield from writer.store(store)
     else:
+        left = [store for store in kernel.stores if _is_along_r(store)]
         for level in sorted({part.level for part in kernel.parts() if isinstance(part.op, Reduce)}):
-            yield from writer.reductions(level)
+            now = [store for store in left if store.value.level < level]
+            yield from writer.reductions(level, now)
+            left = [store for store in left if store not in now]
         for store in kernel.stores:
             if not _is_along_r(store):
                 yield from writer.store(store)
-        yield from writer.stores_along_r([store for store in kernel.stores if _is_along_r(store)])
+        yield from writer.stores_along_r(left)
 
 
 def _is_along_r(store: Store) -> bool:
@@ -140,20 +143,17 @@ class _Writer:
         yield from self._values([store.value], self._names)
         yield self._stored(store, self._names)
 
-    def reductions(self, level: int) -> Iterator[str]:
-        """A loop for all reductions of one level."""
+    def reductions(self, level: int, stores: Sequence[Store]) -> Iterator[str]:
+        """A loop for all reductions of one level, and for what can be stored on the way."""
         wanted = [e for e in self.kernel.parts() if isinstance(e.op, Reduce) and e.level == level]
-        inner = dict(self._names)
-        sources = [expr.args[0] for expr in wanted]
-        yield from self._values(
-            [e for e in self._needed(sources, self._names) if "r" not in e.axes], self._names
-        )
-        inner.update(self._names)
+        values = [expr.args[0] for expr in wanted] + [store.value for store in stores]
+        yield from self._before_the_loop(values)
         totals = [self._name() for _ in wanted]
         for expr, total in zip(wanted, totals, strict=True):
             dtype = TYPES[_accumulated(expr)]
             yield f"{total} = tl.full([XBLOCK, RBLOCK], {_identity(expr)}, {dtype})"
-        body = [*self._values(sources, inner)]
+        inner = dict(self._names)
+        body = [*self._values(values, inner), *(self._stored(store, inner) for store in stores)]
         for expr, total in zip(wanted, totals, strict=True):
             value = self._reduced_value(expr, inner)
             body.append(
@@ -169,12 +169,15 @@ class _Writer:
         if not stores:
             return
         values = [store.value for store in stores]
-        yield from self._values(
-            [e for e in self._needed(values, self._names) if "r" not in e.axes], self._names
-        )
+        yield from self._before_the_loop(values)
         inner = dict(self._names)
         body = [*self._values(values, inner)]
         yield from self._loop([*body, *(self._stored(store, inner) for store in stores)])
+
+    def _before_the_loop(self, values: Sequence[Expr]) -> Iterator[str]:
+        """What a loop computes anew at no turn."""
+        fixed = [expr for expr in self._needed(values, self._names) if "r" not in expr.axes]
+        yield from self._values(fixed, self._names)
 
     def _loop(self, body: Iterable[str]) -> Iterator[str]:
         yield f"for start in range(0, {self.kernel.num_reduced}, RBLOCK):"

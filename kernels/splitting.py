@@ -8,7 +8,7 @@ The order of the additions is fixed by the sizes, so results do not differ from 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -68,7 +68,7 @@ def _in_two(graph: Graph, node: Node, parts: int) -> Node:
     cut = [parts, count // parts]
     view = _call(graph, node, aten.view.default, (source, cut), _like(node, cut, val_of(source).dtype))
     if node.target in _EXTREMES:
-        op, of_parts = _EXTREMES[node.target], dtype
+        op, of_parts = _EXTREMES[cast("OpOverload", node.target)], dtype
     else:
         op, of_parts = aten.sum.dim_IntList, held(dtype)
     first = _call(graph, node, op, (view, [1]), _like(node, [parts], of_parts))

@@ -40,9 +40,9 @@ class DifferentiableWrites:
     Args:
         writes: input, position of its new value among the node's outputs, number of writes to count.
         num_values: how many of the node's outputs are results; new values follow them.
-        counted: inputs that are written without history, though they have one, and how often. That is counted
-            before the region runs: autograd makes the history of a view anew when its base was written, and the
-            region's results are to come from the new one, as in eager.
+        counted: inputs that are written without history, though they have one, and how often. That is
+            counted before the region runs: autograd makes the history of a view anew when its base was
+            written, and the region's results are to come from the new one, as in eager.
     """
 
     writes: tuple[tuple[PrimalIdx, NodeOutIdx, int], ...]

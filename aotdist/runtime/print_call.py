@@ -18,6 +18,7 @@ from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Source
 from aotdist.convention.dedupe import DedupePlan
+from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.put import take
 from aotdist.convention.stack import Plans
 from aotdist.convention.swapping import check_swappable
@@ -162,13 +163,7 @@ def print_call(
         for idx in plans.epilogue.early:
             do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
-            for primal, bumps in plans.writes.counted:
-                printer.line(f"{printer.bind('bump', bump)}({primals[primal]}, {bumps})")
-            given = list(primals)
-            for primal, _, _ in plans.writes.writes:
-                given[primal] = f"{primals[primal]}_before"
-                taken = f"{given[primal]}, {primals[primal]}_rest"
-                printer.line(f"{taken} = {printer.bind('take', take)}({primals[primal]})")
+            given = _print_taken(printer, plans.writes, primals)
             for idx in detached:
                 given[idx] += ".detach()"
             printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.sizes.symbols else [])], ")")
@@ -185,6 +180,18 @@ def print_call(
         else:
             print_steps(printer, gates, primals, do)
         print_return(printer, returned, plans.epilogue.outputs, fit.variables)
+
+
+def _print_taken(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> list[str]:
+    """Print `DifferentiableWrites.taken`; returns what the region is given."""
+    for primal, bumps in writes.counted:
+        printer.line(f"{printer.bind('bump', bump)}({primals[primal]}, {bumps})")
+    given = list(primals)
+    for primal, _, _ in writes.writes:
+        given[primal] = f"{primals[primal]}_before"
+        taken = f"{given[primal]}, {primals[primal]}_rest"
+        printer.line(f"{taken} = {printer.bind('take', take)}({primals[primal]})")
+    return given
 
 
 def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[str]) -> None:

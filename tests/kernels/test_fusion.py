@@ -108,6 +108,21 @@ def test_a_long_row_is_reduced_in_loops(
     assert emissions.sources().count("for start in range") >= 3
 
 
+def test_what_needs_no_sum_is_stored_in_the_loop_that_sums(emissions: Emissions) -> None:
+    def with_bias_gradient(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.exp() * x
+        return y, y.sum(0)
+
+    assert_same(with_bias_gradient, numbers(300, 8), rtol=1e-5, atol=1e-5)
+    assert emissions.num_kernels() == 1
+    assert emissions.sources().count("for start in range") == 1
+
+
+def test_rows_and_columns_of_a_square_are_summed_by_two_kernels(emissions: Emissions) -> None:
+    assert_same(lambda x: (x.sum(0), x.sum(1)), numbers(16, 16))
+    assert emissions.num_kernels() == 2
+
+
 def test_every_kind_of_reduction_in_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aotdist.kernels.launching.MAX_PERSISTENT", 4)
     monkeypatch.setattr("aotdist.kernels.launching._LOOPED_BLOCK", 4)
