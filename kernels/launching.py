@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,7 +147,8 @@ class Launch:
             for result in self.results
         )
         if self.num_blocks:
-            self.function[(self.num_blocks,)](*inputs, *written, **self.blocks, **self.options)
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                self.function[(self.num_blocks,)](*inputs, *written, **self.blocks, **self.options)
         return written[0] if len(written) == 1 else written
 
 
