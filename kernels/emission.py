@@ -116,7 +116,7 @@ def loaded(source: str, label: str) -> Mapping[str, Any]:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace = triton_seam.namespace() | {"__name__": filename}  # Triton asks functions for their module
     exec(compile(source, filename, "exec"), namespace)
-    weakref.finalize(namespace["product"], linecache.cache.pop, filename, None)  # a helper, gone with the rest
+    weakref.finalize(namespace["product"], linecache.cache.pop, filename, None)  # gone with the rest
     return namespace
 
 
