@@ -10,7 +10,7 @@ Floating point below 32 bits is held in registers as float32: a load widens it, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -142,15 +142,20 @@ class Expr:
         return substituted([self], places)[0]
 
 
-def every_part(roots: Iterable[Expr]) -> Iterator[Expr]:
-    """Each distinct expression that some roots are made of, parts before what they are part of."""
+def every_part(roots: Iterable[Expr], known: Container[Expr] = ()) -> Iterator[Expr]:
+    """Each distinct expression that some roots are made of, parts before what they are part of.
+
+    Args:
+        roots: the expressions.
+        known: these, and what only they are made of, are left out.
+    """
     seen = set[Expr]()
     stack = [(root, False) for root in reversed(list(roots))]
     while stack:
         expr, is_ready = stack.pop()
         if is_ready:
             yield expr
-        elif expr not in seen:
+        elif expr not in seen and expr not in known:
             seen.add(expr)
             stack.append((expr, True))
             stack.extend((part, False) for part in expr.parts())

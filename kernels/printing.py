@@ -16,7 +16,19 @@ import torch
 
 from aotdist.kernels.access import axes_of, fast_axis, is_divided, vector_length
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
-from aotdist.kernels.ir import NARROW, Constant, Expr, Kernel, Load, Position, Reduce, Reduction, Round, Store
+from aotdist.kernels.ir import (
+    NARROW,
+    Constant,
+    Expr,
+    Kernel,
+    Load,
+    Position,
+    Reduce,
+    Reduction,
+    Round,
+    Store,
+    every_part,
+)
 from aotdist.kernels.spelling import TYPES, block_of, number, spelled
 
 HELPERS = '''\
@@ -176,7 +188,7 @@ class _Writer:
 
     def _before_the_loop(self, values: Sequence[Expr]) -> Iterator[str]:
         """What a loop computes anew at no turn."""
-        fixed = [expr for expr in self._needed(values, self._names) if "r" not in expr.axes]
+        fixed = [expr for expr in every_part(values, self._names) if "r" not in expr.axes]
         yield from self._values(fixed, self._names)
 
     def _loop(self, body: Iterable[str]) -> Iterator[str]:
@@ -184,22 +196,9 @@ class _Writer:
         for line in ("r = start + tl.arange(0, RBLOCK)[None, :]", *self.r(), *body):
             yield f"    {line}"
 
-    def _needed(self, roots: Iterable[Expr], known: Mapping[Expr, str]) -> list[Expr]:
-        """What must be computed for some values, in order, besides what is known."""
-        found: dict[Expr, None] = {}
-        stack = [(root, False) for root in reversed(list(roots))]
-        while stack:
-            expr, is_ready = stack.pop()
-            if is_ready:
-                found[expr] = None
-            elif expr not in known and expr not in found:
-                stack.append((expr, True))
-                stack.extend((part, False) for part in expr.parts())
-        return list(found)
-
     def _values(self, roots: Iterable[Expr], names: dict[Expr, str]) -> Iterator[str]:
         """Lines that give names to some values and to what they need."""
-        for expr in self._needed(roots, names):
+        for expr in list(every_part(roots, names)):
             if isinstance(expr.op, Constant):
                 names[expr] = number(expr.op, expr.dtype)
                 continue
