@@ -186,11 +186,9 @@ def _may_fit(host: Space, guest: Space) -> bool:
 
 def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
     """The nodes of a guest, computed wherever a host reads them; None if others do, or if it costs much."""
-    if guest.space.r or any(
-        uses.is_read_outside(node, {*host.nodes(), *guest.nodes()}) for node in guest.places
-    ):
-        return None
     group = Group(host.space, host.places, host.absorbed | frozenset(guest.nodes()))
+    if guest.space.r or any(uses.is_read_outside(node, group) for node in guest.places):
+        return None
     readings = {
         (read, at.indices)
         for node, place in host.places.items()

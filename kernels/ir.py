@@ -54,9 +54,8 @@ class Constant:
     value: float | int | bool
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and repr(self.value) == repr(
-            other.value
-        )  # -0.0 is not 0.0, nan is nan
+        # By their text: -0.0 is not 0.0, and nan is nan.
+        return isinstance(other, Constant) and repr(self.value) == repr(other.value)
 
     def __hash__(self) -> int:
         return hash(repr(self.value))

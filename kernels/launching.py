@@ -104,6 +104,11 @@ def blocks_of(kernel: Kernel, config: Config) -> dict[str, int]:
     return {"XBLOCK": config.xblock} | ({"RBLOCK": config.rblock} if kernel.r else {})
 
 
+def num_blocks_of(kernel: Kernel, config: Config) -> int:
+    """How many blocks run side by side."""
+    return -(-kernel.num_results // config.xblock)
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """A tensor that a kernel writes."""
@@ -160,6 +165,5 @@ def launch_of(
     device: torch.device,
 ) -> Launch:
     """What runs `kernel`, compiled as `function`."""
-    num_blocks = -(-kernel.num_results // config.xblock)
-    blocks = blocks_of(kernel, config)
+    blocks, num_blocks = blocks_of(kernel, config), num_blocks_of(kernel, config)
     return Launch(kernel.name, function, num_blocks, blocks, config.options, tuple(results), device)

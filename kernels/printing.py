@@ -252,7 +252,7 @@ class _Writer:
             pointer = f"tl.broadcast_to({pointer}, {self._shape(axes)})"
         value = names[store.value]
         if isinstance(store.value.op, Constant):
-            value = block_of(store.value.op, "[1]", store.stored)
+            value = block_of(store.value.op, store.stored)
         elif store.stored in NARROW:
             value = f"{value}.to({TYPES[store.stored]})"
         mask = self._mask(axes)

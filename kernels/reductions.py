@@ -11,16 +11,7 @@ from torch.fx import Node
 
 from aotdist.kernels.index import Index
 from aotdist.kernels.ir import Expr, Reduce, Reduction, held
-from aotdist.kernels.rule import (
-    NotEmitted,
-    Point,
-    Reader,
-    Reducing,
-    constant,
-    elementwise,
-    sizes_of,
-    val_of,
-)
+from aotdist.kernels.rule import Point, Reader, Reducing, constant, elementwise, sizes_of, val_of
 from aotdist.kernels.rule import cast as converted
 from aotdist.torch_seam import OpOverload
 
@@ -41,8 +32,9 @@ def _dims(node: Node) -> tuple[int, ...]:
     return tuple(sorted(dim % num_dims for dim in chosen)) if num_dims else ()
 
 
-def _element(reader: Reader, node: Node, point: Point, dims: tuple[int, ...], source: Node) -> Expr:
+def _element(reader: Reader, node: Node, point: Point) -> Expr:
     """The operand's element at a result's indices and the kernel's place along what is reduced."""
+    source, dims = _source(node), _dims(node)
     sizes = sizes_of(source)
     along = dict(zip(dims, reader.reduced([sizes[dim] for dim in dims]), strict=True))
     own = iter(
@@ -64,7 +56,7 @@ _OF_TRUTHS: dict[Reduction, Reduction] = {"max": "any", "min": "all"}
 def _reducing(kind: Reduction) -> Reducing:
     def value(reader: Reader, node: Node, point: Point) -> Expr:
         dtype: torch.dtype = val_of(node).dtype
-        element = _element(reader, node, point, _dims(node), _source(node))
+        element = _element(reader, node, point)
         own = _OF_TRUTHS.get(kind, kind) if dtype is torch.bool else kind
         return reader.rounded(_reduce(own, converted(element, dtype), _count(node)), dtype)
 
@@ -73,7 +65,7 @@ def _reducing(kind: Reduction) -> Reducing:
 
 def _mean(reader: Reader, node: Node, point: Point) -> Expr:
     dtype: torch.dtype = val_of(node).dtype
-    element = converted(_element(reader, node, point, _dims(node), _source(node)), dtype)
+    element = converted(_element(reader, node, point), dtype)
     return reader.rounded(_divided(_reduce("sum", element, _count(node)), _count(node)), dtype)
 
 
@@ -88,7 +80,7 @@ def _divided(value: Expr, by: float) -> Expr:
 def _moments(reader: Reader, node: Node, point: Point) -> tuple[Expr, Expr]:
     """Variance and mean, in two passes: the second takes the mean off, so that nothing is cancelled."""
     dtype: torch.dtype = held(val_of(_source(node)).dtype)
-    element = converted(_element(reader, node, point, _dims(node), _source(node)), dtype)
+    element = converted(_element(reader, node, point), dtype)
     mean = _divided(_reduce("sum", element, _count(node)), _count(node))
     off = elementwise("sub", element, mean)
     squares = _reduce("sum", elementwise("mul", off, off), _count(node))
@@ -96,10 +88,8 @@ def _moments(reader: Reader, node: Node, point: Point) -> tuple[Expr, Expr]:
 
 
 def _correction(node: Node) -> float:
-    if node.target in (aten.var.correction, aten.var_mean.correction):
-        given = node.kwargs.get("correction", 1)
-        return 1.0 if given is None else float(cast("float", given))
-    raise NotEmitted(f"{node.target}")
+    given = node.kwargs.get("correction")
+    return 1.0 if given is None else float(cast("float", given))
 
 
 def _variance(reader: Reader, node: Node, point: Point) -> Expr:

@@ -33,12 +33,15 @@ class Point:
         """Another element, under the same guard."""
         return Point(tuple(indices), self.guard)
 
+    def along(self, dim: int, index: Index) -> Point:
+        """Another element along one dimension."""
+        return self.to((*self.indices[:dim], index, *self.indices[dim + 1 :]))
+
     def where(self, condition: Expr) -> Point:
         """The same element, where a condition holds too."""
-        guard = (
-            condition if self.guard is None else elementwise("and", self.guard, condition, dtype=torch.bool)
+        return Point(
+            self.indices, condition if self.guard is None else elementwise("and", self.guard, condition)
         )
-        return Point(self.indices, guard)
 
 
 class Reader(Protocol):

@@ -10,18 +10,13 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels import elementwise, reductions, shaping, views
-from aotdist.kernels.index import Index, Var, flat, unflat, variable
-from aotdist.kernels.ir import FLOAT8, Constant, Expr
+from aotdist.kernels.index import Index, Var, unflat, variable
+from aotdist.kernels.ir import Constant, Expr
 from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
+from aotdist.kernels.spelling import TYPES
 from aotdist.torch_seam import OpOverload
 
 _TABLES = (elementwise.RULES, views.RULES, shaping.RULES, reductions.RULES)
-
-DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8}
-    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-)
-"""What tensors in kernels may hold."""
 
 
 def rule_of(node: Node) -> Rule | None:
@@ -39,8 +34,9 @@ def rule_of(node: Node) -> Rule | None:
     )
 
 
-def obstacle(node: Node, rule: Rule | None) -> str | None:
+def obstacle(node: Node) -> str | None:
     """Why a call of an operator that returns a tensor is not emitted; None if it is."""
+    rule = rule_of(node)
     if rule is None:
         return "no rule"
     try:
@@ -61,7 +57,7 @@ def _check_values(node: Node) -> None:
             raise NotEmitted("sizes that differ from call to call")
         if value.numel() == 0:
             raise NotEmitted("no elements")
-        if value.dtype not in DTYPES:
+        if value.dtype not in TYPES:
             raise NotEmitted(f"{value.dtype}".removeprefix("torch."))
         if value.is_conj() or value.is_neg() or value.layout is not torch.strided:
             raise NotEmitted("a tensor that is not plain memory")
@@ -89,7 +85,7 @@ class _Trial:
         return Expr(Constant(0), (), held(val_of(node).dtype))
 
     def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
-        return unflat(flat((variable(Var("r", 0, math.prod(sizes))),), (math.prod(sizes),)), sizes)
+        return unflat(variable(Var("r", 0, math.prod(sizes))), sizes)
 
     def rounded(self, value: Expr, dtype: torch.dtype) -> Expr:
         return value

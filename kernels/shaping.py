@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -72,7 +72,7 @@ def _joined(reader: Reader, node: Node, point: Point) -> Expr:
     for source, end in zip(sources, ends, strict=True):
         start = end - sizes_of(source)[dim]
         condition = _both(_within(index, start, end))
-        at = point.to((*point.indices[:dim], index - start, *point.indices[dim + 1 :]))
+        at = point.along(dim, index - start)
         if start == end:
             continue
         value = _chosen(condition, _guarded(reader, source, at, condition, dtype), value)
@@ -104,7 +104,7 @@ def _slice_written(reader: Reader, node: Node, point: Point) -> Expr:
     if step != 1:
         left = (index - start) % step
         conditions.append(_compared("eq", left, 0))
-    at = point.to((*point.indices[:dim], (index - start) // step, *point.indices[dim + 1 :]))
+    at = point.along(dim, (index - start) // step)
     return _put(reader, node, (cast("Node", whole), cast("Node", part)), point, at, conditions)
 
 
@@ -194,23 +194,23 @@ def _embedded(reader: Reader, node: Node, point: Point) -> Expr:
 
 
 def _gathered(reader: Reader, node: Node, point: Point) -> Expr:
+    """Each element by an index of its own."""
+    return _found_along(reader, node, point, lambda dim: point)
+
+
+def _picked(reader: Reader, node: Node, point: Point) -> Expr:
+    """Whole slices, each by one index."""
+    return _found_along(reader, node, point, lambda dim: point.to((point.indices[dim],)))
+
+
+def _found_along(reader: Reader, node: Node, point: Point, index_point: Callable[[int], Point]) -> Expr:
     source, dim, index = cast("tuple[Node, int, Node]", node.args[:3])
     sizes = sizes_of(source)
     if not sizes:
         raise NotEmitted("a tensor without dimensions")
     dim %= len(sizes)
-    found = _looked_up(reader, index, point, sizes[dim], wraps=False)
-    return reader.read(source, point.to((*point.indices[:dim], found, *point.indices[dim + 1 :])))
-
-
-def _picked(reader: Reader, node: Node, point: Point) -> Expr:
-    source, dim, index = cast("tuple[Node, int, Node]", node.args)
-    sizes = sizes_of(source)
-    if not sizes:
-        raise NotEmitted("a tensor without dimensions")
-    dim %= len(sizes)
-    found = _looked_up(reader, index, point.to((point.indices[dim],)), sizes[dim], wraps=False)
-    return reader.read(source, point.to((*point.indices[:dim], found, *point.indices[dim + 1 :])))
+    found = _looked_up(reader, index, index_point(dim), sizes[dim], wraps=False)
+    return reader.read(source, point.along(dim, found))
 
 
 def _indexed(reader: Reader, node: Node, point: Point) -> Expr:
@@ -241,7 +241,7 @@ def _scattered(reader: Reader, node: Node, point: Point) -> Expr:
     if not sizes or sizes_of(index) != (*sizes[: dim % len(sizes)], 1, *sizes[dim % len(sizes) + 1 :]):
         raise NotEmitted("several places in a row")
     dim %= len(sizes)
-    place = reader.read(index, point.to((*point.indices[:dim], number(0), *point.indices[dim + 1 :])))
+    place = reader.read(index, point.along(dim, number(0)))
     own = converted(position(point.indices[dim]), val_of(index).dtype)
     is_here = elementwise("eq", own, place, dtype=torch.bool)
     return _chosen(is_here, constant(value, dtype), reader.read(source, point))

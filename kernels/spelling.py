@@ -86,13 +86,12 @@ def spelled(expr: Expr, args: list[str]) -> str:
 
 def number(constant: Constant, dtype: torch.dtype) -> str:
     """A constant; with its dtype, but for float32, which is what Triton takes a float for."""
-    text = _digits(constant)
-    return text if dtype is torch.float32 else f"tl.full([1], {text}, {TYPES[dtype]})"
+    return _digits(constant) if dtype is torch.float32 else block_of(constant, dtype)
 
 
-def block_of(constant: Constant, shape: str, dtype: torch.dtype) -> str:
-    """A block that holds a constant everywhere."""
-    return f"tl.full({shape}, {_digits(constant)}, {TYPES[dtype]})"
+def block_of(constant: Constant, dtype: torch.dtype) -> str:
+    """A constant with its dtype, as a block of one element."""
+    return f"tl.full([1], {_digits(constant)}, {TYPES[dtype]})"
 
 
 def _digits(constant: Constant) -> str:

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from aotdist.kernels.ir import held
 from aotdist.kernels.rule import sizes_of, val_of
-from aotdist.kernels.rules import obstacle, rule_of
+from aotdist.kernels.rules import obstacle
 from aotdist.torch_seam import OpOverload
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def _num_parts(node: Node) -> int:
     if node.target not in _SUMS and node.target not in _EXTREMES:
         return 1
     source, result = val_of(node.all_input_nodes[0]), val_of(node)
-    if not isinstance(source, torch.Tensor) or obstacle(node, rule_of(node)) is not None:
+    if not isinstance(source, torch.Tensor) or obstacle(node) is not None:
         return 1
     count = math.prod(source.shape)
     if count < MIN_ELEMENTS or math.prod(result.shape) != 1:

@@ -47,10 +47,10 @@ class Uses:
     def _classify(self, node: Node) -> None:
         rule, val = rule_of(node), node.meta.get("val")
         if not isinstance(val, torch.Tensor):
-            if not all(rule_of(user) and obstacle(user, rule_of(user)) is None for user in node.users):
+            if not all(obstacle(user) is None for user in node.users):
                 self.reasons[node] = "no rule"
             return
-        reason = obstacle(node, rule)
+        reason = obstacle(node)
         if reason is not None:
             if node.target is not operator.getitem:
                 self.reasons[node] = reason

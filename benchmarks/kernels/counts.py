@@ -10,6 +10,7 @@ from aotdist.codegen.contract import Kind
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Target, compile_kernel, num_vectors
 from aotdist.kernels.emission import EmittedKernel
+from aotdist.kernels.launching import num_blocks_of
 from aotdist.program import Graph
 from benchmarks.kernels.graphs import graphs_of
 from benchmarks.kernels.models import Model
@@ -89,7 +90,7 @@ def _counted(emitted: EmittedKernel, target: Target) -> Counted:
         name=kernel.name,
         num_results=kernel.num_results,
         num_reduced=kernel.num_reduced,
-        num_blocks=-(-kernel.num_results // emitted.config.xblock),
+        num_blocks=num_blocks_of(kernel, emitted.config),
         num_tensors=len(emitted.printed.inputs) + len(emitted.printed.outputs),
         num_bytes=emitted.num_bytes,
         registers=binary.registers,
