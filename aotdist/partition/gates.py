@@ -59,21 +59,31 @@ def linked(cut: Graph, met: Collection[Slot] = ()) -> Graph:
         waiting.setdefault(arrives[slot], []).append((slot, node))
     builder = GraphBuilder(cut.gm)
     first = {slot: builder.placeholder(goes_on[slot]) for slot in goes_on if slot in met}
+    late: dict[Node, list[Node]] = {}  # what stands before the gradient it goes on from, by what it lacks
 
-    def close(node: Node) -> None:
+    def go_on(node: Node) -> list[Node]:
+        """Close the cuts at `node`; returns who waited for it."""
+        waiters = late.pop(node, [])
         for slot, argument in waiting.pop(node, ()):
             own = first.get(slot)
             builder.env[argument] = builder.env[node] if own is None else _met(builder, cut, slot, own)
-            close(argument)
+            waiters += go_on(argument)
+        return waiters
 
     for slot, node in cut.named_placeholders().items():
         if slot not in goes_on:
             builder.placeholder(node)
-            close(node)
+            go_on(node)
     for node in cut.gm.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            builder.copy(node)
-            close(node)
+        stack = [] if node.op in ("placeholder", "output") else [node]
+        while stack:
+            now = stack.pop()
+            lacking = next((source for source in now.all_input_nodes if source not in builder.env), None)
+            if lacking is None:
+                builder.copy(now)
+                stack += reversed(go_on(now))
+            else:
+                late.setdefault(lacking, []).append(now)
     kept = {slot: node for slot, node in cut.named_results().items() if slot.role not in ("total", "piece")}
     results = [None if node is None else builder.env[node] for node in kept.values()]
     ins = [*first, *(slot for slot in cut.ins if slot not in goes_on)]

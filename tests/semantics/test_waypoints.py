@@ -92,6 +92,13 @@ def halves(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
     return [a, b, a * b + a]
 
 
+def a_written_sum_of_a_view(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    turned = (x * w).exp().t()
+    total = turned.sum(0)
+    total.t().add_(1)
+    return [turned, total]
+
+
 CHAINS: dict[str, Callable[..., list[torch.Tensor]]] = {
     fn.__name__: fn
     for fn in (
@@ -105,12 +112,16 @@ CHAINS: dict[str, Callable[..., list[torch.Tensor]]] = {
         written_twice,
         an_old_value,
         halves,
+        a_written_sum_of_a_view,
     )
 }
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: torch.randn(3, 4),
     "TwoTensor": lambda: TwoTensor(torch.randn(3, 4), torch.randn(3, 4)),
+    "TwoTensor of TwoTensors": lambda: TwoTensor(
+        TwoTensor(torch.randn(3, 4), torch.randn(3, 4)), torch.randn(3, 4)
+    ),
 }
 
 
