@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
@@ -67,7 +68,9 @@ class Scene:
         lenient: some things are not compared. Last bits of gradients that meet outside of `fn`, at a base
             of an argument that was written. Strides of dimensions of one element and of what is empty:
             PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and `torch.empty_like(x)`); a write keeps
-            what they say.
+            what they say. How gradients of DTensors are placed that come through a view along what is sharded
+            of an argument that was written: they arrive at the write placed otherwise than its result, and
+            are converted.
     """
 
     fn: Any
@@ -328,9 +331,11 @@ def play(
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
             rounded = scene.lenient and meet_outside(arguments, history)
+            moved = scene.lenient and are_placed_otherwise(ends, arguments, history)
             taken = {owner for tensor in arguments for owner in _memory(tensor)}
             taken |= {storage._cdata for storage in before}
-            sights += differentiate(everything, ends, taken, others, rounded=rounded)
+            seen = differentiate(everything, ends, taken, others, rounded=rounded)
+            sights += [_without_placements(sight) for sight in seen] if moved else seen
     return [leniently(sight) for sight in sights] if scene.lenient else sights
 
 
@@ -344,6 +349,33 @@ def _without_idle_strides(seen: Any) -> Any:
         return seen
     strides, is_empty = zip(seen["size"], seen["stride"], strict=True), 0 in seen["size"]
     return seen | {"stride": tuple(None if is_empty or size == 1 else stride for size, stride in strides)}
+
+
+def _without_placements(sight: Sight) -> Sight:
+    return {
+        name: seen | {"context": None} if name.endswith(".grad") and isinstance(seen, dict) else seen
+        for name, seen in sight.items()
+    }
+
+
+@class_functions_are_off
+def are_placed_otherwise(
+    ends: Iterable[torch.Tensor], arguments: Sequence[torch.Tensor], history: Sequence[Any]
+) -> bool:
+    """Whether gradients start at a view of an argument that was written, and are placed otherwise than it.
+
+    Args:
+        ends: where gradients start.
+        arguments: after the call.
+        history: what made each, before the call.
+    """
+    written = [t for t, before in zip(arguments, history, strict=True) if history_of(t) is not before]
+    return any(
+        isinstance(base, DTensor) and base.placements != end.placements  # type: ignore[attr-defined]
+        for end in ends
+        for base in written
+        if end._base is not None and end._base is (base if base._base is None else base._base)
+    )
 
 
 @class_functions_are_off
