@@ -45,8 +45,8 @@ def writes(kernel: Kernel) -> Iterator[tuple[Index, torch.dtype]]:
 
 
 def axes_of(index: Index) -> set[Axis]:
-    """Along which axes an element lies elsewhere."""
-    return {var.axis for var in index.variables()}
+    """Along which axes of a block an element lies elsewhere."""
+    return {var.axis for var in index.variables() if var.axis != "p"}
 
 
 def is_divided(index: Index) -> bool:

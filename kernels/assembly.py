@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch.fx import Node
 
+from aotdist.kernels.columns import rows_folded
 from aotdist.kernels.fusion import Plan
-from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, offset, variable
+from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, offset, unflat, variable
 from aotdist.kernels.ir import Kernel, Store
 from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, val_of
@@ -28,7 +30,9 @@ def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Ker
         keeps_casts: see `KernelReader`.
     """
     computed = {*group.nodes(), *plan.inlined}
-    reader = KernelReader(plan.views, computed, group.space.r, keeps_casts=keeps_casts)
+    reader = KernelReader(
+        plan.views, computed, group.space, folds=group.folds, keeps_casts=keeps_casts
+    )
     stores = [
         Store(
             node.name,
@@ -41,6 +45,8 @@ def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Ker
     ]
     name = f"{'_'.join(_words(sorted(group.nodes())))}_{number}"
     kernel = Kernel(name, group.space.x, group.space.r, tuple(stores))
+    if group.folds:
+        return _in_parts(collapsed(kernel), rows_folded(next(iter(group.folds))))
     return collapsed(_by_stride(kernel))
 
 
@@ -58,6 +64,13 @@ def _by_stride(kernel: Kernel) -> Kernel:
     stride = {atom: scale for atom, scale in largest.index.terms if isinstance(atom, Var)}
     x = tuple(sorted(kernel.x, key=lambda var: -stride.get(var, 0)))
     return kernel.substitute({}, x, kernel.r)
+
+
+def _in_parts(kernel: Kernel, rows: int) -> Kernel:
+    """With its rows cut in parts of so many."""
+    p, x = Var("p", 0, kernel.num_results // rows), Var("x", 0, rows)
+    row = unflat(variable(p) * rows + variable(x), [var.size for var in kernel.x])
+    return replace(kernel.substitute(dict(zip(kernel.x, row, strict=True)), (x,), kernel.r), p=p)
 
 
 def collapsed(kernel: Kernel) -> Kernel:

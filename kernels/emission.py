@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from aotdist.kernels import triton_seam
 from aotdist.kernels.assembly import assemble
+from aotdist.kernels.columns import cut_columns
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Config, Launch, Result, config_of, is_persistent, launch_of
@@ -54,7 +55,7 @@ class Fused:
 
     Args:
         graph: what to run.
-        kernels: in the order in which they run.
+        kernels: in the order of their last nodes; each runs when what it reads is there.
         source: the kernels, as a module that `triton.jit` compiles.
         reasons: why nodes are left to the library.
     """
@@ -69,12 +70,12 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
     """Put kernels in the place of nodes.
 
     Args:
-        graph: functional and decomposed; it is not changed.
+        graph: a private copy, functional and decomposed.
         fixed: nodes that keep their order: what draws random numbers, collectives.
         keeps_casts: round to narrow floating point wherever the graph does.
         label: a word for the file name that tracebacks show.
     """
-    chosen = plan(graph.gm.graph, fixed)
+    chosen = _planned(graph.gm.graph, fixed)
     num_elements = {
         node.name: node.meta["val"].numel()
         for node in graph.gm.graph.nodes
@@ -92,6 +93,20 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
         copies.add(unit)
     gm = graph_module(graph.gm, copies.graph)
     return Fused(Graph(gm, graph.ins, graph.outs), kernels, source, chosen.reasons)
+
+
+def _planned(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
+    """The plan for a graph in which sums of columns are cut in two, as far as kernels take the first halves."""
+    cuts = cut_columns(graph)
+    while True:
+        chosen = plan(graph, fixed)
+        folded = frozenset[Node]().union(*(group.folds for group in chosen.groups))
+        alone = [cut for cut in cuts if cut.first not in folded]
+        if not alone:
+            return chosen
+        for cut in alone:
+            cut.take_back(graph)
+        cuts = [cut for cut in cuts if cut not in alone]
 
 
 def _emit(

@@ -3,7 +3,8 @@
 Each node that the emitter has a rule for starts as a group of its own. Groups that pass values to each
 other, or read the same tensor, are merged, those that save most bytes first, as long as
 
-- all their nodes can be computed over one iteration space, each element once (`_placed`);
+- all their nodes can be computed over one iteration space, each element once (`_placed`), where sums of the
+  rows of a part may be made on the way (`aotdist.kernels.columns`);
 - no node outside has to run between them;
 - the kernel stays small enough for its values to stay in registers.
 
@@ -17,13 +18,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from aotdist.kernels.index import Axis, Var, offset
+from aotdist.kernels.columns import rows_folded
+from aotdist.kernels.index import Axis, Var, offset, unflat
+from aotdist.kernels.launching import MAX_PERSISTENT
+from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import is_reducing
 from aotdist.kernels.space import Group, Place, Space, space_of
@@ -146,20 +150,30 @@ def _num_tensors(uses: Uses, group: Group) -> int:
 
 def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
     """The nodes of a guest, placed in the space of a host; None if some don't fit, or nothing is shared."""
-    if not _may_fit(host.space, guest.space):
+    folds = _folds(host, guest)
+    if not _may_fit(host.space, guest.space, folds):
         return None
     left = dict(guest.places)
-    group = Group(host.space, dict(host.places), host.absorbed | guest.absorbed)
+    group = Group(host.space, dict(host.places), host.absorbed | guest.absorbed, host.folds | folds)
     while left:
         node = _next(uses, group, left)
         place = _place_of(uses, group, node)
         if place is None:
             return None
-        group = Group(group.space, {**group.places, node: place}, group.absorbed)
+        group = replace(group, places={**group.places, node: place})
         del left[node]
     if not (_agrees(uses, group) and _shares(uses, host, guest, group)):
         return None
+    if group.folds:
+        return group if _fast_axes(uses, group) == {"r"} and host.space.num_reduced <= MAX_PERSISTENT else None
     return None if guest.space.r and len(_fast_axes(uses, group)) > 1 else group
+
+
+def _folds(host: Group, guest: Group) -> frozenset[Node]:
+    """The nodes of a guest that add up rows of the space of a host."""
+    if guest.folds or not host.space.r or not guest.space.r or host.space.is_like(guest.space):
+        return guest.folds
+    return frozenset(node for node in guest.places if rows_folded(node))
 
 
 def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
@@ -178,15 +192,15 @@ def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
     return found
 
 
-def _may_fit(host: Space, guest: Space) -> bool:
+def _may_fit(host: Space, guest: Space, folds: Container[Node]) -> bool:
     if guest.r:
-        return bool(host.r) and host.is_like(guest)
+        return bool(host.r) and (host.is_like(guest) or bool(folds) and host.num_elements == guest.num_elements)
     return guest.num_elements in (host.num_results, host.num_elements)
 
 
 def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
     """The nodes of a guest, computed wherever a host reads them; None if others do, or if it costs much."""
-    group = Group(host.space, host.places, host.absorbed | frozenset(guest.nodes()))
+    group = replace(host, absorbed=host.absorbed | frozenset(guest.nodes()))
     if guest.space.r or any(uses.is_read_outside(node, group) for node in guest.places):
         return None
     readings = {
@@ -213,6 +227,8 @@ def _next(uses: Uses, group: Group, left: Mapping[Node, Place]) -> Node:
 def _place_of(uses: Uses, group: Group, node: Node) -> Place | None:
     """Where a node is computed: where placed nodes read it, else where it reads such, else in order."""
     space, places = group.space, group.places
+    if node in group.folds:
+        return _place_of_fold(space, node)
     reads = (
         read
         for user in places
@@ -226,6 +242,14 @@ def _place_of(uses: Uses, group: Group, node: Node) -> Place | None:
     if place is None:
         place = space.row_major(sizes_of(node), reduces=is_reducing(node))
     return place if place is not None and space.fits(place, sizes_of(node)) else None
+
+
+def _place_of_fold(space: Space, node: Node) -> Place | None:
+    """Which sum of the rows of a part a place belongs to."""
+    (parts, rows, *columns), _ = reduced_dims(node)
+    if parts * rows != space.num_results:
+        return None
+    return space.row() // rows, *unflat(space.column(), columns)
 
 
 def _may_read(uses: Uses, user: Node, node: Node, group: Group) -> bool:
@@ -255,6 +279,8 @@ def _agrees(uses: Uses, group: Group) -> bool:
             reduced.add(node)
         for read, at in reads:
             if at.indices != group.places[read] or (at.guard is not None and read in reduced):
+                return False
+            if read in group.folds:
                 return False
     return True
 

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
-Axis = Literal["x", "r"]
-"""Which side of an iteration space a variable runs over: results (`x`), or what is reduced to one (`r`)."""
+Axis = Literal["p", "x", "r"]
+"""Which side of an iteration space a variable runs over: results (`x`), or what is reduced to one (`r`).
+
+Where results are also added up among themselves, they are cut in parts (`p`), one for each block.
+"""
 
 
 @dataclass(frozen=True, slots=True)

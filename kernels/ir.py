@@ -1,7 +1,8 @@
 """The tile IR: what one kernel computes at each place of its iteration space.
 
 A kernel runs over an iteration space of result variables (`x`) and reduced variables (`r`). At each place
-it evaluates expressions over loads and stores their values. Expressions are immutable and compared by
+it evaluates expressions over loads and stores their values. One that reduces rows may also add up its results
+down the columns: then its rows are cut in parts (`p`), and each block goes through one of them. Expressions are immutable and compared by
 value: two results that need one load or one `exp` share it, because it is the same expression.
 
 Floating point below 32 bits is held in registers as float32: a load widens it, a store rounds it.
@@ -70,9 +71,15 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """One value for all that its argument is along the reduced variables."""
+    """One value for all that its argument is along the reduced variables, or along the rows of a part.
+
+    Args:
+        kind: how.
+        along: which variables are gone; a sum along `x` has a value for each part.
+    """
 
     kind: Reduction
+    along: Axis = "r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ class Expr:
     args: tuple[Expr, ...]
     dtype: torch.dtype
     axes: frozenset[Axis] = field(init=False, compare=False, repr=False)
-    """Along which variables it may differ from place to place."""
+    """Along which variables it may differ from place to place in a block."""
     level: int = field(init=False, compare=False, repr=False)
     """How many reductions stand one within the other: all of one level may share a loop."""
     _hash: int = field(init=False, compare=False, repr=False)
@@ -108,8 +115,11 @@ class Expr:
     def __post_init__(self) -> None:
         # Made once, from parts that have theirs: an expression is looked up often and may be deep.
         parts, is_reduced = list(self.parts()), isinstance(self.op, Reduce)
-        own = frozenset[Axis](var.axis for index in self.own_indices() for var in index.variables())
-        axes = frozenset[Axis]({"x"}) if is_reduced else own.union(*(part.axes for part in parts))
+        variables = (var for index in self.own_indices() for var in index.variables())
+        own = frozenset[Axis](var.axis for var in variables if var.axis != "p")
+        axes = own.union(*(part.axes for part in parts))
+        if isinstance(self.op, Reduce):
+            axes = frozenset[Axis]({"x"} if self.op.along == "r" else {"r"})
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "level", max((part.level for part in parts), default=0) + is_reduced)
         object.__setattr__(self, "_hash", hash((self.op, self.args, self.dtype)))
@@ -203,16 +213,23 @@ class Kernel:
         x: the variables that results differ along, the last one fastest.
         r: the variables that are reduced; none in a kernel without reductions.
         stores: what it writes.
+        p: the parts that `x` goes through, if rows are added up; each part has as many.
     """
 
     name: str
     x: tuple[Var, ...]
     r: tuple[Var, ...]
     stores: tuple[Store, ...]
+    p: Var | None = None
 
     @property
     def num_results(self) -> int:
-        """Places along `x`."""
+        """Places along `x`, of all parts."""
+        return self.num_in_part * (1 if self.p is None else self.p.size)
+
+    @property
+    def num_in_part(self) -> int:
+        """Places along `x`, of one part."""
         return math.prod(var.size for var in self.x)
 
     @property

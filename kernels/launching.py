@@ -50,8 +50,8 @@ class Config:
 
 
 def is_persistent(kernel: Kernel) -> bool:
-    """Whether all that a kernel reduces is held in one block."""
-    return kernel.num_reduced <= (MAX_PERSISTENT if fast_axis(kernel) == "r" else MAX_PERSISTENT_COLUMN)
+    """Whether all that a kernel reduces is held in one block; one that adds up rows must."""
+    return kernel.p is not None or kernel.num_reduced <= (MAX_PERSISTENT if fast_axis(kernel) == "r" else MAX_PERSISTENT_COLUMN)
 
 
 def config_of(kernel: Kernel, *, is_interpreted: bool, contracts: bool = True) -> Config:
@@ -66,7 +66,7 @@ def config_of(kernel: Kernel, *, is_interpreted: bool, contracts: bool = True) -
 
 
 def _blocks(kernel: Kernel, *, is_interpreted: bool) -> Config:
-    results = _power_of_two(kernel.num_results)
+    results = _power_of_two(kernel.num_in_part)
     if not kernel.r:
         block = _INTERPRETED_BLOCK if is_interpreted else _pointwise_block(kernel)
         return Config(min(results, block), 1, 4)
@@ -76,6 +76,8 @@ def _blocks(kernel: Kernel, *, is_interpreted: bool) -> Config:
     if fast_axis(kernel) == "x":
         return _column_blocks(kernel, rblock)
     xblock = max(1, min(results, _BLOCK // rblock))
+    if kernel.p is not None:  # few blocks, which hold sums besides: 8 elements a thread
+        return Config(xblock, rblock, min(16, max(4, xblock * rblock // 256)))
     return Config(xblock, rblock, 8 if xblock * rblock >= 4096 else 4)
 
 
@@ -105,8 +107,8 @@ def blocks_of(kernel: Kernel, config: Config) -> dict[str, int]:
 
 
 def num_blocks_of(kernel: Kernel, config: Config) -> int:
-    """How many blocks run side by side."""
-    return -(-kernel.num_results // config.xblock)
+    """How many blocks run side by side: one for each part, if there are some."""
+    return -(-kernel.num_results // config.xblock) if kernel.p is None else kernel.p.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A kernel without reductions is one straight line over a block of places. One tha
 results by a block of what is reduced: persistent, if all that is reduced fits into a block, else in loops:
 one loop for each level of reductions that need each other (the sum of exponentials needs the maximum), and
 a last one for what they are needed for element by element. A loop computes again what an earlier one
-computed at the same place.
+computed at the same place. One that adds up rows goes through those of its part, a block of rows at a turn.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ def print_kernel(kernel: Kernel, *, is_persistent: bool) -> Printed:
 
 def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
     kernel = writer.kernel
+    if kernel.p is not None:
+        yield from writer.rows_of_a_part()
+        return
     yield from writer.x()
     if not kernel.r:
         for store in kernel.stores:
@@ -113,6 +116,18 @@ def _is_along_r(store: Store) -> bool:
     return "r" in store.value.axes | axes_of(store.index)
 
 
+def _is_fold(value: Expr) -> bool:
+    """Whether a value is a sum over the rows of a part."""
+    return isinstance(value.op, Reduce) and value.op.along == "x"
+
+
+def _axes_of_store(store: Store) -> set[Axis]:
+    """Along which axes a block has places to write."""
+    if _is_fold(store.value):
+        return {"r"}
+    return {"x", "r"} if _is_along_r(store) else {"x"}
+
+
 class _Writer:
     """Writes the lines of one kernel; a value has one name once it is there."""
 
@@ -122,7 +137,7 @@ class _Writer:
         self._num_names = 0
         self._variables: dict[Var, str] = {
             var: axis if len(variables) == 1 else str(var)
-            for axis, variables in (("x", kernel.x), ("r", kernel.r))
+            for axis, variables in (("p", (kernel.p,) if kernel.p else ()), ("x", kernel.x), ("r", kernel.r))
             for var in variables
         }
         largest = max((index.bounds[1] for index in kernel.indices()), default=0)
@@ -130,11 +145,16 @@ class _Writer:
 
     def x(self) -> Iterator[str]:
         """The places of the block's results."""
-        program = "tl.program_id(0).to(tl.int64)" if self._is_large else "tl.program_id(0)"
-        yield f"x = {program} * XBLOCK + tl.arange(0, XBLOCK){'[:, None]' if self.kernel.r else ''}"
-        if self.kernel.num_results > 1:
-            yield f"xmask = x < {self.kernel.num_results}"
+        yield f"x = {self._program()} * XBLOCK + tl.arange(0, XBLOCK){'[:, None]' if self.kernel.r else ''}"
+        yield from self._x_digits()
+
+    def _x_digits(self) -> Iterator[str]:
+        if self.kernel.num_in_part > 1:
+            yield f"xmask = x < {self.kernel.num_in_part}"
         yield from self._digits("x", self.kernel.x)
+
+    def _program(self) -> str:
+        return "tl.program_id(0).to(tl.int64)" if self._is_large else "tl.program_id(0)"
 
     def r(self) -> Iterator[str]:
         """The places of the block along what is reduced."""
@@ -149,6 +169,33 @@ class _Writer:
             quotient = name if step == 1 else f"{name} // {step}"
             yield f"{var} = {quotient}" if var is variables[0] else f"{var} = {quotient} % {var.size}"
             step *= var.size
+
+    def rows_of_a_part(self) -> Iterator[str]:
+        """A loop over the rows of a part, and what they are added up to."""
+        yield f"p = {self._program()}"
+        yield "r = tl.arange(0, RBLOCK)[None, :]"
+        yield from self.r()
+        sums = [store for store in self.kernel.stores if _is_fold(store.value)]
+        rows = [store for store in self.kernel.stores if not _is_fold(store.value)]
+        totals = {expr: self._name() for expr in dict.fromkeys(store.value for store in sums)}
+        for expr, total in totals.items():
+            yield f"{total} = tl.full([XBLOCK, RBLOCK], 0, {TYPES[expr.dtype]})"
+        values = [*(expr.args[0] for expr in totals), *(store.value for store in rows)]
+        fixed = [expr for expr in every_part(values, self._names) if "x" not in expr.axes]
+        yield from self._values(fixed, self._names)
+        inner = dict(self._names)
+        yield f"for start in range(0, {self.kernel.num_in_part}, XBLOCK):"
+        body = ["x = start + tl.arange(0, XBLOCK)[:, None]", *self._x_digits()]
+        body += [*self._values(values, inner), *(self._stored(store, inner) for store in rows)]
+        mask = self._mask({"x", "r"})
+        body += [
+            f"{total} += tl.where({mask}, {inner[expr.args[0]]}, 0)" for expr, total in totals.items()
+        ]
+        yield from (f"    {line}" for line in body)
+        for expr, total in totals.items():
+            name = self._names[expr] = self._name()
+            yield f"{name} = tl.sum({total}, 0)[None, :]"
+        yield from (self._stored(store, self._names) for store in sums)
 
     def store(self, store: Store) -> Iterator[str]:
         """Compute a value and write it."""
@@ -246,7 +293,7 @@ class _Writer:
         return text
 
     def _stored(self, store: Store, names: Mapping[Expr, str]) -> str:
-        axes: Set[Axis] = {"x", "r"} if _is_along_r(store) else {"x"}
+        axes = _axes_of_store(store)
         pointer = f"out_{store.buffer} + ({self._place(store.index, store.stored, names)})"
         if not axes <= axes_of(store.index):
             pointer = f"tl.broadcast_to({pointer}, {self._shape(axes)})"
@@ -266,7 +313,7 @@ class _Writer:
 
     def _mask(self, axes: Set[Axis]) -> str:
         """Where a block has places, along some axes; empty for everywhere."""
-        masks = ["xmask"] if "x" in axes and self.kernel.num_results > 1 else []
+        masks = ["xmask"] if "x" in axes and self.kernel.num_in_part > 1 else []
         masks += ["rmask"] if "r" in axes and self.kernel.r else []
         return " & ".join(masks)
 

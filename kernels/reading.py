@@ -7,10 +7,11 @@ from collections.abc import Container, Sequence
 import torch
 from torch.fx import Node
 
-from aotdist.kernels.index import Index, Var, flat, offset, unflat, variable
-from aotdist.kernels.ir import FLOAT8, NARROW, Expr, Load, Round, held
-from aotdist.kernels.rule import Point, View, val_of
+from aotdist.kernels.index import Index, offset, unflat
+from aotdist.kernels.ir import FLOAT8, NARROW, Expr, Load, Reduce, Round, held
+from aotdist.kernels.rule import Point, View, cast, sizes_of, val_of
 from aotdist.kernels.rules import rule_of
+from aotdist.kernels.space import Space
 
 
 class KernelReader:
@@ -19,18 +20,26 @@ class KernelReader:
     Args:
         views: nodes that are read through.
         computed: nodes that the kernel computes by itself; all others lie in memory.
-        r: the variables that are reduced.
+        space: what the kernel runs over.
+        folds: of those, the ones that add up rows of the kernel's space.
         keeps_casts: round to narrow floating point wherever the graph does, not only where a value is stored.
     """
 
     def __init__(
-        self, views: Container[Node], computed: Container[Node], r: Sequence[Var], *, keeps_casts: bool
+        self,
+        views: Container[Node],
+        computed: Container[Node],
+        space: Space,
+        *,
+        folds: Container[Node] = (),
+        keeps_casts: bool,
     ) -> None:
         self.touched: dict[tuple[Node, Point], None] = {}
         """Which nodes were read where, views apart, in order."""
         self._views = views
         self._computed = computed
-        self._r = tuple(r)
+        self._space = space
+        self._folds = folds
         self._keeps_casts = keeps_casts
         self._known: dict[tuple[Node, Point], Expr] = {}
 
@@ -49,16 +58,22 @@ class KernelReader:
         self.touched[node, point] = None
         if node in self._computed:
             assert rule is not None and not isinstance(rule, View), f"{node} is not computed by kernels"
-            return rule.value(self, node, point)
+            return self._folded(node, point) if node in self._folds else rule.value(self, node, point)
         val = val_of(node)
         guard = () if point.guard is None else (point.guard,)
         load = Load(node.name, offset(point.indices, val.stride()), val.dtype)
         return Expr(load, guard, held(val.dtype))
 
+    def _folded(self, node: Node, point: Point) -> Expr:
+        """The sum over the rows of a part: of the element at the row where the kernel is."""
+        (source,), (part, *columns) = node.all_input_nodes, point.indices
+        row = self._space.row() % sizes_of(source)[1]
+        value = cast(self.read(source, point.to((part, row, *columns))), val_of(node).dtype)
+        return Expr(Reduce("sum", "x"), (value,), value.dtype)
+
     def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
         """The place along what is reduced, as indices of dimensions of `sizes`."""
-        own = [var.size for var in self._r]
-        return unflat(flat([variable(var) for var in self._r], own), sizes)
+        return unflat(self._space.column(), sizes)
 
     def rounded(self, value: Expr, dtype: torch.dtype) -> Expr:
         """`value` as it leaves an operator whose result has `dtype`; float8 is always rounded."""

@@ -48,6 +48,19 @@ class Space:
         """Whether both have as many results and elements."""
         return self.num_results == other.num_results and self.num_elements == other.num_elements
 
+    @property
+    def num_reduced(self) -> int:
+        """Places along `r`."""
+        return math.prod(var.size for var in self.r)
+
+    def column(self) -> Index:
+        """Which element of those that are reduced to one result, counted in order."""
+        return flat([variable(var) for var in self.r], [var.size for var in self.r])
+
+    def row(self) -> Index:
+        """Which result a place belongs to, counted in order."""
+        return flat(self.results, [var.size for var in self.x])
+
     def row_major(self, sizes: Sequence[int], *, reduces: bool) -> Place | None:
         """The indices of a tensor of `sizes` that goes through the space in order; None if there is no such.
 
@@ -59,7 +72,7 @@ class Space:
         if count == self.num_elements and not reduces:
             return unflat(flat(self.elements, self.sizes), sizes)
         if count == self.num_results:
-            return unflat(flat(self.results, [var.size for var in self.x]), sizes)
+            return unflat(self.row(), sizes)
         return None
 
     def fits(self, place: Place, sizes: Sequence[int]) -> bool:
@@ -92,11 +105,13 @@ class Group:
         space: what the kernel runs over.
         places: nodes that are computed once at each place, and at which indices.
         absorbed: nodes that only these read: they are computed wherever they are read.
+        folds: of the placed nodes, those that add up rows of the space, see `aotdist.kernels.columns`.
     """
 
     space: Space
     places: Mapping[Node, Place]
     absorbed: frozenset[Node] = frozenset()
+    folds: frozenset[Node] = frozenset()
 
     def __contains__(self, node: object) -> bool:
         return node in self.places or node in self.absorbed

@@ -8,6 +8,7 @@ The order of the additions is fixed by the sizes, so results do not differ from 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -66,23 +67,25 @@ def _in_two(graph: Graph, node: Node, parts: int) -> Node:
     count, sizes = math.prod(sizes_of(source)), list(sizes_of(node))
     dtype: torch.dtype = val_of(node).dtype
     cut = [parts, count // parts]
-    view = _call(graph, node, aten.view.default, (source, cut), _like(node, cut, val_of(source).dtype))
+    like = val_of(node)
+    view = call_like(graph, node, aten.view.default, (source, cut), empty_like(val_of(source), cut))
     if node.target in _EXTREMES:
         op, of_parts = _EXTREMES[cast("OpOverload", node.target)], dtype
     else:
         op, of_parts = aten.sum.dim_IntList, held(dtype)
-    first = _call(graph, node, op, (view, [1]), _like(node, [parts], of_parts))
-    total = _call(graph, node, op, (first, [0]), _like(node, [], dtype))
+    first = call_like(graph, node, op, (view, [1]), empty_like(like, [parts], of_parts))
+    total = call_like(graph, node, op, (first, [0]), empty_like(like, []))
     if node.target is aten.mean.default:
-        total = _call(graph, node, aten.div.Tensor, (total, count), _like(node, [], dtype))
-    return _call(graph, node, aten.view.default, (total, sizes), val_of(node)) if sizes else total
+        total = call_like(graph, node, aten.div.Tensor, (total, count), empty_like(like, []))
+    return call_like(graph, node, aten.view.default, (total, sizes), like) if sizes else total
 
 
-def _like(node: Node, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return val_of(node).new_empty(sizes, dtype=dtype)
+def empty_like(val: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fake tensor of other sizes."""
+    return val.new_empty(sizes, dtype=dtype)
 
 
-def _call(graph: Graph, like: Node, op: OpOverload, args: tuple[Any, ...], val: torch.Tensor) -> Node:
+def call_like(graph: Graph, like: Node, op: OpOverload, args: tuple[Any, ...], val: torch.Tensor) -> Node:
     """A step of what `like` computes; kernels give it the dtype of `val`."""
     made = graph.call_function(op, args)
     made.meta = {**like.meta, "val": val}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
 
-from aotdist.kernels.index import Var
 from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, View, val_of
 from aotdist.kernels.rules import obstacle, rule_of
@@ -34,7 +33,7 @@ class Uses:
         """Nodes that every kernel computes anew that reads them."""
         self.computed: dict[Node, None] = {}
         """Nodes that some kernel computes, in order."""
-        self._reads: dict[tuple[Node, Place, tuple[Var, ...], frozenset[Node]], Reads] = {}
+        self._reads: dict[tuple[Any, ...], Reads] = {}
         self.nodes: list[Node] = list(graph.nodes)
         for node in self.nodes:
             if node.op == "call_function":
@@ -100,10 +99,13 @@ class Uses:
 
     def reads(self, node: Node, place: Place, group: Group) -> Reads:
         """What a node of a group that is computed at `place` reads there, and where."""
-        key = (node, place, group.space.r, group.absorbed)
+        folded = group.space.x if node in group.folds else ()
+        key = (node, place, folded, group.space.r, group.absorbed)
         if key not in self._reads:
             seen_through = self.inlined | group.absorbed
-            reader = KernelReader(self.views, {node, *seen_through}, group.space.r, keeps_casts=False)
+            reader = KernelReader(
+                self.views, {node, *seen_through}, group.space, folds=group.folds, keeps_casts=False
+            )
             reader.read(node, Point(place))
             self._reads[key] = [
                 (read, at) for read, at in reader.touched if read is not node and read not in seen_through
