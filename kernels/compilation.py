@@ -23,7 +23,7 @@ from aotdist.kernels.access import VECTOR_BYTES, axes_of, fast_axis, reads, vect
 from aotdist.kernels.emission import EmittedKernel, loaded
 from aotdist.kernels.index import Index
 from aotdist.kernels.launching import blocks_of
-from aotdist.kernels.printing import HELPERS
+from aotdist.kernels.accumulation import HELPERS
 
 Target: TypeAlias = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 """A generation of GPUs: A100, H100 and H200, B200; MI300."""

@@ -15,12 +15,14 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels import triton_seam
+from aotdist.kernels.accumulation import HELPERS
 from aotdist.kernels.assembly import assemble
 from aotdist.kernels.columns import cut_columns
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Config, Launch, Result, config_of, is_persistent, launch_of
-from aotdist.kernels.printing import HELPERS, Printed, print_kernel
+from aotdist.kernels.online import online
+from aotdist.kernels.printing import Printed, print_kernel
 from aotdist.kernels.rule import val_of
 from aotdist.kernels.space import Group
 from aotdist.kernels.traffic import bytes_moved
@@ -113,6 +115,8 @@ def _emit(
     chosen: Plan, group: Group, number: int, num_elements: Mapping[str, int], *, keeps_casts: bool
 ) -> EmittedKernel:
     kernel = assemble(chosen, group, number, keeps_casts=keeps_casts)
+    if not is_persistent(kernel):
+        kernel = online(kernel)
     printed = print_kernel(kernel, is_persistent=is_persistent(kernel))
     config = config_of(kernel, is_interpreted=triton_seam.is_interpreting(), contracts=not keeps_casts)
     nodes = tuple(sorted(group.nodes()))

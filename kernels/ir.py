@@ -23,7 +23,8 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 NARROW = frozenset({torch.bfloat16, torch.float16}) | FLOAT8
 """Floating point that is held as float32."""
 
-Reduction = Literal["sum", "prod", "max", "min", "any", "all"]
+Reduction = Literal["sum", "prod", "max", "min", "any", "all", "exponentials", "deviations"]
+"""How values become one; the last two are for `aotdist.kernels.online`, and go with a maximum, and a mean."""
 
 
 def held(dtype: torch.dtype) -> torch.dtype:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aotdist.kernels.accumulation import all_of, identity, lanes_of, one_more
 from aotdist.kernels.access import axes_of, fast_axis, is_divided, vector_length
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
 from aotdist.kernels.ir import (
@@ -24,32 +25,11 @@ from aotdist.kernels.ir import (
     Load,
     Position,
     Reduce,
-    Reduction,
     Round,
     Store,
     every_part,
 )
 from aotdist.kernels.spelling import TYPES, block_of, number, spelled
-
-HELPERS = '''\
-@triton.jit
-def greater(a, b):
-    """The greater of two numbers; of one that is none, that."""
-    return tl.where((a > b) | (a != a), a, b)
-
-
-@triton.jit
-def less(a, b):
-    """The lesser of two numbers; of one that is none, that."""
-    return tl.where((a < b) | (a != a), a, b)
-
-
-@triton.jit
-def product(a, b):
-    """The product of two numbers."""
-    return a * b
-'''
-"""What kernels call; goes before them."""
 
 _LARGE = 2**31
 
@@ -207,21 +187,28 @@ class _Writer:
         wanted = [e for e in self.kernel.parts() if isinstance(e.op, Reduce) and e.level == level]
         values = [expr.args[0] for expr in wanted] + [store.value for store in stores]
         yield from self._before_the_loop(values)
-        totals = [self._name() for _ in wanted]
-        for expr, total in zip(wanted, totals, strict=True):
-            dtype = TYPES[_accumulated(expr)]
-            yield f"{total} = tl.full([XBLOCK, RBLOCK], {_identity(expr)}, {dtype})"
+        lanes = {expr: [self._name() for _ in lanes_of(expr)] for expr in wanted}
+        for expr, names in lanes.items():
+            for name, start in zip(names, lanes_of(expr), strict=True):
+                yield f"{name} = tl.full([XBLOCK, RBLOCK], {start})"
         inner = dict(self._names)
         body = [*self._values(values, inner), *(self._stored(store, inner) for store in stores)]
-        for expr, total in zip(wanted, totals, strict=True):
-            value = self._reduced_value(expr, inner)
-            body.append(
-                f"{total} = tl.where({self._mask({'x', 'r'})}, {_combined(expr, total, value)}, {total})"
-            )
+        for expr, names in lanes.items():
+            body += self._one_more(expr, names, inner)
         yield from self._loop(body)
-        for expr, total in zip(wanted, totals, strict=True):
+        for expr, names in lanes.items():
             name = self._names[expr] = self._name()
-            yield f"{name} = {_reduced(expr, total)}"
+            yield f"{name} = {all_of(expr, names)}"
+
+    def _one_more(self, expr: Expr, lanes: Sequence[str], names: Mapping[Expr, str]) -> Iterator[str]:
+        """Lines that add a block of values to the lanes of a reduction, where there are some."""
+        mask, more = self._mask({"x", "r"}), one_more(expr, lanes, self._reduced_value(expr, names))
+        if len(lanes) == 1:
+            yield f"{lanes[0]} = tl.where({mask}, {more}, {lanes[0]})"
+            return
+        now = [self._name() for _ in lanes]
+        yield f"{', '.join(now)} = {more}"
+        yield from (f"{lane} = tl.where({mask}, {new}, {lane})" for lane, new in zip(lanes, now, strict=True))
 
     def stores_along_r(self, stores: Sequence[Store]) -> Iterator[str]:
         """A loop for what is stored element by element."""
@@ -268,8 +255,7 @@ class _Writer:
                 return f"{args[0]}.to({TYPES[to]}).to({TYPES[expr.dtype]})"
             case Reduce():
                 value = self._reduced_value(expr, names)
-                mask, identity = self._mask({"x", "r"}), _identity(expr)
-                return _reduced(expr, f"tl.where({mask}, {value}, {identity})")
+                return all_of(expr, [f"tl.where({self._mask({'x', 'r'})}, {value}, {identity(expr)})"])
             case _:
                 return spelled(expr, args)
 
@@ -346,56 +332,3 @@ class _Writer:
                 return f"(({self._index(of, names)}) % {by})"
             case Looked(of):
                 return names[of]  # type: ignore[index]
-
-
-def _accumulated(expr: Expr) -> torch.dtype:
-    return torch.int32 if expr.dtype is torch.bool else expr.dtype
-
-
-def _kind(expr: Expr) -> Reduction:
-    assert isinstance(expr.op, Reduce), f"{expr.op} reduces nothing"
-    return expr.op.kind
-
-
-def _identity(expr: Expr) -> str:
-    """What changes no result of a reduction."""
-    dtype = expr.dtype
-    match _kind(expr):
-        case "sum" | "any":
-            return "0"
-        case "prod" | "all":
-            return "1"
-        case "max":
-            return 'float("-inf")' if dtype.is_floating_point else str(torch.iinfo(dtype).min)
-        case "min":
-            return 'float("inf")' if dtype.is_floating_point else str(torch.iinfo(dtype).max)
-
-
-def _combined(expr: Expr, total: str, value: str) -> str:
-    nan = ", propagate_nan=tl.PropagateNan.ALL" if expr.dtype.is_floating_point else ""
-    match _kind(expr):
-        case "sum":
-            return f"{total} + {value}"
-        case "prod":
-            return f"{total} * {value}"
-        case "max" | "any":
-            return f"tl.maximum({total}, {value}{nan})"
-        case "min" | "all":
-            return f"tl.minimum({total}, {value}{nan})"
-
-
-def _reduced(expr: Expr, block: str) -> str:
-    is_float = expr.dtype.is_floating_point
-    match _kind(expr):
-        case "sum":
-            return f"tl.sum({block}, 1)[:, None]"
-        case "prod":
-            return f"tl.reduce({block}, 1, product)[:, None]"
-        case "max":
-            return f"tl.reduce({block}, 1, greater)[:, None]" if is_float else f"tl.max({block}, 1)[:, None]"
-        case "min":
-            return f"tl.reduce({block}, 1, less)[:, None]" if is_float else f"tl.min({block}, 1)[:, None]"
-        case "any":
-            return f"tl.max({block}, 1)[:, None] != 0"
-        case "all":
-            return f"tl.min({block}, 1)[:, None] != 0"

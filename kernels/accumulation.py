@@ -1,0 +1,142 @@
+"""How Triton spells reductions: of a block at once, or in lanes that a loop adds to, turn by turn.
+
+A loop keeps what it has found so far apart for each place of its block, in a few numbers: the lanes. They are
+put together once, when it is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aotdist.kernels.ir import Expr, Reduce, Reduction
+from aotdist.kernels.spelling import TYPES
+
+HELPERS = '''\
+@triton.jit
+def greater(a, b):
+    """The greater of two numbers; of one that is none, that."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def less(a, b):
+    """The lesser of two numbers; of one that is none, that."""
+    return tl.where((a < b) | (a != a), a, b)
+
+
+@triton.jit
+def product(a, b):
+    """The product of two numbers."""
+    return a * b
+
+
+@triton.jit
+def one_more_exponential(total, greatest, value):
+    """A sum of exponentials of what values are less than the greatest so far, and that, with another value."""
+    now = tl.maximum(greatest, value, propagate_nan=tl.PropagateNan.ALL)
+    kept = tl.where(greatest == now, total, total * tl.exp(greatest - now))
+    return kept + tl.where(value == now, 1.0, tl.exp(value - now)), now
+
+
+@triton.jit
+def all_exponentials(total, greatest):
+    """The sum of all lanes; no number where the greatest is infinite, as what is less than it is none."""
+    most = tl.reduce(greatest, 1, greater)[:, None]
+    total = tl.sum(total * tl.exp(greatest - most), 1)[:, None]
+    return tl.where(most - most == 0, total, float("nan"))
+
+
+@triton.jit
+def one_more_deviation(squares, mean, count, value):
+    """A sum of squares of what values are off their mean, the mean and their number, with another value."""
+    off = value - mean
+    mean += off / (count + 1)
+    return squares + off * (value - mean), mean, count + 1
+
+
+@triton.jit
+def all_deviations(squares, mean, count):
+    """The sum of all lanes, off the mean of all."""
+    off = mean - tl.sum(mean * count, 1)[:, None] / tl.sum(count, 1)[:, None]
+    return tl.sum(squares + count * off * off, 1)[:, None]
+'''
+"""What kernels call; goes before them."""
+
+_ONLINE = {"exponentials": ('float("-inf")',), "deviations": ("0", "0")}
+"""What is kept besides the total, and what it is at first."""
+
+
+def kind_of(expr: Expr) -> Reduction:
+    """What a reduction does."""
+    assert isinstance(expr.op, Reduce), f"{expr.op} reduces nothing"
+    return expr.op.kind
+
+
+def lanes_of(expr: Expr) -> list[str]:
+    """What a loop starts from, for each of its lanes."""
+    return [f"{start}, {TYPES[_kept(expr)]}" for start in (identity(expr), *_ONLINE.get(kind_of(expr), ()))]
+
+
+def one_more(expr: Expr, lanes: Sequence[str], value: str) -> str:
+    """The lanes with another value."""
+    arguments = ", ".join([*lanes, value])
+    match kind_of(expr):
+        case "exponentials":
+            return f"one_more_exponential({arguments})"
+        case "deviations":
+            return f"one_more_deviation({arguments})"
+        case _:
+            return _combined(expr, lanes[0], value)
+
+
+def all_of(expr: Expr, lanes: Sequence[str]) -> str:
+    """The result, of the lanes of a whole loop, or of one block."""
+    block, is_float = lanes[0], expr.dtype.is_floating_point
+    match kind_of(expr):
+        case "sum":
+            return f"tl.sum({block}, 1)[:, None]"
+        case "prod":
+            return f"tl.reduce({block}, 1, product)[:, None]"
+        case "max":
+            return f"tl.reduce({block}, 1, greater)[:, None]" if is_float else f"tl.max({block}, 1)[:, None]"
+        case "min":
+            return f"tl.reduce({block}, 1, less)[:, None]" if is_float else f"tl.min({block}, 1)[:, None]"
+        case "any":
+            return f"tl.max({block}, 1)[:, None] != 0"
+        case "all":
+            return f"tl.min({block}, 1)[:, None] != 0"
+        case "exponentials" | "deviations" as kind:
+            return f"all_{kind}({', '.join(lanes)})"
+
+
+def identity(expr: Expr) -> str:
+    """What changes no result of a reduction."""
+    dtype = expr.dtype
+    match kind_of(expr):
+        case "sum" | "any" | "exponentials" | "deviations":
+            return "0"
+        case "prod" | "all":
+            return "1"
+        case "max":
+            return 'float("-inf")' if dtype.is_floating_point else str(torch.iinfo(dtype).min)
+        case "min":
+            return 'float("inf")' if dtype.is_floating_point else str(torch.iinfo(dtype).max)
+
+
+def _combined(expr: Expr, total: str, value: str) -> str:
+    nan = ", propagate_nan=tl.PropagateNan.ALL" if expr.dtype.is_floating_point else ""
+    match kind_of(expr):
+        case "prod":
+            return f"{total} * {value}"
+        case "max" | "any":
+            return f"tl.maximum({total}, {value}{nan})"
+        case "min" | "all":
+            return f"tl.minimum({total}, {value}{nan})"
+        case _:
+            return f"{total} + {value}"
+
+
+def _kept(expr: Expr) -> torch.dtype:
+    return torch.int32 if expr.dtype is torch.bool else expr.dtype
