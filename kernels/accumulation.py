@@ -74,6 +74,11 @@ def kind_of(expr: Expr) -> Reduction:
     return expr.op.kind
 
 
+def greatest_of(expr: Expr) -> Expr:
+    """The greatest of the values of a reduction."""
+    return Expr(Reduce("max"), expr.args, expr.dtype)
+
+
 def lanes_of(expr: Expr) -> list[str]:
     """What a loop starts from, for each of its lanes."""
     return [f"{start}, {TYPES[_kept(expr)]}" for start in (identity(expr), *_ONLINE.get(kind_of(expr), ()))]

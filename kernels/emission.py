@@ -150,7 +150,7 @@ class _Schedule:
         self.by_name: dict[str, Node] = {node.name: node for node in nodes}
         self._position = {node: at for at, node in enumerate(nodes)}
         self._unit: dict[Node, _Unit] = {node: node for node in nodes}
-        self._unit.update({node: kernel for kernel in kernels for node in kernel.nodes})
+        self._unit.update({self.by_name[name]: one for one in kernels for name in one.printed.outputs})
         self._after_fixed = dict(zip(fixed[1:], fixed, strict=False))
         arguments = [node for node in nodes if node.op in ("placeholder", "get_attr")]
         self._live = self._needed([*arguments, *fixed, graph.gm.graph.output_node()])

@@ -27,6 +27,7 @@ from torch.fx import Node
 from aotdist.kernels.columns import rows_folded
 from aotdist.kernels.index import Axis, Var, offset, unflat
 from aotdist.kernels.launching import MAX_PERSISTENT
+from aotdist.kernels.recomputing import recompute, stored_nodes
 from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import is_reducing
@@ -72,7 +73,8 @@ def plan(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
     units = Units(uses, fixed)
     _merge_all(units)
     groups = [unit.group for unit in units.in_order() if unit.group is not None]
-    stored = {node for group in groups for node in group.places if uses.is_read_outside(node, group)}
+    groups = recompute(uses, groups)
+    stored = stored_nodes(uses, groups)
     groups = [group for group in groups if not stored.isdisjoint(group.places)]
     return Plan(groups, frozenset(uses.views), frozenset(uses.inlined), frozenset(stored), uses.reasons)
 
@@ -162,7 +164,7 @@ def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
             return None
         group = replace(group, places={**group.places, node: place})
         del left[node]
-    if not (_agrees(uses, group) and _shares(uses, host, guest, group)):
+    if not (uses.agrees(group) and _shares(uses, host, guest, group)):
         return None
     if group.folds:
         return group if _fast_axes(uses, group) == {"r"} and host.space.num_reduced <= MAX_PERSISTENT else None
@@ -210,7 +212,7 @@ def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
         if read in guest.places
     }
     is_worth_it = len(readings) <= MAX_READINGS and len(guest.places) <= MAX_ABSORBED
-    return group if is_worth_it and _agrees(uses, group) else None
+    return group if is_worth_it and uses.agrees(group) else None
 
 
 def _next(uses: Uses, group: Group, left: Mapping[Node, Place]) -> Node:
@@ -266,23 +268,6 @@ def _permuted(uses: Uses, group: Group, node: Node) -> Place | None:
         if read in group.places and len(at.indices) == len(own.x) and set(at.indices) == set(own.results):
             return tuple(group.places[read][at.indices.index(index)] for index in own.results)
     return None
-
-
-def _agrees(uses: Uses, group: Group) -> bool:
-    """Whether each node is read where it is computed, and what is reduced not for some places only."""
-    reduced = set[Node]()
-    for node in sorted(group.places):
-        reads = [
-            (read, at) for read, at in uses.reads(node, group.places[node], group) if read in group.places
-        ]
-        if is_reducing(node) or any(read in reduced for read, _ in reads):
-            reduced.add(node)
-        for read, at in reads:
-            if at.indices != group.places[read] or (at.guard is not None and read in reduced):
-                return False
-            if read in group.folds:
-                return False
-    return True
 
 
 def _shares(uses: Uses, host: Group, guest: Group, both: Group) -> bool:

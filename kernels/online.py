@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from aotdist.kernels.accumulation import greatest_of
 from aotdist.kernels.ir import Constant, Expr, Kernel, Reduce, every_part
 from aotdist.kernels.rule import constant, elementwise
 
@@ -44,8 +45,8 @@ def _exponentials(value: Expr, most: Expr) -> Expr | None:
 
     `logsumexp` takes 0 in the place of an infinite one: the sum of what is less than that is infinite, or 0.
     """
-    greatest = Expr(Reduce("max"), (value,), value.dtype)
     total = Expr(Reduce("exponentials"), (value,), value.dtype)
+    greatest = greatest_of(total)
     if most == greatest:
         return total
     zero, infinite = constant(0, value.dtype), constant(math.inf, value.dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aotdist.kernels.accumulation import all_of, identity, lanes_of, one_more
+from aotdist.kernels.accumulation import all_of, greatest_of, identity, kind_of, lanes_of, one_more
 from aotdist.kernels.access import axes_of, fast_axis, is_divided, vector_length
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
 from aotdist.kernels.ir import (
@@ -188,6 +188,9 @@ class _Writer:
         values = [expr.args[0] for expr in wanted] + [store.value for store in stores]
         yield from self._before_the_loop(values)
         lanes = {expr: [self._name() for _ in lanes_of(expr)] for expr in wanted}
+        # A sum of exponentials keeps the greatest value, too.
+        kept = {greatest_of(expr): names for expr, names in lanes.items() if kind_of(expr) == "exponentials"}
+        maxima = {expr: [names[1]] for expr, names in kept.items() if lanes.pop(expr, None)}
         for expr, names in lanes.items():
             for name, start in zip(names, lanes_of(expr), strict=True):
                 yield f"{name} = tl.full([XBLOCK, RBLOCK], {start})"
@@ -196,6 +199,7 @@ class _Writer:
         for expr, names in lanes.items():
             body += self._one_more(expr, names, inner)
         yield from self._loop(body)
+        lanes |= maxima
         for expr, names in lanes.items():
             name = self._names[expr] = self._name()
             yield f"{name} = {all_of(expr, names)}"

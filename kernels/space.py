@@ -104,7 +104,7 @@ class Group:
     Args:
         space: what the kernel runs over.
         places: nodes that are computed once at each place, and at which indices.
-        absorbed: nodes that only these read: they are computed wherever they are read.
+        absorbed: nodes that are computed wherever these read them.
         folds: of the placed nodes, those that add up rows of the space, see `aotdist.kernels.columns`.
     """
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, View, val_of
-from aotdist.kernels.rules import obstacle, rule_of
+from aotdist.kernels.rules import is_reducing, obstacle, rule_of
 from aotdist.kernels.space import Group, Place
 
 Reads: TypeAlias = list[tuple[Node, Point]]
@@ -111,6 +111,20 @@ class Uses:
                 (read, at) for read, at in reader.touched if read is not node and read not in seen_through
             ]
         return self._reads[key]
+
+    def agrees(self, group: Group) -> bool:
+        """Whether each node is read where it is computed, and what is reduced not for some places only."""
+        reduced = set[Node]()
+        for node in sorted(group.places):
+            found = self.reads(node, group.places[node], group)
+            reads = [(read, at) for read, at in found if read in group.places]
+            if is_reducing(node) or any(read in reduced for read, _ in reads):
+                reduced.add(node)
+            for read, at in reads:
+                is_elsewhere = read in group.folds or at.indices != group.places[read]
+                if is_elsewhere or (at.guard is not None and read in reduced):
+                    return False
+        return True
 
 
 def num_bytes(node: Node) -> int:

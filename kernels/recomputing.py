@@ -1,0 +1,140 @@
+"""Decides what several kernels compute, each for itself, rather than one of them writes it for the others.
+
+The shifted logits of a loss are as large as the logits, and are read again at one place of each row. They follow
+by one subtraction from logits and maxima, which lie in memory anyway. So the one who reads them computes them,
+and nobody writes them: where that saves bytes, and is little work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from aotdist.kernels.index import Index
+from aotdist.kernels.ir import every_part
+from aotdist.kernels.reading import KernelReader
+from aotdist.kernels.rule import Point, Pointwise, val_of
+from aotdist.kernels.rules import rule_of
+from aotdist.kernels.space import Group, space_of
+from aotdist.kernels.uses import Uses, num_bytes
+
+MAX_CHAIN = 8
+"""Nodes that are computed again for one."""
+MAX_LEAVES = 3
+"""Tensors that they are computed from."""
+RARE = 8
+"""Of so many elements one may be computed again, whatever work it is."""
+
+_WORK = frozenset({"exp", "exp2", "log", "log2", "rsqrt", "sqrt", "sin", "cos", "erf", "div"})
+"""What takes more than an instruction or two."""
+
+
+def recompute(uses: Uses, groups: Sequence[Group]) -> list[Group]:
+    """The groups, those that read what is easily computed computing it.
+
+    Args:
+        uses: who reads what.
+        groups: those of a whole graph, in order.
+    """
+    chosen = list(groups)
+    stored = stored_nodes(uses, chosen)
+    for at, group in enumerate(groups):
+        for node in group.places:
+            changed = _with_node_recomputed(uses, chosen, at, node, stored) if node in stored else None
+            if changed is not None:
+                chosen, stored = changed, stored_nodes(uses, changed)
+    return chosen
+
+
+def stored_nodes(uses: Uses, groups: Iterable[Group]) -> set[Node]:
+    """Nodes that a group computes for others."""
+    placed, read = set[Node](), set[Node]()
+    for group in groups:
+        placed.update(group.places)
+        read.update(_sources(uses, group))
+    for node in uses.nodes:
+        if not (node in uses.computed or node in uses.inlined or uses.is_transparent(node)):
+            read.update(uses.sources(node))
+    return placed & read
+
+
+def _sources(uses: Uses, group: Group) -> set[Node]:
+    return {source for node in group.nodes() for source in uses.sources(node) if source not in group}
+
+
+def _with_node_recomputed(
+    uses: Uses, groups: list[Group], at: int, node: Node, stored: Container[Node]
+) -> list[Group] | None:
+    """The groups when those that read a node of one compute it; None if they should not."""
+    own = groups[at]
+    readers = {k: group for k, group in enumerate(groups) if k != at and node in _sources(uses, group)}
+    if any(user not in uses.computed for user in uses.readers(node)):
+        return None
+    found = _chain(uses, own, node, stored)
+    if found is None:
+        return None
+    chain, leaves = found
+    changed = {
+        k: replace(group, absorbed=group.absorbed | (chain - set(group.places))) for k, group in readers.items()
+    }
+    is_rare = RARE * sum(_elements_read(uses, group, node) for group in readers.values()) <= val_of(node).numel()
+    if not (is_rare or _is_little_work(uses, chain, node)):
+        return None
+    written = sum(num_bytes(leaf) for leaf in leaves if leaf in own and leaf not in stored)
+    before = num_bytes(node) + sum(_bytes_read(uses, group) for group in readers.values())
+    after = written + sum(_bytes_read(uses, group) for group in changed.values())
+    if after >= before or not all(map(uses.agrees, changed.values())):
+        return None
+    return [changed.get(k, group) for k, group in enumerate(groups)]
+
+
+def _chain(
+    uses: Uses, group: Group, node: Node, stored: Container[Node]
+) -> tuple[frozenset[Node], set[Node]] | None:
+    """What to compute again to have a node, and from what; None if that is too much."""
+    chain, leaves, stack = set[Node](), set[Node](), [node]
+    while stack:
+        now = stack.pop()
+        is_leaf = now is not node and (now not in group or now in stored)
+        if is_leaf or not isinstance(rule_of(now), Pointwise):
+            leaves.add(now)
+        elif now not in chain:
+            chain.add(now)
+            stack.extend(uses.sources(now))
+    is_small = node in chain and len(chain) <= MAX_CHAIN and len(leaves) <= MAX_LEAVES
+    return (frozenset(chain), leaves) if is_small else None
+
+
+def _is_little_work(uses: Uses, chain: Container[Node], node: Node) -> bool:
+    computed = {member for member in uses.computed if member in chain} | uses.inlined
+    space = space_of(node)
+    reader = KernelReader(uses.views, computed, space, keeps_casts=False)
+    value = reader.read(node, Point(space.results))
+    return all(part.op not in _WORK for part in every_part([value]))
+
+
+def _bytes_read(uses: Uses, group: Group) -> int:
+    """Bytes that a group reads, those of each tensor once."""
+    elements: dict[Node, int] = {}
+    for read, place in _reads(uses, group):
+        elements[read] = elements.get(read, 0) + _num_places(place)
+    return sum(min(count, val_of(n).numel()) * val_of(n).element_size() for n, count in elements.items())
+
+
+def _elements_read(uses: Uses, group: Group, node: Node) -> int:
+    return sum(_num_places(place) for read, place in _reads(uses, group) if read is node)
+
+
+def _reads(uses: Uses, group: Group) -> set[tuple[Node, tuple[Index, ...]]]:
+    """What a group reads from memory, and where."""
+    found = (read for node, place in group.places.items() for read in uses.reads(node, place, group))
+    return {(read, at.indices) for read, at in found if read not in group.places}
+
+
+def _num_places(place: Iterable[Index]) -> int:
+    """How many elements a place goes through."""
+    variables = set().union(*(index.variables() for index in place))
+    return math.prod(var.size for var in variables)
