@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from types import ModuleType
@@ -132,6 +132,14 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that the operator's schema says it writes."""
     arguments = enumerate(op._schema.arguments)
     return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_by(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call of an operator writes."""
+    for position, name in written_arguments(op):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        targets = given if isinstance(given, (list, tuple)) else (given,)
+        yield from (target for target in targets if isinstance(target, torch.Tensor))
 
 
 @functools.cache

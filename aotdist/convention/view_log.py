@@ -48,7 +48,7 @@ from aotdist.torch_seam import (
     out_of_place,
     storage_id,
     torch_functions_off,
-    writes_arguments,
+    written_by,
 )
 
 _DETACH = torch.ops.aten.detach.default
@@ -199,10 +199,8 @@ class ViewLog(TorchDispatchMode):
             # get to see `view_as` itself, as in eager. What it is broken up into is not inside of anything.
             with self, nullcontext() if makes_views(func) else enable_reentrant_dispatch():
                 return broken_up(func, *args, **kwargs)
-        if args and is_operator(func) and writes_arguments(func):
-            first = args[0]
-            for target in first if isinstance(first, (list, tuple)) else args[:1]:
-                self._refuse_overlapping_write(func, target)
+        for target in written_by(func, args, kwargs) if is_operator(func) else ():
+            self._refuse_overlapping_write(func, target)
         if self._outgrown:
             self._refuse_outgrown((*args, *kwargs.values()))
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
@@ -410,12 +408,12 @@ class ViewLog(TorchDispatchMode):
                 if id(tensor) in self._outgrown:
                     raise _outgrown()
 
-    def _refuse_overlapping_write(self, func: OpOverload, target: Any) -> None:
+    def _refuse_overlapping_write(self, func: OpOverload, target: torch.Tensor) -> None:
         """Raise for a write into memory that one of the tensor's bases shows several times.
 
         Eager refuses most such writes itself; for the others functionalisation would add up the repeats.
         """
-        shown = target if isinstance(target, torch.Tensor) else None
+        shown: torch.Tensor | None = target
         while shown is not None:
             entry = self._entries.get(id(shown))
             strided = entry is not None and entry.steps[-1].op in _STRIDED

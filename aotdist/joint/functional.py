@@ -43,7 +43,7 @@ from aotdist.torch_seam import (
     unknown_to_the_innermost_tracer,
     with_defaults,
     writes_arguments,
-    written_arguments,
+    written_by,
 )
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
@@ -223,14 +223,12 @@ class Functionalisation(FunctionalTensorMode):
         """The tensors with a layout to keep that own the memory which the operator writes."""
         if not is_operator(func) or torch.Tag.inplace_view in func.tags:
             return
-        for position, name in written_arguments(func):
-            value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
-                    self.strided.refuse_write(func, tensor)
-                    owner = self._laid_out.get(storage, tensor)
-                    if is_functional_base(owner):
-                        yield owner
+        for tensor in written_by(func, args, kwargs):
+            if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
+                self.strided.refuse_write(func, tensor)
+                owner = self._laid_out.get(storage, tensor)
+                if is_functional_base(owner):
+                    yield owner
 
     def _multiply_transposed(
         self, func: Callable[..., Any], *tensors: torch.Tensor, **kwargs: Any

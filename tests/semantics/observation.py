@@ -65,12 +65,14 @@ class Scene:
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
         other_kinds: for which of them it is plain if they are wrappers, and a wrapper if they are plain.
+        mixes: whether `fn` calls an autograd function with several results.
         lenient: some things are not compared. Last bits of gradients that meet outside of `fn`, at a base
-            of an argument that was written. Strides of dimensions of one element and of what is empty:
-            PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and `torch.empty_like(x)`); a write keeps
-            what they say. How gradients of DTensors are placed that come through a view along what is sharded
-            of an argument that was written: they arrive at the write placed otherwise than its result, and
-            are converted.
+            of an argument that was written, or at that of a view that is made again, if a function with
+            several results is in its history: such backwards are not cut. Strides of dimensions of one
+            element and of what is empty: PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and
+            `torch.empty_like(x)`); a write keeps what they say. How gradients of DTensors are placed that
+            come through a view along what is sharded of an argument that was written: they arrive at the
+            write placed otherwise than its result, and are converted.
     """
 
     fn: Any
@@ -79,6 +81,7 @@ class Scene:
     held: Mapping[str, Any] = field(default_factory=dict)
     left_out: frozenset[int] = frozenset()
     other_kinds: frozenset[int] = frozenset()
+    mixes: bool = False
     lenient: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -330,7 +333,9 @@ def play(
             ends = differentiable(outputs | scene.arguments())
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
-            rounded = scene.lenient and meet_outside(arguments, history)
+            rounded = scene.lenient and (
+                meet_outside(arguments, history) or scene.mixes and any(end._base is not None for end in ends)
+            )
             moved = scene.lenient and are_placed_otherwise(ends, arguments, history)
             taken = {owner for tensor in arguments for owner in _memory(tensor)}
             taken |= {storage._cdata for storage in before}

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from aotdist.errors import AotdistError
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam import class_functions_off, storage_id
+from tests.semantics.functions import OF_SEVERAL_RESULTS
 from tests.semantics.observation import Around, Scene, play
 from tests.semantics.vocabulary import (
     ARITHMETIC,
@@ -111,6 +112,9 @@ class Program:
             held=leaves,
             left_out=self.left_out,
             other_kinds=self.other_kinds,
+            mixes=any(
+                f"{each.__name__}.apply(" in line for line in self.statements for each in OF_SEVERAL_RESULTS
+            ),
             lenient=True,
         )
 

@@ -349,3 +349,25 @@ def test_several_views_of_one_of_before_a_write_whose_base_is_elsewhere():
     x = (torch.randn(3, 4, requires_grad=True) * 1.5).view(4, 3)
     with pytest.raises(UnsupportedProgram, match=r"one of a view of `args\[0\]`, itself a view"):
         aotdist.compile(several_of_before, backend="fx")(x)
+
+
+def through_a_row(x):
+    x[1].add_(1)
+
+
+def through_out(x):
+    torch.add(torch.ones(4), 1, out=x[1])
+
+
+def through_one_of_several(x):
+    row = x.unbind(0)[1]
+    torch.add(row > 0, 1, out=row)
+
+
+@pytest.mark.parametrize("program", [through_a_row, through_out, through_one_of_several])
+def test_writes_of_what_is_expanded_are_refused(program):
+    x = torch.randn(1, 4).expand(3, 4)
+    before = x.clone()
+    with pytest.raises(UnsupportedProgram, match="writes through an expanded tensor"):
+        aotdist.compile(program, backend="fx")(x)
+    assert torch.equal(x, before)
