@@ -130,7 +130,7 @@ def _compile(call: _Call) -> Compilation:
     backend.check()
     captured, deduped, traced, bases = _trace_over_bases(call, times)
     with times.stage("convention"):
-        _, plans = lower_all(traced.program, traced.facts, functional_rng=_takes_seed(traced.graph))
+        _, plans = lower_all(traced.program, traced.facts, drawn_on=_drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
         joint, records = run_passes(backend.prepare_joint(traced.graph), "joint", settings)
@@ -297,8 +297,11 @@ def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManage
             return functools.partial(autocast_only, settings.explicit_autocast())
 
 
-def _takes_seed(graph: Graph) -> bool:
-    return any(slot.role == "rng" for slot in graph.ins)
+def _drawn_on(graph: Graph) -> torch.device | None:
+    """Where the seed lies that a graph takes, if it does."""
+    nodes = (node for slot, node in graph.named_placeholders().items() if slot.role == "rng")
+    seed = next(nodes, None)
+    return None if seed is None else seed.meta["val"].device
 
 
 def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs:

@@ -13,57 +13,6 @@ import torch
 from aotdist.kernels.ir import Expr, Reduce, Reduction
 from aotdist.kernels.spelling import TYPES
 
-HELPERS = '''\
-@triton.jit
-def greater(a, b):
-    """The greater of two numbers; of one that is none, that."""
-    return tl.where((a > b) | (a != a), a, b)
-
-
-@triton.jit
-def less(a, b):
-    """The lesser of two numbers; of one that is none, that."""
-    return tl.where((a < b) | (a != a), a, b)
-
-
-@triton.jit
-def product(a, b):
-    """The product of two numbers."""
-    return a * b
-
-
-@triton.jit
-def one_more_exponential(total, greatest, value):
-    """A sum of exponentials of what values are less than the greatest so far, and that, with another value."""
-    now = tl.maximum(greatest, value, propagate_nan=tl.PropagateNan.ALL)
-    kept = tl.where(greatest == now, total, total * tl.exp(greatest - now))
-    return kept + tl.where(value == now, 1.0, tl.exp(value - now)), now
-
-
-@triton.jit
-def all_exponentials(total, greatest):
-    """The sum of all lanes; no number where the greatest is infinite, as what is less than it is none."""
-    most = tl.reduce(greatest, 1, greater)[:, None]
-    total = tl.sum(total * tl.exp(greatest - most), 1)[:, None]
-    return tl.where(most - most == 0, total, float("nan"))
-
-
-@triton.jit
-def one_more_deviation(squares, mean, count, value):
-    """A sum of squares of what values are off their mean, the mean and their number, with another value."""
-    off = value - mean
-    mean += off / (count + 1)
-    return squares + off * (value - mean), mean, count + 1
-
-
-@triton.jit
-def all_deviations(squares, mean, count):
-    """The sum of all lanes, off the mean of all."""
-    off = mean - tl.sum(mean * count, 1)[:, None] / tl.sum(count, 1)[:, None]
-    return tl.sum(squares + count * off * off, 1)[:, None]
-'''
-"""What kernels call; goes before them."""
-
 _ONLINE = {"exponentials": ('float("-inf")',), "deviations": ("0", "0")}
 """What is kept besides the total, and what it is at first."""
 

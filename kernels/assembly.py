@@ -30,9 +30,7 @@ def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Ker
         keeps_casts: see `KernelReader`.
     """
     computed = {*group.nodes(), *plan.inlined}
-    reader = KernelReader(
-        plan.views, computed, group.space, folds=group.folds, keeps_casts=keeps_casts
-    )
+    reader = KernelReader(plan.views, computed, group.space, folds=group.folds, keeps_casts=keeps_casts)
     stores = [
         Store(
             node.name,

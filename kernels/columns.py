@@ -1,7 +1,7 @@
 """Cuts sums of columns in two, where a kernel that reduces the rows can make the first half: norms' backward.
 
 The gradient of a norm's input takes a sum over each row, that of its weight one over all rows. Two kernels
-would read everything twice. Instead, the rows are cut in parts; the block that goes through the rows of a part
+would read everything twice. Instead, the rows are cut in parts; the block that goes through the rows of one
 adds them up on the way (it *folds* them), and what little that leaves is summed by a second kernel. No two
 blocks write the same place, and the order of additions is fixed by the sizes.
 
@@ -116,6 +116,7 @@ def _halves(graph: Graph, node: Node, sizes: Sequence[int]) -> tuple[Node, ...]:
     partial = empty_like(result, [parts, *columns], held(result.dtype))
     first = call_like(graph, node, aten.sum.dim_IntList, (view, [1]), partial)
     total = call_like(graph, node, aten.sum.dim_IntList, (first, [0]), empty_like(result, columns))
-    if sizes_of(node) == tuple(columns):
+    own = sizes_of(node)
+    if own == tuple(columns):
         return view, first, total
-    return view, first, total, call_like(graph, node, aten.view.default, (total, list(sizes_of(node))), result)
+    return view, first, total, call_like(graph, node, aten.view.default, (total, list(own)), result)

@@ -21,9 +21,9 @@ from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.access import VECTOR_BYTES, axes_of, fast_axis, reads, vector_length, writes
 from aotdist.kernels.emission import EmittedKernel, loaded
+from aotdist.kernels.helpers import HELPERS
 from aotdist.kernels.index import Index
 from aotdist.kernels.launching import blocks_of
-from aotdist.kernels.accumulation import HELPERS
 
 Target: TypeAlias = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 """A generation of GPUs: A100, H100 and H200, B200; MI300."""

@@ -94,6 +94,15 @@ def _subtract_from(right: Expr, left: float, alpha: float = 1) -> Expr:
     return _subtract(_like(right, left), right, alpha)
 
 
+def _shifted(op: str) -> Formula:
+    def formula(value: Expr, by: int) -> Expr:
+        if not 0 <= by < 8 * value.dtype.itemsize:
+            raise NotEmitted(f"bits are shifted by {by}")
+        return elementwise(op, value, _like(value, by))
+
+    return formula
+
+
 def _reciprocal(value: Expr) -> Expr:
     return elementwise("div", _like(value, 1), value)
 
@@ -249,6 +258,8 @@ RULES: dict[OpOverload, Rule] = {
     aten.clamp_min.default: _pointwise(_clamp, 1),
     aten.clamp_max.default: _pointwise(_clamp_max, 1),
     aten.pow.Tensor_Scalar: _pointwise(_power, 1),
+    aten.bitwise_left_shift.Tensor_Scalar: _pointwise(_shifted("shift left"), 1),
+    aten.bitwise_right_shift.Tensor_Scalar: _pointwise(_shifted("shift right"), 1),
     aten.where.self: Pointwise(_where),
     aten.clone.default: Pointwise(_copy, is_cheap=True),
     aten.lift_fresh_copy.default: Pointwise(_copy, is_cheap=True),

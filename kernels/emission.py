@@ -15,10 +15,10 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels import triton_seam
-from aotdist.kernels.accumulation import HELPERS
 from aotdist.kernels.assembly import assemble
 from aotdist.kernels.columns import cut_columns
 from aotdist.kernels.fusion import Plan, plan
+from aotdist.kernels.helpers import HELPERS
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Config, Launch, Result, config_of, is_persistent, launch_of
 from aotdist.kernels.online import online
@@ -98,7 +98,7 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
 
 
 def _planned(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
-    """The plan for a graph in which sums of columns are cut in two, as far as kernels take the first halves."""
+    """The plan for a graph, whose sums of columns are cut in two where kernels take the first halves."""
     cuts = cut_columns(graph)
     while True:
         chosen = plan(graph, fixed)

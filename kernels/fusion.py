@@ -167,7 +167,8 @@ def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
     if not (uses.agrees(group) and _shares(uses, host, guest, group)):
         return None
     if group.folds:
-        return group if _fast_axes(uses, group) == {"r"} and host.space.num_reduced <= MAX_PERSISTENT else None
+        is_held = host.space.num_reduced <= MAX_PERSISTENT
+        return group if is_held and _fast_axes(uses, group) == {"r"} else None
     return None if guest.space.r and len(_fast_axes(uses, group)) > 1 else group
 
 
@@ -195,8 +196,10 @@ def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
 
 
 def _may_fit(host: Space, guest: Space, folds: Container[Node]) -> bool:
+    if guest.r and host.r:
+        return host.num_elements == guest.num_elements if folds else host.is_like(guest)
     if guest.r:
-        return bool(host.r) and (host.is_like(guest) or bool(folds) and host.num_elements == guest.num_elements)
+        return False
     return guest.num_elements in (host.num_results, host.num_elements)
 
 

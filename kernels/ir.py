@@ -1,8 +1,8 @@
 """The tile IR: what one kernel computes at each place of its iteration space.
 
 A kernel runs over an iteration space of result variables (`x`) and reduced variables (`r`). At each place
-it evaluates expressions over loads and stores their values. One that reduces rows may also add up its results
-down the columns: then its rows are cut in parts (`p`), and each block goes through one of them. Expressions are immutable and compared by
+it evaluates expressions over loads and stores their values. One that reduces rows may also add them up: then
+they are cut in parts (`p`), and each block goes through one. Expressions are immutable and compared by
 value: two results that need one load or one `exp` share it, because it is the same expression.
 
 Floating point below 32 bits is held in registers as float32: a load widens it, a store rounds it.

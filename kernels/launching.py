@@ -51,7 +51,8 @@ class Config:
 
 def is_persistent(kernel: Kernel) -> bool:
     """Whether all that a kernel reduces is held in one block; one that adds up rows must."""
-    return kernel.p is not None or kernel.num_reduced <= (MAX_PERSISTENT if fast_axis(kernel) == "r" else MAX_PERSISTENT_COLUMN)
+    most = MAX_PERSISTENT if fast_axis(kernel) == "r" else MAX_PERSISTENT_COLUMN
+    return kernel.p is not None or kernel.num_reduced <= most
 
 
 def config_of(kernel: Kernel, *, is_interpreted: bool, contracts: bool = True) -> Config:

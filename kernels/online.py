@@ -1,8 +1,8 @@
 """Reductions that need another one of the same values, made in one loop with it.
 
-A softmax sums exponentials of what values are less than the greatest of them, a variance squares of what they
-are off their mean. A loop that does not know the greatest yet, or the mean, takes what it has found so far, and
-corrects the sum when it finds another. So what no block holds is read once, not twice.
+A softmax sums exponentials of what values are less than the greatest of them, a variance squares of what
+they are off their mean. A loop that does not know the greatest yet, or the mean, takes what it has found so
+far, and corrects the sum when it finds another. So what no block holds is read once, not twice.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def _paired(expr: Expr, count: int) -> Expr | None:
     match expr.args[0]:
         case Expr("exp", (Expr("sub", (value, most)),)):
             return _exponentials(value, most)
-        case Expr("mul", (Expr("sub", (value, mean)) as off, other)) if off == other and _is_mean(mean, value, count):
-            return Expr(Reduce("deviations"), (value,), expr.dtype)
+        case Expr("mul", (Expr("sub", (value, mean)) as off, other)):
+            is_variance = off == other and _is_mean(mean, value, count)
+            return Expr(Reduce("deviations"), (value,), expr.dtype) if is_variance else None
         case _:
             return None
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from aotdist.kernels.accumulation import all_of, greatest_of, identity, kind_of, lanes_of, one_more
 from aotdist.kernels.access import axes_of, fast_axis, is_divided, vector_length
+from aotdist.kernels.accumulation import all_of, greatest_of, identity, kind_of, lanes_of, one_more
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
 from aotdist.kernels.ir import (
     NARROW,
@@ -168,9 +168,7 @@ class _Writer:
         body = ["x = start + tl.arange(0, XBLOCK)[:, None]", *self._x_digits()]
         body += [*self._values(values, inner), *(self._stored(store, inner) for store in rows)]
         mask = self._mask({"x", "r"})
-        body += [
-            f"{total} += tl.where({mask}, {inner[expr.args[0]]}, 0)" for expr, total in totals.items()
-        ]
+        body += [f"{total} += tl.where({mask}, {inner[expr.args[0]]}, 0)" for expr, total in totals.items()]
         yield from (f"    {line}" for line in body)
         for expr, total in totals.items():
             name = self._names[expr] = self._name()

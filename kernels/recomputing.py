@@ -1,8 +1,8 @@
 """Decides what several kernels compute, each for itself, rather than one of them writes it for the others.
 
-The shifted logits of a loss are as large as the logits, and are read again at one place of each row. They follow
-by one subtraction from logits and maxima, which lie in memory anyway. So the one who reads them computes them,
-and nobody writes them: where that saves bytes, and is little work.
+The shifted logits of a loss are as large as the logits, and are read again at one place of each row. They
+follow by one subtraction from logits and maxima, which lie in memory anyway. So the one who reads them
+computes them, and nobody writes them: where that saves bytes, and is little work.
 """
 
 from __future__ import annotations
@@ -77,18 +77,20 @@ def _with_node_recomputed(
     if found is None:
         return None
     chain, leaves = found
-    changed = {
-        k: replace(group, absorbed=group.absorbed | (chain - set(group.places))) for k, group in readers.items()
-    }
-    is_rare = RARE * sum(_elements_read(uses, group, node) for group in readers.values()) <= val_of(node).numel()
-    if not (is_rare or _is_little_work(uses, chain, node)):
+    num_read = sum(_elements_read(uses, group, node) for group in readers.values())
+    if RARE * num_read > val_of(node).numel() and not _is_little_work(uses, chain, node):
         return None
+    changed = {k: _absorbing(group, chain) for k, group in readers.items()}
     written = sum(num_bytes(leaf) for leaf in leaves if leaf in own and leaf not in stored)
     before = num_bytes(node) + sum(_bytes_read(uses, group) for group in readers.values())
     after = written + sum(_bytes_read(uses, group) for group in changed.values())
     if after >= before or not all(map(uses.agrees, changed.values())):
         return None
     return [changed.get(k, group) for k, group in enumerate(groups)]
+
+
+def _absorbing(group: Group, chain: frozenset[Node]) -> Group:
+    return replace(group, absorbed=group.absorbed | (chain - set(group.places)))
 
 
 def _chain(

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from aotdist.kernels import elementwise, reductions, shaping, views
+from aotdist.kernels import drawing, elementwise, reductions, shaping, views
 from aotdist.kernels.index import Index, Var, unflat, variable
 from aotdist.kernels.ir import Constant, Expr
 from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
@@ -29,6 +29,7 @@ def rule_of(node: Node) -> Rule | None:
             return rule
     return (
         elementwise.RULES_BY_NAME.get(str(node.target))
+        or drawing.RULES_BY_NAME.get(str(node.target))
         or views.rule_of_part(node)
         or reductions.rule_of_part(node)
     )
@@ -38,7 +39,8 @@ def obstacle(node: Node) -> str | None:
     """Why a call of an operator that returns a tensor is not emitted; None if it is."""
     rule = rule_of(node)
     if rule is None:
-        return "no rule"
+        is_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return "it draws eager's numbers, unless functional_rng=True" if is_draw else "no rule"
     try:
         _check_values(node)
         if not isinstance(rule, View):

@@ -51,7 +51,10 @@ _WORDS = {
     "and": "{0} & {1}",
     "or": "{0} | {1}",
     "xor": "{0} ^ {1}",
+    "shift left": "{0} << {1}",
+    "shift right": "{0} >> {1}",
     "where": "tl.where({0}, {1}, {2})",
+    "philox": "random_word({0}, {1}, {2})",
 }
 
 

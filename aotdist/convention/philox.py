@@ -86,6 +86,7 @@ class Stream:
     def __init__(self, state: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._state = state
         self.blocks = 0  # how many have been handed out
+        self.device = torch.device("cpu")  # where numbers are drawn, and so where seed and offset lie
 
     def words(self, count: int) -> torch.Tensor:
         """The next `count` words; what is left of a block is not used."""

@@ -9,6 +9,7 @@ generator advances by that one number a call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +23,34 @@ from aotdist.convention.philox import Stream
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.program import PlainIdx, Program, Row, Slot
-from aotdist.torch_seam import FakeTensorMode, OpOverload, TorchDispatchMode, is_operator, pytree
+from aotdist.torch_seam import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    argument_names,
+    is_operator,
+    pytree,
+    with_defaults,
+)
 
 SLOTS = (Slot("rng", "seed"), Slot("rng", "offset"))
 """The inputs that decide all random numbers."""
 
 
-def draw_state() -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset of one call."""
-    return torch.empty((), dtype=torch.int64).random_(), torch.zeros((), dtype=torch.int64)
+DRAWN_ON = ("cpu", "cuda")
+"""Types of devices on which the words of a stream are the same."""
+
+
+def draw_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset of one call; on a GPU, nobody waits for them."""
+    seed = torch.empty((), dtype=torch.int64, device=device).random_()
+    return seed, torch.zeros((), dtype=torch.int64, device=device)
+
+
+def draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a random operator is asked to drop nothing, as attention mostly is."""
+    given = dict(zip(argument_names(func), with_defaults(func, args, kwargs), strict=False)) | dict(kwargs)
+    return given.get("dropout_p") == 0
 
 
 def functional_draw(
@@ -45,8 +65,9 @@ def functional_draw(
     tensors: list[torch.Tensor] = pytree.tree_leaves(like)
     if kwargs.get("generator") is not None:
         raise _refusal(f"`{func}` draws from a generator of its own")
-    if func not in RULES or any(t.device.type != "cpu" for t in tensors):
-        raise _refusal(f"`{func}` on {tensors[0].device} is not known as a function of seed and offset")
+    stream.device = tensors[0].device
+    if func not in RULES or stream.device.type not in DRAWN_ON:
+        raise _refusal(f"`{func}` on {stream.device} is not known as a function of seed and offset")
     drawn = RULES[func](stream, *args, **options)
     if isinstance(like, torch.Tensor):
         return _laid_out(drawn, like)
@@ -104,6 +125,8 @@ class Drawing(TorchDispatchMode):
         kwargs = kwargs or {}
         if not is_operator(func) or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        if draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
         with FakeTensorMode(allow_non_fake_inputs=True):
             like = func(*args, **kwargs)
         if func not in _IN_PLACE:
@@ -116,14 +139,19 @@ class RngPlan:
     """Whether each call brings a seed and an offset.
 
     Args:
-        draw: where they come from; None for a program that draws from the user's generator itself.
+        device: where they lie; None for a program that draws from the user's generator itself.
     """
 
-    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None
+    device: torch.device | None
+
+    @property
+    def draw(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]] | None:
+        """Where they come from."""
+        return None if self.device is None else functools.partial(draw_state, self.device)
 
     def state(self) -> Sequence[torch.Tensor]:
         """Seed and offset of one call, if it brings them."""
-        return () if self.draw is None else self.draw()
+        return () if self.device is None else draw_state(self.device)
 
     def lift(self, call: Call) -> Call:
         """Give `call` a seed and an offset."""
@@ -134,8 +162,15 @@ HIDDEN_STATE = RngPlan(None)
 """Of a program that draws from the user's generator, or not at all."""
 
 
+@dataclass(frozen=True, slots=True)
 class FunctionalRng:
-    """See `aotdist.convention.layer.Layer`."""
+    """See `aotdist.convention.layer.Layer`.
+
+    Args:
+        device: where the program draws.
+    """
+
+    device: torch.device = torch.device("cpu")
 
     def lower(self, program: Program[PlainIdx], facts: Facts) -> tuple[Program[PlainIdx], RngPlan]:
         """The inner program takes a seed and an offset after its other inputs, and draws from these."""
@@ -145,9 +180,9 @@ class FunctionalRng:
             with Drawing(Stream(lambda: (seed, offset))):
                 return program.fn(*inputs)
 
-        zero = torch.zeros((), dtype=torch.int64)
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
         slots, examples = Row([*program.ins, *SLOTS]), Row([*program.examples, zero, zero])
-        return Program(fn, slots, examples), RngPlan(draw_state)
+        return Program(fn, slots, examples), RngPlan(self.device)
 
 
 FUNCTIONAL_RNG = FunctionalRng()

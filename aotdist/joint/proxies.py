@@ -118,8 +118,7 @@ class Recorder:
         self._functionalisation = Functionalisation(self.guises)
         self.strided = self._functionalisation.strided
         self.backward_autocast = backward_autocast
-        self._functional_rng = functional_rng
-        stream = Stream(self._rng_state) if functional_rng else None
+        self._stream = stream = Stream(self._rng_state) if functional_rng else None
         self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, stream, self.size)
         self._rng: list[torch.fx.Node] = []
         self._serials = itertools.count()
@@ -157,7 +156,7 @@ class Recorder:
         return Recorder(
             self._decompositions,
             self,
-            functional_rng=self._functional_rng,
+            functional_rng=self._stream is not None,
             backward_autocast=self.backward_autocast,
         )
 
@@ -225,13 +224,22 @@ class Recorder:
                 stage="joint",
                 fix="draw them outside of it, or compile without `functional_rng`",
             )
+        assert self._stream is not None, "only a stream asks for its state"
         if not self._rng:
             like = Plain(torch.Size(), (), torch.int64)
             for slot in RNG_SLOTS:
-                fake = self.fake_like(like, torch.device("cpu"))
+                fake = self.fake_like(like, self._stream.device)
                 self._rng.append(self._placeholder(slot, fake))
                 track(fake, self._rng[-1], self._tracer)
         seed, offset = (node.meta["val"] for node in self._rng)
+        if seed.device != self._stream.device:
+            raise UnsupportedProgram(
+                f"random numbers are drawn on {seed.device} and on {self._stream.device}, and "
+                "`functional_rng` asks for one stream",
+                where=self._origins.current() or None,
+                stage="joint",
+                fix="draw them all on one device, or compile without `functional_rng`",
+            )
         return seed, offset
 
     def size(self, number: Any) -> Any:

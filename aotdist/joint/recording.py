@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.convention.philox import Stream
-from aotdist.convention.rng import functional_draw
+from aotdist.convention.rng import draws_nothing, functional_draw
 from aotdist.joint import known
 from aotdist.joint.bits import with_negation_done
 from aotdist.joint.fused import is_functional_step, results_like
@@ -165,7 +165,7 @@ class Recording(ProxyTorchDispatchMode):
         *,
         direct: bool,
     ) -> Any:
-        if self._stream is None:
+        if self._stream is None or draws_nothing(func, args, kwargs or {}):
             return self._dispatch(func, types, args, kwargs, direct=direct)
         like = func(*args, **(kwargs or {}))
         with self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,8 +54,10 @@ def _blank(val: Any) -> Any:
     return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
 
 
-def graphs_of(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[Kind, Graph]]:
+def graphs_of(
+    program: Callable[..., Any], *args: Any, settings: Mapping[str, Any] | None = None, **kwargs: Any
+) -> list[tuple[Kind, Graph]]:
     """The graphs of a program and of its backward; what it computes is never run."""
     recorder = Recorder([])
-    aotdist.compile(program, backend=recorder)(*args, **kwargs)
+    aotdist.compile(program, backend=recorder, settings=settings or {})(*args, **kwargs)
     return recorder.graphs

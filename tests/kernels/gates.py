@@ -49,7 +49,12 @@ def cross_entropy(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tens
     return lambda x: F.cross_entropy(x.float(), targets), (_numbers(256, 32000, dtype=dtype),)
 
 
-PROGRAMS = (mlp, llama_block, softmax, cross_entropy)
+def dropout(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Random numbers, drawn in kernels."""
+    return lambda x: F.dropout(F.gelu(x), 0.1).sum(), (_numbers(512, 1024, dtype=dtype),)
+
+
+PROGRAMS = (mlp, llama_block, softmax, cross_entropy, dropout)
 
 
 def kernels() -> Iterator[tuple[str, EmittedKernel]]:
@@ -57,7 +62,7 @@ def kernels() -> Iterator[tuple[str, EmittedKernel]]:
     for program in PROGRAMS:
         for dtype in (torch.float32, torch.bfloat16):
             function, args = program(dtype)
-            for kind, graph in graphs_of(function, *args):
+            for kind, graph in graphs_of(function, *args, settings={"functional_rng": True}):
                 label = f"{program.__name__} {dtype} {kind}"
                 for emitted in with_kernels(graph, keeps_casts=False, label=label).kernels:
                     yield label, emitted

@@ -96,6 +96,15 @@ def test_inference_and_modules() -> None:
     assert graphs(model)["inference"].ins[-2:] == SLOTS
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_attention_that_drops_nothing_draws_nothing(is_training: bool) -> None:
+    """Its fused operators say that they are random all the same."""
+    x = torch.randn(2, 3, 8, 4, requires_grad=is_training)
+    call = compiled(lambda x: F.scaled_dot_product_attention(x, x, x))
+    assert torch.equal(call(x), F.scaled_dot_product_attention(x, x, x))
+    assert not any(slot.role == "rng" for graph in graphs(call).values() for slot in graph.ins)
+
+
 def test_what_does_not_draw_takes_no_seed() -> None:
     program = compiled(lambda x: x.sin())
     state = torch.get_rng_state()
