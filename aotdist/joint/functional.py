@@ -131,6 +131,8 @@ class Functionalisation(FunctionalTensorMode):
                 outs = self.rebinding.call_with_outs(func, args, kwargs)
             if outs is not None:
                 return outs[0] if len(outs) == 1 else tuple(outs)
+        if is_operator(func) and torch.Tag.inplace_view in func.tags:
+            self._remember_viewed(args[0])
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         special = self._special(func, args, kwargs) if beneath_wrappers else None
         result = self._functionalise(func, types, args, kwargs) if special is None else special()
@@ -227,7 +229,9 @@ class Functionalisation(FunctionalTensorMode):
             if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
                 self.strided.refuse_write(func, tensor)
                 owner = self._laid_out.get(storage, tensor)
-                if is_functional_base(owner):
+                # One that was transposed in place is a view of what it was, which nobody holds.
+                is_own_view = owner is not tensor and owner.elem is tensor.elem
+                if is_own_view or is_functional_base(owner):
                     yield owner
 
     def _multiply_transposed(
