@@ -1034,24 +1034,33 @@ def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
 def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a Python autograd function is in the history of `tensors` that may tell None from zeros.
 
-    That takes several results. One of ours says that it does not by `passes_gradients_on`.
+    That takes several results; or a list operator after it, which sends None to some functions, and so zeros
+    beyond them. One of ours says that it does not by `passes_gradients_on`.
     """
+    lists = [node for node in nodes_behind(tensors) if node.name().startswith("Foreach")]
     nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]
     return any(
         node.name() != REENTRANT_CHECKPOINT and not getattr(node._forward_cls, "passes_gradients_on", False)
-        for node in nodes
+        for node in (*nodes, *filter(_is_custom, _nodes_from(lists)))
     )
 
 
 def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    cls = torch.autograd.function.BackwardCFunction
-    return [node for node in nodes_behind(tensors) if isinstance(node, cls)]
+    return list(filter(_is_custom, nodes_behind(tensors)))
+
+
+def _is_custom(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The autograd nodes in the history of `tensors`, each once."""
+    return _nodes_from([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+
+
+def _nodes_from(nodes: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    pending = list(nodes)
     seen = set(pending)
     while pending:
         node = pending.pop()

@@ -131,8 +131,6 @@ class Functionalisation(FunctionalTensorMode):
                 outs = self.rebinding.call_with_outs(func, args, kwargs)
             if outs is not None:
                 return outs[0] if len(outs) == 1 else tuple(outs)
-        if is_operator(func) and torch.Tag.inplace_view in func.tags:
-            self._remember_viewed(args[0])
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         special = self._special(func, args, kwargs) if beneath_wrappers else None
         result = self._functionalise(func, types, args, kwargs) if special is None else special()
@@ -223,7 +221,10 @@ class Functionalisation(FunctionalTensorMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[FunctionalTensor]:
         """The tensors with a layout to keep that own the memory which the operator writes."""
-        if not is_operator(func) or torch.Tag.inplace_view in func.tags:
+        if not is_operator(func):
+            return
+        if torch.Tag.inplace_view in func.tags:
+            self._remember_viewed(args[0])
             return
         for tensor in written_by(func, args, kwargs):
             if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):

@@ -65,7 +65,7 @@ class Scene:
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
         other_kinds: for which of them it is plain if they are wrappers, and a wrapper if they are plain.
-        mixes: whether `fn` calls an autograd function with several results.
+        mixes: whether `fn` calls an autograd function with several results, or one before a list operator.
         lenient: some things are not compared. Last bits of gradients that meet outside of `fn`, at a base
             of an argument that was written, or at that of a view that is made again, if a function with
             several results is in its history: such backwards are not cut. Strides of dimensions of one

@@ -112,11 +112,15 @@ class Program:
             held=leaves,
             left_out=self.left_out,
             other_kinds=self.other_kinds,
-            mixes=any(
-                f"{each.__name__}.apply(" in line for line in self.statements for each in OF_SEVERAL_RESULTS
-            ),
+            mixes=self.mixes_gradients(),
             lenient=True,
         )
+
+    def mixes_gradients(self) -> bool:
+        """Whether it calls a function that may tell None from zeros, see `Scene.mixes`."""
+        body = "".join(self.statements)
+        several = any(f"{function.__name__}.apply(" in body for function in OF_SEVERAL_RESULTS)
+        return several or ("_foreach" in body and ".apply(" in body)
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""

@@ -108,6 +108,33 @@ def test_non_leaves_that_no_gradient_passes_get_none():
     assert_equal_grads(lambda x, y: torch._foreach_mul([x, y], 2.0)[1], use)
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1)])
+def test_a_foreach_operator_sends_zeros_through_functions(chosen):
+    """To a function of the user's it sends nothing, of which that makes zeros."""
+
+    def program(x, y):
+        twice = Twice.apply(x)
+        return twice, torch._foreach_mul([twice, y], 2.0)[1]
+
+    def use(call):
+        x, y = leaf(), leaf()
+        outs = call(x, y)
+        torch.autograd.backward([outs[k].sum() for k in chosen])
+        return [x.grad, y.grad]
+
+    assert_equal_grads(program, use)
+
+
 def test_outputs_that_are_left_out_do_not_poison_the_others():
     """Zero times infinity is no number; eager never computes it."""
 
