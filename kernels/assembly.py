@@ -16,7 +16,7 @@ from aotdist.kernels.rule import Point, val_of
 from aotdist.kernels.space import Group
 
 _MAX_WORDS = 4
-_COPIES = frozenset({"convert_element_type", "_to_copy", "clone"})
+_COPIES = frozenset({"convert_element_type", "_to_copy", "clone", "copy"})
 """Words that say nothing of a kernel that does something else besides."""
 
 

@@ -203,6 +203,12 @@ def _copy(reader: Reader, node: Node, point: Point) -> Expr:
     return operand(reader, node.args[0], point, val_of(node).dtype)
 
 
+def _overwritten(reader: Reader, node: Node, point: Point) -> Expr:
+    """The second argument, in the layout of the first."""
+    dtype: torch.dtype = val_of(node).dtype
+    return reader.rounded(operand(reader, node.args[1], point, dtype), dtype)
+
+
 def _converted(reader: Reader, node: Node, point: Point) -> Expr:
     dtype: torch.dtype = val_of(node).dtype
     return reader.rounded(operand(reader, node.args[0], point, dtype), dtype)
@@ -262,6 +268,7 @@ RULES: dict[OpOverload, Rule] = {
     aten.bitwise_right_shift.Tensor_Scalar: _pointwise(_shifted("shift right"), 1),
     aten.where.self: Pointwise(_where),
     aten.clone.default: Pointwise(_copy, is_cheap=True),
+    aten.copy.default: Pointwise(_overwritten),
     aten.lift_fresh_copy.default: Pointwise(_copy, is_cheap=True),
     aten._to_copy.default: Pointwise(_converted, is_cheap=True),
     prims.convert_element_type.default: Pointwise(_converted, is_cheap=True),

@@ -68,9 +68,17 @@ class TritonBackend:
 
 
 _KEPT = frozenset(
-    {torch.ops.aten.max_pool2d_with_indices.default, torch.ops.aten.max_pool3d_with_indices.default}
+    {
+        torch.ops.aten.max_pool2d_with_indices.default,
+        torch.ops.aten.max_pool3d_with_indices.default,
+        torch.ops.aten.embedding_dense_backward.default,
+    }
 )
-"""Operators whose decomposition asks Inductor how it would lower them."""
+"""What Inductor's decompositions take apart and libraries do better.
+
+Those of pools ask Inductor how it would lower them. That of an embedding's gradient adds up what arrives for
+one row in any order; the library sorts it first, so that its sums are the same in every run.
+"""
 
 
 def with_kernels(graph: Graph, *, keeps_casts: bool, label: str) -> Fused:
