@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aotdist.kernels import columns, launching, splitting
 from tests.kernels.reference import assert_same
 
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -52,12 +53,19 @@ UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "x > 0 ? x : -1": lambda x: torch.where(x > 0, x, -1.0),
     "clone": torch.clone,
     "contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
-    "softmax": lambda x: x.softmax(-1),
-    "layer norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
     "zeros": torch.zeros_like,
     "position": lambda x: x + torch.arange(x.shape[-1], dtype=x.dtype),
     "flip": lambda x: x.flip(0),
     "pad": lambda x: torch.nn.functional.pad(x, (1, 2)),
+}
+ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "log softmax": lambda x: x.log_softmax(-1),
+    "layer norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    "RMS norm": lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:]),
+    "softmax and its columns": lambda x: _with_columns(x.softmax(-1)),
+    "layer norm and its columns": lambda x: _with_columns(torch.nn.functional.layer_norm(x, x.shape[-1:])),
+    "rows less their sums, and columns": lambda x: _with_columns(x * 2 - x.sum(-1, keepdim=True)),
 }
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "first and last swapped": lambda x: x.transpose(0, -1),
@@ -72,16 +80,24 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "thirds": lambda x: x.reshape(-1, 3) if x.numel() % 3 == 0 else x,
     "second of a split": lambda x: x.chunk(2, -1)[-1],
 }
+
+
+def _with_columns(x: torch.Tensor) -> torch.Tensor:
+    """More than a tensor: the sums of all its rows, to each of them."""
+    return x + x.reshape(-1, x.shape[-1]).sum(0)
+
+
 REDUCTIONS = ("sum", "mean", "amax", "amin", "var")
+KINDS = ("unary", "unary", "view", "binary", "binary", "rows", "rows", "reduction", "join", "index")
 
 
 @st.composite
 def step_of(draw: st.DrawFn) -> tuple[str, Step]:
-    kind = draw(st.sampled_from(["unary", "unary", "view", "binary", "binary", "reduction", "join", "index"]))
+    kind = draw(st.sampled_from(KINDS))
     one, other = draw(st.integers(0, 30)), draw(st.integers(0, 30))
     match kind:
-        case "unary" | "view":
-            table = UNARY if kind == "unary" else VIEWS
+        case "unary" | "view" | "rows":
+            table = {"unary": UNARY, "view": VIEWS, "rows": ROWS}[kind]
             name = draw(st.sampled_from(sorted(table)))
             return f"{name} of {one}", lambda pool: table[name](pool[one % len(pool)])
         case "binary":
@@ -157,3 +173,16 @@ def test_in_double(program: Program, sizes: list[int], transposed: bool, grad: b
 def test_in_single(program: Program, sizes: list[int], transposed: bool, grad: bool) -> None:
     given_tensors = tensors(sizes, torch.float32, transposed=transposed, grad=grad)
     assert_same(program, *given_tensors, rtol=1e-3, atol=1e-4)
+
+
+@Given
+def test_in_small_pieces(program: Program, sizes: list[int], transposed: bool, grad: bool) -> None:
+    """What large tensors meet: rows in parts, rows that no block holds, sums in two stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "MIN_PARTS", 2)
+        patch.setattr(columns, "MAX_PARTS", 4)
+        patch.setattr(splitting, "MIN_ELEMENTS", 8)
+        patch.setattr(launching, "MAX_PERSISTENT", 4)
+        patch.setattr(launching, "MAX_PERSISTENT_COLUMN", 2)
+        patch.setattr(launching, "_LOOPED_BLOCK", 4)
+        assert_same(program, *tensors(sizes, torch.float64, transposed=transposed, grad=grad))
