@@ -20,7 +20,8 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.access import VECTOR_BYTES, axes_of, fast_axis, reads, vector_length, writes
-from aotdist.kernels.emission import EmittedKernel, loaded
+from aotdist.kernels.emission import loaded
+from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.helpers import HELPERS
 from aotdist.kernels.index import Index
 from aotdist.kernels.launching import blocks_of
@@ -87,7 +88,7 @@ def compile_kernel(emitted: EmittedKernel, target: Target) -> Binary:
         BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.
     """
     check(target)
-    name = emitted.kernel.name
+    name = emitted.printed.name
     function = loaded(f"{HELPERS}\n\n{emitted.printed.source}", f"{name} {target}")[name]
     backend, arch = ("cuda", int(target[3:])) if target.startswith("sm_") else ("hip", target)
     made = triton_seam.compiled(
@@ -134,8 +135,8 @@ def check(target: str) -> None:
 
 def pointers_of(emitted: EmittedKernel) -> dict[str, str]:
     """A kernel's tensors in the order of its arguments, with their types as Triton writes them."""
-    loads = {load.buffer: load.stored for load in emitted.kernel.loads()}
-    stores = {store.buffer: store.stored for store in emitted.kernel.stores}
+    loads = {load.buffer: load.stored for member in emitted.members for load in member.loads()}
+    stores = {store.buffer: store.stored for member in emitted.members for store in member.stores}
     return {f"in_{name}": _POINTERS[loads[name]] for name in emitted.printed.inputs} | {
         f"out_{name}": _POINTERS[stores[name]] for name in emitted.printed.outputs
     }

@@ -170,6 +170,28 @@ def _power(value: Expr, exponent: float) -> Expr:
             raise NotEmitted(f"the exponent {exponent}")
 
 
+def _power_of(reader: Reader, node: Node, point: Point) -> Expr:
+    """A number to the power of a tensor, in float64: where it is taken off 1, every digit counts."""
+    base, exponent = node.args
+    dtype: torch.dtype = val_of(node).dtype
+    if dtype is torch.float64 or not dtype.is_floating_point or isinstance(base, Node):
+        raise NotEmitted(f"a power of {dtype}")
+    rounded = torch.tensor(base, dtype=held(dtype)).item()
+    if not 0 < rounded < math.inf:
+        raise NotEmitted(f"the powers of {base}")
+    wide = cast(operand(reader, exponent, point, dtype), torch.float64)
+    power = elementwise("exp2", elementwise("mul", wide, constant(math.log2(rounded), torch.float64)))
+    return reader.rounded(cast(power, dtype), dtype)
+
+
+def _plus_product(total: Expr, one: Expr, other: Expr, *, value: float = 1) -> Expr:
+    return elementwise("add", total, _multiply(_scaled(one, value), other))
+
+
+def _plus_quotient(total: Expr, one: Expr, other: Expr, *, value: float = 1) -> Expr:
+    return elementwise("add", total, elementwise("div", _scaled(one, value), other))
+
+
 def _clamp(value: Expr, low: float | None = None, high: float | None = None) -> Expr:
     if low is not None:
         value = elementwise("max", value, _like(value, low))
@@ -203,7 +225,7 @@ def _copy(reader: Reader, node: Node, point: Point) -> Expr:
     return operand(reader, node.args[0], point, val_of(node).dtype)
 
 
-def _overwritten(reader: Reader, node: Node, point: Point) -> Expr:
+def _copied_to(reader: Reader, node: Node, point: Point) -> Expr:
     """The second argument, in the layout of the first."""
     dtype: torch.dtype = val_of(node).dtype
     return reader.rounded(operand(reader, node.args[1], point, dtype), dtype)
@@ -266,9 +288,12 @@ RULES: dict[OpOverload, Rule] = {
     aten.pow.Tensor_Scalar: _pointwise(_power, 1),
     aten.bitwise_left_shift.Tensor_Scalar: _pointwise(_shifted("shift left"), 1),
     aten.bitwise_right_shift.Tensor_Scalar: _pointwise(_shifted("shift right"), 1),
+    aten.pow.Scalar: Pointwise(_power_of),
+    aten.addcmul.default: _pointwise(_plus_product, 3),
+    aten.addcdiv.default: _pointwise(_plus_quotient, 3),
+    aten.copy.default: Pointwise(_copied_to, is_cheap=True),
     aten.where.self: Pointwise(_where),
     aten.clone.default: Pointwise(_copy, is_cheap=True),
-    aten.copy.default: Pointwise(_overwritten),
     aten.lift_fresh_copy.default: Pointwise(_copy, is_cheap=True),
     aten._to_copy.default: Pointwise(_converted, is_cheap=True),
     prims.convert_element_type.default: Pointwise(_converted, is_cheap=True),

@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import linecache
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from aotdist.kernels import triton_seam
 from aotdist.kernels.assembly import assemble
+from aotdist.kernels.bundling import bundled
 from aotdist.kernels.columns import cut_columns
+from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.helpers import HELPERS
-from aotdist.kernels.ir import Kernel
-from aotdist.kernels.launching import Config, Launch, Result, config_of, is_persistent, launch_of
+from aotdist.kernels.in_place import overwritten
+from aotdist.kernels.launching import Launch, Result, blocks_of, config_of, is_persistent
 from aotdist.kernels.online import online
-from aotdist.kernels.printing import Printed, print_kernel
+from aotdist.kernels.printing import print_kernel
 from aotdist.kernels.rule import val_of
+from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.space import Group
 from aotdist.kernels.traffic import bytes_moved
 from aotdist.program import Graph
 from aotdist.torch_seam import graph_module
 
 _serial = itertools.count()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EmittedKernel:
-    """One kernel of a graph.
-
-    Args:
-        kernel: what it computes.
-        printed: its source.
-        config: its blocks.
-        nodes: the nodes that it computes, in order.
-        num_bytes: what it reads and writes.
-    """
-
-    kernel: Kernel
-    printed: Printed
-    config: Config
-    nodes: tuple[Node, ...]
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +70,13 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
         _emit(chosen, group, at, num_elements, keeps_casts=keeps_casts)
         for at, group in enumerate(chosen.groups)
     ]
+    kernels = bundled(Schedule(graph, kernels, fixed), kernels, fixed)
+    schedule = Schedule(graph, kernels, fixed)
     source = "\n\n".join([HELPERS, *(one.printed.source for one in kernels)])
     functions = loaded(source, label)
-    schedule = _Schedule(graph, kernels, fixed)
-    copies = _Copies(schedule.by_name, functions)
-    for unit in schedule.in_order():
-        copies.add(unit)
+    copies = _Copies(schedule.by_name, functions, overwritten(graph, schedule, fixed))
+    for step in schedule.in_order():
+        copies.add(step)
     gm = graph_module(graph.gm, copies.graph)
     return Fused(Graph(gm, graph.ins, graph.outs), kernels, source, chosen.reasons)
 
@@ -120,7 +104,7 @@ def _emit(
     printed = print_kernel(kernel, is_persistent=is_persistent(kernel))
     config = config_of(kernel, is_interpreted=triton_seam.is_interpreting(), contracts=not keeps_casts)
     nodes = tuple(sorted(group.nodes()))
-    return EmittedKernel(kernel, printed, config, nodes, bytes_moved(kernel, num_elements))
+    return EmittedKernel((kernel,), printed, config, nodes, bytes_moved(kernel, num_elements))
 
 
 def loaded(source: str, label: str) -> Mapping[str, Any]:
@@ -139,86 +123,32 @@ def loaded(source: str, label: str) -> Mapping[str, Any]:
     return namespace
 
 
-_Unit: TypeAlias = EmittedKernel | Node
-
-
-class _Schedule:
-    """What runs, in an order: as the nodes stood, a kernel at the place of its last node."""
-
-    def __init__(self, graph: Graph, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]) -> None:
-        nodes = list(graph.gm.graph.nodes)
-        self.by_name: dict[str, Node] = {node.name: node for node in nodes}
-        self._position = {node: at for at, node in enumerate(nodes)}
-        self._unit: dict[Node, _Unit] = {node: node for node in nodes}
-        self._unit.update({self.by_name[name]: one for one in kernels for name in one.printed.outputs})
-        self._after_fixed = dict(zip(fixed[1:], fixed, strict=False))
-        arguments = [node for node in nodes if node.op in ("placeholder", "get_attr")]
-        self._live = self._needed([*arguments, *fixed, graph.gm.graph.output_node()])
-
-    def in_order(self) -> Iterator[_Unit]:
-        """Every unit that is needed, after those that it needs."""
-        waits = {unit: set(self._needs(unit)) for unit in self._live}
-        users: dict[_Unit, list[_Unit]] = {}
-        for unit, needed in waits.items():
-            for other in needed:
-                users.setdefault(other, []).append(unit)
-        ready = [(self._place(unit), unit) for unit, needed in waits.items() if not needed]
-        heapq.heapify(ready)
-        left = len(self._live)
-        while ready:
-            _, unit = heapq.heappop(ready)
-            yield unit
-            left -= 1
-            for user in users.get(unit, ()):
-                waits[user].discard(unit)
-                if not waits[user]:
-                    heapq.heappush(ready, (self._place(user), user))
-        assert left == 0, f"{left} units wait for each other"
-
-    def _place(self, unit: _Unit) -> int:
-        nodes = (unit,) if isinstance(unit, Node) else unit.nodes
-        return max(self._position[node] for node in nodes)
-
-    def _needs(self, unit: _Unit) -> list[_Unit]:
-        if isinstance(unit, EmittedKernel):
-            return [self._unit[self.by_name[name]] for name in unit.printed.inputs]
-        before = [self._after_fixed[unit]] if unit in self._after_fixed else []
-        return [self._unit[node] for node in (*unit.all_input_nodes, *before)]
-
-    def _needed(self, roots: Iterable[Node]) -> dict[_Unit, None]:
-        found: dict[_Unit, None] = {}
-        stack = [self._unit[root] for root in reversed(list(roots))]
-        while stack:
-            unit = stack.pop()
-            if unit not in found:
-                found[unit] = None
-                stack.extend(self._needs(unit))
-        return found
-
-
 class _Copies:
-    """A new graph, unit by unit."""
+    """A new graph, step by step."""
 
-    def __init__(self, by_name: Mapping[str, Node], functions: Mapping[str, Any]) -> None:
+    def __init__(
+        self, by_name: Mapping[str, Node], functions: Mapping[str, Any], overwritten: Mapping[Node, Node]
+    ) -> None:
         self.graph = torch.fx.Graph()
+        self._overwritten = overwritten
         self._by_name = by_name
         self._functions = functions
         self._copy_of: dict[Node, Node] = {}
 
-    def add(self, unit: _Unit) -> None:
-        """Put a unit at the end."""
-        if isinstance(unit, Node):
-            self._copy_of[unit] = self.graph.node_copy(unit, self._copy_of.__getitem__)
+    def add(self, step: Step) -> None:
+        """Put a step at the end."""
+        if isinstance(step, Node):
+            self._copy_of[step] = self.graph.node_copy(step, self._copy_of.__getitem__)
             return
-        written = [self._by_name[name] for name in unit.printed.outputs]
-        inputs = tuple(self._copy_of[self._by_name[name]] for name in unit.printed.inputs)
+        written = [self._by_name[name] for name in step.printed.outputs]
+        inputs = tuple(self._copy_of[self._by_name[name]] for name in step.printed.inputs)
         call = self.graph.create_node(
             "call_function",
-            self._launch(unit, written),
+            self._launch(step, written),
             inputs,
-            name=written[0].name if len(written) == 1 else unit.kernel.name,
+            name=written[0].name if len(written) == 1 else step.printed.name,
         )
-        call.meta = {key: value for key, value in unit.nodes[-1].meta.items() if key != "val"}
+        call.meta = {key: value for key, value in step.nodes[-1].meta.items() if key != "val"}
         picks = [call]
         if len(written) > 1:
             picks = [
@@ -229,7 +159,13 @@ class _Copies:
             pick.meta = dict(node.meta)
             self._copy_of[node] = pick
 
-    def _launch(self, unit: EmittedKernel, written: Sequence[Node]) -> Launch:
-        results = [Result(tuple(v.shape), tuple(v.stride()), v.dtype) for v in map(val_of, written)]
-        function = self._functions[unit.kernel.name]
-        return launch_of(unit.kernel, function, unit.config, results, val_of(written[0]).device)
+    def _launch(self, step: EmittedKernel, written: Sequence[Node]) -> Launch:
+        function, device = self._functions[step.printed.name], val_of(written[0]).device
+        results = tuple(self._result(node, step.printed.inputs) for node in written)
+        blocks, options = blocks_of(step.kernel, step.config), step.config.options
+        return Launch(step.printed.name, function, step.num_blocks, blocks, options, results, device)
+
+    def _result(self, node: Node, inputs: Sequence[str]) -> Result:
+        val, old = val_of(node), self._overwritten.get(node)
+        into = None if old is None else inputs.index(old.name)
+        return Result(tuple(val.shape), tuple(val.stride()), val.dtype, into)

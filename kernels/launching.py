@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,11 +114,19 @@ def num_blocks_of(kernel: Kernel, config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that a kernel writes."""
+    """A tensor that a kernel writes.
+
+    Args:
+        sizes: its sizes.
+        strides: its strides.
+        dtype: of its elements.
+        into: which of the tensors that the kernel reads it takes the place of; None for memory of its own.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    into: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,21 +160,11 @@ class Launch:
         """Launch it on what it reads."""
         written = tuple(
             torch.empty_strided(result.sizes, result.strides, dtype=result.dtype, device=self.device)
+            if result.into is None
+            else inputs[result.into]
             for result in self.results
         )
         if self.num_blocks:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 self.function[(self.num_blocks,)](*inputs, *written, **self.blocks, **self.options)
         return written[0] if len(written) == 1 else written
-
-
-def launch_of(
-    kernel: Kernel,
-    function: Callable[..., Any],
-    config: Config,
-    results: Sequence[Result],
-    device: torch.device,
-) -> Launch:
-    """What runs `kernel`, compiled as `function`."""
-    blocks, num_blocks = blocks_of(kernel, config), num_blocks_of(kernel, config)
-    return Launch(kernel.name, function, num_blocks, blocks, config.options, tuple(results), device)

@@ -31,7 +31,9 @@ from aotdist.kernels.ir import (
 )
 from aotdist.kernels.spelling import TYPES, block_of, number, spelled
 
-_LARGE = 2**31
+BLOCK_NUMBER = "tl.program_id(0)"
+LARGE = 2**31
+"""Beyond 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,26 @@ class Printed:
     """A kernel as text.
 
     Args:
-        source: a function for `triton.jit`, with its decorator.
+        name: of the function.
         inputs: names of the tensors that it reads, in the order of its arguments.
         outputs: names of those that it writes, after them.
+        blocks: its last arguments, which are constants.
+        body: its lines.
     """
 
-    source: str
+    name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    blocks: tuple[str, ...]
+    body: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        """A function for `triton.jit`, with its decorator."""
+        tensors = (*(f"in_{name}" for name in self.inputs), *(f"out_{name}" for name in self.outputs))
+        arguments = ", ".join([*tensors, *(f"{block}: tl.constexpr" for block in self.blocks)])
+        header = f"@triton.jit\ndef {self.name}({arguments}):"
+        return "\n".join([header, *(f"    {line}" for line in self.body)]) + "\n"
 
 
 def print_kernel(kernel: Kernel, *, is_persistent: bool) -> Printed:
@@ -58,12 +72,9 @@ def print_kernel(kernel: Kernel, *, is_persistent: bool) -> Printed:
     """
     inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))
     outputs = tuple(store.buffer for store in kernel.stores)
-    arguments = [*(f"in_{name}" for name in inputs), *(f"out_{name}" for name in outputs)]
-    blocks = ["XBLOCK: tl.constexpr", *(["RBLOCK: tl.constexpr"] if kernel.r else [])]
-    writer = _Writer(kernel)
-    body = list(_body(writer, is_persistent=is_persistent))
-    header = f"@triton.jit\ndef {kernel.name}({', '.join([*arguments, *blocks])}):"
-    return Printed("\n".join([header, *(f"    {line}" for line in body)]) + "\n", inputs, outputs)
+    blocks = ("XBLOCK", "RBLOCK") if kernel.r else ("XBLOCK",)
+    body = tuple(_body(_Writer(kernel), is_persistent=is_persistent))
+    return Printed(kernel.name, inputs, outputs, blocks, body)
 
 
 def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
@@ -121,7 +132,7 @@ class _Writer:
             for var in variables
         }
         largest = max((index.bounds[1] for index in kernel.indices()), default=0)
-        self._is_large = max(largest, kernel.num_results) >= _LARGE
+        self._is_large = max(largest, kernel.num_results) >= LARGE
 
     def x(self) -> Iterator[str]:
         """The places of the block's results."""
@@ -134,7 +145,7 @@ class _Writer:
         yield from self._digits("x", self.kernel.x)
 
     def _program(self) -> str:
-        return "tl.program_id(0).to(tl.int64)" if self._is_large else "tl.program_id(0)"
+        return f"{BLOCK_NUMBER}.to(tl.int64)" if self._is_large else BLOCK_NUMBER
 
     def r(self) -> Iterator[str]:
         """The places of the block along what is reduced."""

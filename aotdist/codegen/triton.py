@@ -19,7 +19,7 @@ from aotdist.codegen.fx import print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
-from aotdist.kernels import triton_seam
+from aotdist.kernels import foreach, triton_seam
 from aotdist.kernels.emission import Fused, fuse
 from aotdist.kernels.splitting import split_reductions
 from aotdist.partition.traits import is_collective, is_random
@@ -50,8 +50,9 @@ class TritonBackend:
             )
 
     def decompositions(self) -> Decompositions:
-        """Inductor's table: what is left are the operators that kernels or libraries are written for."""
-        return {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
+        """Inductor's table, and foreach operators by tensor: what is left has kernels, or libraries."""
+        of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
+        return {**of_operators, **foreach.decompositions()}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """The graph itself."""
@@ -98,9 +99,9 @@ def with_kernels(graph: Graph, *, keeps_casts: bool, label: str) -> Fused:
 def _summary(fused: Fused) -> Fusion:
     kernels = (
         KernelSummary(
-            one.kernel.name,
+            one.printed.name,
             tuple(_operator(node) for node in one.nodes),
-            one.kernel.num_results,
+            one.num_results,
             one.kernel.num_reduced,
             one.num_bytes,
         )

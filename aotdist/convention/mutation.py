@@ -25,11 +25,14 @@ from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves
 
 
 def write_plain(target: torch.Tensor, value: torch.Tensor, bumps: int) -> None:
-    """Let `target` hold `value`, without history, and count `bumps` more writes (none for `.data`)."""
+    """Let `target` hold `value`, without history, and count `bumps` more writes (none for `.data`).
+
+    A value that a kernel stored there already is the target itself; `copy_` knows that.
+    """
     if bumps:
         target.copy_(value)
         bump(target, bumps - 1)
-    else:
+    elif value is not target:
         target.data.copy_(value)
 
 

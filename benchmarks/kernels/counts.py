@@ -9,8 +9,7 @@ import torch
 from aotdist.codegen.contract import Kind
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Target, compile_kernel, num_vectors
-from aotdist.kernels.emission import EmittedKernel
-from aotdist.kernels.launching import num_blocks_of
+from aotdist.kernels.emitted import EmittedKernel
 from aotdist.program import Graph
 from benchmarks.kernels.graphs import graphs_of
 from benchmarks.kernels.models import Model
@@ -87,10 +86,10 @@ def _counted_graph(model: str, precision: str, kind: Kind, graph: Graph, target:
 def _counted(emitted: EmittedKernel, target: Target) -> Counted:
     kernel, binary = emitted.kernel, compile_kernel(emitted, target)
     return Counted(
-        name=kernel.name,
-        num_results=kernel.num_results,
+        name=emitted.printed.name,
+        num_results=emitted.num_results,
         num_reduced=kernel.num_reduced,
-        num_blocks=num_blocks_of(kernel, emitted.config),
+        num_blocks=emitted.num_blocks,
         num_tensors=len(emitted.printed.inputs) + len(emitted.printed.outputs),
         num_bytes=emitted.num_bytes,
         registers=binary.registers,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Binary, Target, compile_kernel, num_vectors
-from aotdist.kernels.emission import EmittedKernel
+from aotdist.kernels.emitted import EmittedKernel
 from benchmarks.kernels.graphs import graphs_of
 from benchmarks.models import Block, LlamaShape
 
@@ -86,7 +86,7 @@ def main(target: Target) -> None:
     for label, emitted in kernels():
         count += 1
         for fault in faults(emitted, compile_kernel(emitted, target)):
-            print(f"{label}: {emitted.kernel.name} {fault}\n{emitted.config}\n{emitted.printed.source}")
+            print(f"{label}: {emitted.printed.name} {fault}\n{emitted.config}\n{emitted.printed.source}")
     print(f"{count} kernels")
 
 

@@ -1,0 +1,258 @@
+"""Puts kernels into one launch that compute the same over different tensors.
+
+An optimizer's step is one kernel for each parameter, and a launch costs more than most of them run. Two
+kernels are alike if their sources say the same but for names of tensors and whole numbers (sizes, strides,
+offsets). Alike kernels that need not wait for each other become one: its blocks are dealt out to its members
+in order, and each block begins by choosing the tensors and numbers of the member that it works for.
+
+Everything that is chosen stands in the launch's own arguments and code, so nothing is copied to the GPU for
+it, results do not differ from run to run, and pointers stay as aligned as they were.
+
+No launch waits for long: its members hold nothing large for each other, or are read by one node. And none
+makes a fixed node wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels.access import reads, vector_length, writes
+from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.launching import Config, is_persistent, num_blocks_of
+from aotdist.kernels.printing import BLOCK_NUMBER, LARGE, Printed
+from aotdist.kernels.rule import val_of
+from aotdist.kernels.scheduling import Schedule, Step
+from aotdist.kernels.uses import num_bytes
+
+MAX_TENSORS = 480
+"""Of a launch: its arguments fill 4 KiB, the most that every GPU takes, with two that Triton adds."""
+SMALL_BYTES = 2**20
+"""What may be kept a while longer."""
+
+_CHOSEN = re.compile(r"\b(?:in|out)_\w+|(?<![\w.-])\d+(?![\w.])")
+"""Tensors and whole numbers in a kernel's source; not the digits of other numbers (`0.5`, `1e-08`)."""
+
+
+_Bundle: TypeAlias = Sequence[EmittedKernel]
+
+
+def bundled(
+    schedule: Schedule, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]
+) -> list[EmittedKernel]:
+    """The kernels of a graph, in which alike ones are one.
+
+    Args:
+        schedule: of the graph.
+        kernels: as fusion made them.
+        fixed: nodes that keep their order, and wait no longer than they must.
+    """
+    order = _Order(schedule, fixed)
+    by_likeness: dict[_Likeness, list[EmittedKernel]] = {}
+    for kernel in kernels:
+        by_likeness.setdefault(_likeness(kernel, schedule.by_name), []).append(kernel)
+    found: list[_Bundle] = []
+    for alike in by_likeness.values():
+        found += _bundles(order, alike)
+    made = [_one(bundle) if len(bundle) > 1 else bundle[0] for bundle in found]
+    return sorted(made, key=lambda kernel: kernel.nodes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Likeness:
+    """What kernels of one launch have in common.
+
+    Args:
+        body: the lines, without what is chosen.
+        dtypes: of the tensors, in the order of the arguments.
+        lengths: how many elements a thread may take of each at once: numbers that are chosen must not tell
+            Triton less than those that stand there.
+        config: blocks, but for how many results they have.
+        is_persistent: whether all that is reduced is held in one block.
+        device: where.
+    """
+
+    body: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    lengths: tuple[int, ...]
+    config: Config
+    is_persistent: bool
+    device: torch.device
+
+
+def _likeness(emitted: EmittedKernel, by_name: Mapping[str, Node]) -> _Likeness:
+    kernel, printed = emitted.kernel, emitted.printed
+    tensors = [val_of(by_name[name]) for name in (*printed.inputs, *printed.outputs)]
+    return _Likeness(
+        tuple(_CHOSEN.sub(_kind, line) for line in printed.body),
+        tuple(tensor.dtype for tensor in tensors),
+        tuple(vector_length(kernel, index, dtype) for index, dtype in (*reads(kernel), *writes(kernel))),
+        emitted.config if kernel.p is not None else replace(emitted.config, xblock=1),
+        is_persistent(kernel),
+        tensors[-1].device,
+    )
+
+
+def _kind(chosen: re.Match[str]) -> str:
+    """What stands for a tensor or a number; one beyond 32 bits, which is of another type, stays."""
+    text = chosen[0]
+    if not text.isdigit():
+        return "?in" if text.startswith("in_") else "?out"
+    return text if int(text) >= LARGE else "?"
+
+
+def _bundles(order: _Order, alike: Sequence[EmittedKernel]) -> list[_Bundle]:
+    """Alike kernels, each with as many of the others as may run with it."""
+    bundles: list[_Bundle] = []
+    for kernel in alike:
+        for at, bundle in enumerate(bundles):
+            if _num_tensors((*bundle, kernel)) <= MAX_TENSORS and order.may_run_as_one(bundle, (kernel,)):
+                bundles[at] = order.merge(bundle, (kernel,))
+                break
+        else:
+            bundles.append((kernel,))
+    return bundles
+
+
+def _num_tensors(bundle: Iterable[EmittedKernel]) -> int:
+    inputs = {name for emitted in bundle for name in emitted.printed.inputs}
+    return len(inputs) + sum(len(emitted.printed.outputs) for emitted in bundle)
+
+
+class _Order:
+    """What has to run before what, while kernels become one."""
+
+    def __init__(self, schedule: Schedule, fixed: Iterable[Node]) -> None:
+        self._schedule = schedule
+        self._fixed = set(fixed)
+        self._position = {step: at for at, step in enumerate(schedule.in_order())}
+        self._together: dict[Step, _Bundle] = {}
+        self._after: dict[Step, dict[Step, None]] = {step: {} for step in self._position}
+        for step in self._position:
+            for other in schedule.needs(step):
+                self._after[other][step] = None
+
+    def may_run_as_one(self, one: _Bundle, other: _Bundle) -> bool:
+        """Whether two bundles need not wait for each other, and nothing large or fixed has to for them."""
+        steps = (*one, *other)
+        if any(step not in self._position for step in steps):
+            return False  # of what nobody reads
+        is_read_together = bool(self._readers(one) & self._readers(other))
+        if not is_read_together and not all(self._holds_little(step) for step in steps):
+            return False
+        last = max(self._position[step] for step in steps)
+        later = set[Step]()
+        stack: list[Step] = [*self._following(steps)]
+        while stack:
+            step = stack.pop()
+            if step in steps or (step in self._fixed and self._position[step] < last):
+                return False
+            if step not in later:
+                later.add(step)
+                stack.extend(self._following(self._together.get(step, (step,))))
+        return True
+
+    def merge(self, one: _Bundle, other: _Bundle) -> _Bundle:
+        """Have two bundles run as one."""
+        both = (*one, *other)
+        self._together.update(dict.fromkeys(both, both))
+        return both
+
+    def _following(self, steps: Iterable[Step]) -> Iterator[Step]:
+        return itertools.chain.from_iterable(self._after[step] for step in steps)
+
+    def _readers(self, bundle: _Bundle) -> set[Step]:
+        """Who reads a bundle, within the graph."""
+        return {
+            step for step in self._following(bundle) if isinstance(step, EmittedKernel) or step.op != "output"
+        }
+
+    def _holds_little(self, kernel: EmittedKernel) -> bool:
+        """Whether a kernel could as well run first or last: what is large is an argument, or a result."""
+        read, written = (
+            [self._schedule.by_name[name] for name in names]
+            for names in (kernel.printed.inputs, kernel.printed.outputs)
+        )
+        is_given = all(node.op in ("placeholder", "get_attr") or _is_small(node) for node in read)
+        return is_given and all(_is_small(node) or _is_result(node) for node in written)
+
+
+def _is_small(node: Node) -> bool:
+    return num_bytes(node) <= SMALL_BYTES
+
+
+def _is_result(node: Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _one(bundle: _Bundle) -> EmittedKernel:
+    """A bundle as one launch."""
+    config = replace(bundle[0].config, xblock=max(emitted.config.xblock for emitted in bundle))
+    members = tuple(member for emitted in bundle for member in emitted.members)
+    nodes = tuple(sorted(node for emitted in bundle for node in emitted.nodes))
+    return EmittedKernel(
+        members, _printed(bundle, config), config, nodes, sum(emitted.num_bytes for emitted in bundle)
+    )
+
+
+def _printed(bundle: _Bundle, config: Config) -> Printed:
+    """The source of the first, with names for what the others have otherwise, after a choice of these."""
+    first = bundle[0].printed
+    columns = list(zip(*(_chosen(emitted.printed) for emitted in bundle), strict=True))
+    names: dict[tuple[str, ...], str] = {}
+    for column in columns:
+        if len(set(column)) > 1 and column not in names:
+            names[column] = f"{'number' if column[0].isdigit() else 'tensor'}{len(names)}"
+    texts = [names[column] if column in names else column[0] for column in columns]
+    body = _with_chosen(first.body, texts)
+    starts = list(
+        itertools.accumulate((num_blocks_of(emitted.kernel, config) for emitted in bundle[:-1]), initial=0)
+    )
+    choices = [
+        [f"first = {start}", *(f"{name} = {column[at]}" for column, name in names.items())]
+        for at, start in enumerate(starts)
+    ]
+    return Printed(
+        f"{first.name}_x{len(bundle)}",
+        tuple(dict.fromkeys(name for emitted in bundle for name in emitted.printed.inputs)),
+        tuple(name for emitted in bundle for name in emitted.printed.outputs),
+        first.blocks,
+        (
+            f"block = {BLOCK_NUMBER}",
+            *_choice(starts, choices),
+            *(line.replace(BLOCK_NUMBER, "(block - first)") for line in body),
+        ),
+    )
+
+
+def _chosen(printed: Printed) -> list[str]:
+    """The tensors and numbers in a source, in order."""
+    return [chosen[0] for line in printed.body for chosen in _CHOSEN.finditer(line)]
+
+
+def _with_chosen(body: Iterable[str], texts: Iterable[str]) -> list[str]:
+    """Lines with other texts in the place of tensors and numbers."""
+    left = iter(texts)
+
+    def replaced(_: re.Match[str]) -> str:
+        return next(left)
+
+    return [_CHOSEN.sub(replaced, line) for line in body]
+
+
+def _choice(starts: Sequence[int], choices: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines that run one of several choices: the last whose first block does not come after this one."""
+    if len(choices) == 1:
+        yield from choices[0]
+        return
+    half = len(choices) // 2
+    yield f"if block < {starts[half]}:"
+    yield from (f"    {line}" for line in _choice(starts[:half], choices[:half]))
+    yield "else:"
+    yield from (f"    {line}" for line in _choice(starts[half:], choices[half:]))

@@ -1,0 +1,95 @@
+"""New values of inputs are stored where the old ones lie, if nobody misses those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import aotdist
+from benchmarks.models import LlamaShape
+from tests.kernels.optimizers import adamw, state_of
+from tests.kernels.reference import Emissions
+
+_SHAPE = LlamaShape(dim=32, num_layers=1, num_heads=2, vocab=50, sequence=4, batch=1)
+
+
+@pytest.fixture
+def emissions(monkeypatch: pytest.MonkeyPatch) -> Emissions:
+    return Emissions(monkeypatch)
+
+
+def num_stored_in_place(emissions: Emissions) -> int:
+    launches = [node.target for fused in emissions.made for node in fused.graph.gm.graph.nodes]
+    return sum(result.into is not None for launch in launches for result in getattr(launch, "results", ()))
+
+
+def test_a_step_stores_all_that_it_writes_in_place(emissions: Emissions) -> None:
+    expected, found = state_of(_SHAPE), state_of(_SHAPE)
+    for backend, state in (("fx", expected), ("triton", found)):
+        aotdist.compile(adamw, backend=backend, settings={"is_compiling": True})(state)
+    assert num_stored_in_place(emissions) == 4 * len(found["parameters"])
+    torch.testing.assert_close(found["parameters"], expected["parameters"], rtol=2e-6, atol=1e-6)
+    versions = [[tensor._version for tensor in state["parameters"]] for state in (found, expected)]
+    assert versions[0] == versions[1]
+
+
+def _added(x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(2).add_(y)
+    return y.sin()
+
+
+def _also_returned(x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(2)
+    return x + 0
+
+
+def _old_returned(x: Tensor, y: Tensor) -> Tensor:
+    old = x.exp()
+    x.mul_(y)
+    return old
+
+
+def _old_read_by_a_product(x: Tensor, y: Tensor) -> Tensor:
+    product = x @ y
+    x.mul_(2)
+    return product
+
+
+def _old_read_late(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """`sin` and `cos` are one kernel, which runs when `x` has its new value; the product comes after it."""
+    product = x.t() @ y.sin()
+    x.mul_(2)
+    return product, y.cos()
+
+
+def _transposed(x: Tensor, y: Tensor) -> None:
+    x.copy_(x.t() + 1)
+
+
+def _shifted(x: Tensor, y: Tensor) -> None:
+    x[1:].add_(x[:-1].clone())
+
+
+PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], object], int]] = {
+    "added": (_added, 1),
+    "also returned": (_also_returned, 1),
+    "an old value goes on": (_old_returned, 1),
+    "an old value read by a product": (_old_read_by_a_product, 1),
+    "an old value read late": (_old_read_late, 0),
+    "transposed": (_transposed, 0),
+    "shifted": (_shifted, 0),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_old_values_are_not_missed(name: str, emissions: Emissions) -> None:
+    program, num_in_place = PROGRAMS[name]
+    x, y = (torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    expected, found = (x.clone(), y.clone()), (x.clone(), y.clone())
+    results = program(*expected), aotdist.compile(program, backend="triton")(*found)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(results[1], results[0])
+    assert num_stored_in_place(emissions) == num_in_place
