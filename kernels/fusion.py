@@ -42,6 +42,10 @@ MAX_ABSORBED = 16
 MAX_READINGS = 3
 """Of what is computed wherever it is read: that many nodes, read at that many different places."""
 
+MAX_BYTES_READ = 64
+"""By each of two groups, for a byte that is saved if they are one: else they are better two launches, or one
+of `bundling.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -87,7 +91,9 @@ def _merge_all(units: Units) -> None:
     def offer(unit: Unit, others: Iterable[Unit]) -> None:
         for other in others:
             if other is not unit and other.group is not None and unit.group is not None:
-                heapq.heappush(heap, (-_bytes_saved(units, unit, other), next(serial), unit, other))
+                saved = _bytes_saved(units, unit, other)
+                if saved * MAX_BYTES_READ >= min(_bytes_read(units, unit), _bytes_read(units, other)):
+                    heapq.heappush(heap, (-saved, next(serial), unit, other))
 
     for unit in units.in_order():
         offer(unit, sorted(units.producers(unit), key=units.last))
@@ -125,6 +131,10 @@ def _bytes_saved(units: Units, one: Unit, other: Unit) -> int:
     unwritten = [node for node in passed if not units.uses.is_read_outside(node, members)]
     shared = [source for source in first if source in second]
     return sum(num_bytes(node) for node in (*passed, *unwritten, *shared))
+
+
+def _bytes_read(units: Units, unit: Unit) -> int:
+    return sum(num_bytes(source) for source in units.sources(unit))
 
 
 def _merged(units: Units, one: Unit, other: Unit) -> Group | None:

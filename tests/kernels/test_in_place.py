@@ -10,7 +10,7 @@ from torch import Tensor
 
 import aotdist
 from benchmarks.models import LlamaShape
-from tests.kernels.optimizers import adamw, state_of
+from benchmarks.kernels.optimizers import adamw, state_of
 from tests.kernels.reference import Emissions
 
 _SHAPE = LlamaShape(dim=32, num_layers=1, num_heads=2, vocab=50, sequence=4, batch=1)
