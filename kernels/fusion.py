@@ -91,9 +91,7 @@ def _merge_all(units: Units) -> None:
     def offer(unit: Unit, others: Iterable[Unit]) -> None:
         for other in others:
             if other is not unit and other.group is not None and unit.group is not None:
-                saved = _bytes_saved(units, unit, other)
-                if saved * MAX_BYTES_READ >= min(_bytes_read(units, unit), _bytes_read(units, other)):
-                    heapq.heappush(heap, (-saved, next(serial), unit, other))
+                heapq.heappush(heap, (-_bytes_saved(units, unit, other), next(serial), unit, other))
 
     for unit in units.in_order():
         offer(unit, sorted(units.producers(unit), key=units.last))
@@ -133,13 +131,17 @@ def _bytes_saved(units: Units, one: Unit, other: Unit) -> int:
     return sum(num_bytes(node) for node in (*passed, *unwritten, *shared))
 
 
-def _bytes_read(units: Units, unit: Unit) -> int:
-    return sum(num_bytes(source) for source in units.sources(unit))
+def _is_worth_it(units: Units, one: Unit, other: Unit) -> bool:
+    """Whether two groups that are one save some of what either reads."""
+    read = min(sum(num_bytes(source) for source in units.sources(unit)) for unit in (one, other))
+    return _bytes_saved(units, one, other) * MAX_BYTES_READ >= read
 
 
 def _merged(units: Units, one: Unit, other: Unit) -> Group | None:
     """Both groups as one, over the space of the one that reduces, or that runs later."""
-    if len(one.nodes) + len(other.nodes) > MAX_NODES or not units.may_run_as_one(one, other):
+    if len(one.nodes) + len(other.nodes) > MAX_NODES or not _is_worth_it(units, one, other):
+        return None
+    if not units.may_run_as_one(one, other):
         return None
     hosts = sorted((one, other), key=lambda unit: (_reduces(unit), units.last(unit)), reverse=True)
     for merge in (_placed, _absorbed):

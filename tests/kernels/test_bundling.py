@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import aotdist
-from benchmarks.models import LlamaShape
 from benchmarks.kernels.optimizers import STEPS, State, state_of
+from benchmarks.models import LlamaShape
 from tests.kernels.reference import Emissions, assert_same
 
 _SHAPE = LlamaShape(dim=32, num_layers=2, num_heads=2, vocab=50, sequence=4, batch=1)

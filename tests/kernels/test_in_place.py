@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import aotdist
-from benchmarks.models import LlamaShape
 from benchmarks.kernels.optimizers import adamw, state_of
+from benchmarks.models import LlamaShape
 from tests.kernels.reference import Emissions
 
 _SHAPE = LlamaShape(dim=32, num_layers=1, num_heads=2, vocab=50, sequence=4, batch=1)
