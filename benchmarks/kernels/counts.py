@@ -12,7 +12,7 @@ from aotdist.kernels.compilation import Target, compile_kernel, num_vectors
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.program import Graph
 from benchmarks.kernels.graphs import graphs_of
-from benchmarks.kernels.models import Model
+from benchmarks.kernels.models import Model, Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,12 @@ class CountedGraph:
         return sum(kernel.num_bytes for kernel in self.kernels)
 
 
-def count(name: str, model: Model, dtype: torch.dtype, target: Target) -> list[CountedGraph]:
+def count(name: str, model: Model | Optimizer, dtype: torch.dtype, target: Target) -> list[CountedGraph]:
     """A model's graphs."""
     program, inputs = model.program(dtype)
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    return [
-        _counted_graph(name, precision, kind, graph, target) for kind, graph in graphs_of(program, **inputs)
-    ]
+    graphs = graphs_of(program, settings=model.settings, **inputs)
+    return [_counted_graph(name, precision, kind, graph, target) for kind, graph in graphs]
 
 
 def _counted_graph(model: str, precision: str, kind: Kind, graph: Graph, target: Target) -> CountedGraph:

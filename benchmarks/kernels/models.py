@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -14,6 +14,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers
 from torch import Tensor, nn
+
+from benchmarks.kernels.optimizers import STEPS, state_of
 
 BATCH = 4
 _LLAMA_SEQUENCE = 512
@@ -34,6 +36,7 @@ class Model:
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.dtype], dict[str, Tensor]]
     loss: Callable[[Any], Tensor]
+    settings: ClassVar[Mapping[str, Any]] = {}
 
     def program(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """A function from the batch to the loss, and a batch."""
@@ -44,6 +47,27 @@ class Model:
 
     def _loss(self, module: nn.Module, **inputs: Tensor) -> Tensor:
         return self.loss(module(**inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """A step of an optimizer over all parameters of the Llama.
+
+    Args:
+        sizes: in words.
+        step: its name in `benchmarks.kernels.optimizers`.
+    """
+
+    sizes: str
+    step: str
+    settings: ClassVar[Mapping[str, Any]] = {"is_compiling": True}
+    """PyTorch's optimizers ask that before they leave numbers of steps on the device."""
+
+    def program(self, dtype: torch.dtype) -> tuple[Callable[..., object], dict[str, Any]]:
+        """A function that takes a step, and what it takes it with."""
+        with torch.device("meta"):
+            parameters = [parameter.to(dtype) for parameter in _llama().parameters()]
+        return STEPS[self.step], {"state": state_of(parameters)}
 
 
 def _llama() -> nn.Module:
@@ -92,7 +116,7 @@ def _features(dtype: torch.dtype) -> dict[str, Tensor]:
     return {"input": torch.zeros(4096, 1024, dtype=dtype)}
 
 
-MODELS: Mapping[str, Model] = {
+MODELS: Mapping[str, Model | Optimizer] = {
     "Llama": Model(
         "2 layers, hidden 2048, 16 heads (8 of keys and values), intermediate 5632, vocabulary 32000, "
         "batch 4 x 512",
@@ -109,4 +133,8 @@ MODELS: Mapping[str, Model] = {
         _features,
         lambda out: out.float().pow(2).mean(),
     ),
+    "AdamW": Optimizer(
+        "a step over all parameters of the Llama, gradients clipped to a norm", "clipped_adamw"
+    ),
+    "SGD": Optimizer("a step over them with momentum", "sgd"),
 }

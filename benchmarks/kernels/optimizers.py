@@ -1,8 +1,8 @@
-"""Steps of PyTorch's optimizers as functions of tensors, for all parameters of a Llama."""
+"""Steps of PyTorch's optimizers, as functions of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,17 +16,25 @@ State = Mapping[str, list[Tensor]]
 """Parameters, their gradients, and what the optimizer keeps: a list each, in one order."""
 
 
-def state_of(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> State:
-    """Parameters of a Llama, with gradients, moments and numbers of steps."""
-    torch.manual_seed(0)
-    parameters = [parameter.detach().to(dtype) for parameter in Llama(shape).parameters()]
-    return {
-        "parameters": parameters,
-        "gradients": [torch.randn_like(parameter) for parameter in parameters],
-        "means": [torch.randn_like(parameter) for parameter in parameters],
-        "squares": [torch.rand_like(parameter) for parameter in parameters],
-        "steps": [torch.tensor(float(at)) for at in range(len(parameters))],
+def state_of(parameters: Iterable[Tensor]) -> State:
+    """Parameters with gradients, moments and numbers of steps; on the CPU."""
+    own = [torch.empty_like(parameter, device="cpu") for parameter in parameters]
+    rows = {
+        name: [torch.empty_like(parameter) for parameter in own] for name in ("gradients", "means", "squares")
     }
+    return {"parameters": own, **rows, "steps": [torch.zeros(()) for _ in own]}
+
+
+def random_state(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> State:
+    """Such of a small Llama, as they might be after some steps."""
+    torch.manual_seed(0)
+    state = state_of(parameter.detach().to(dtype) for parameter in Llama(shape).parameters())
+    for name in ("parameters", "gradients", "means", "squares"):
+        for tensor in state[name]:
+            tensor.uniform_(0 if name == "squares" else -1, 1)
+    for at, steps in enumerate(state["steps"]):
+        steps.fill_(at)
+    return state
 
 
 def adamw(state: State, *, foreach: bool = True) -> None:
@@ -47,7 +55,9 @@ def adamw_one_by_one(state: State) -> None:
 def clipped_adamw(state: State) -> Tensor:
     """A step of AdamW with gradients whose norm is 1 at most; returns what it was."""
     norm = get_total_norm(state["gradients"], foreach=True)
-    torch._foreach_mul_(state["gradients"], (1.0 / (norm + 1e-6)).clamp(max=1.0))
+    scale = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in state["gradients"]:
+        gradient.mul_(scale)
     adamw(state)
     return norm
 

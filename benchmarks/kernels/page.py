@@ -34,13 +34,14 @@ def _head(target: Target) -> str:
     sizes = "\n".join(f"- **{name}**: {model.sizes}." for name, model in MODELS.items())
     return f"""# Kernels
 
-What `backend="triton"` makes of three models, compiled for {target} without a GPU: nothing ran. Written by
-`make kernels`; do not edit.
+What `backend="triton"` makes of three models and two optimizers, compiled for {target} without a GPU: nothing
+ran. Written by `make kernels`; do not edit.
 
 {sizes}
 
 - **kernels** are launches of ours, **library** are calls of matrix products, attention, convolutions and what
   has no rule. Views are neither. **Inductor** is what it makes of the same Llama: kernels + library.
+- A kernel that ends in `_x21` is 21 kernels of different tensors in one launch.
 - **x** and **r** are how many results a kernel has, and how much it reduces to each. **blocks** run side by
   side, on 132 multiprocessors in an H200.
 - **MB** are those of the tensors that a kernel reads and writes, each element once; **us** are these bytes at

@@ -16,11 +16,15 @@ from torch.nn import functional as F
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Binary, Target, compile_kernel, num_vectors
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.program import Graph
 from benchmarks.kernels.graphs import graphs_of
+from benchmarks.kernels.optimizers import STEPS, random_state
 from benchmarks.models import Block, LlamaShape
 
 _SHAPE = LlamaShape(dim=256, num_heads=2, sequence=128, batch=4)
 MAX_POINTWISE_REGISTERS = 64
+MAX_BUNDLE_REGISTERS = 112
+"""Addresses of tensors to choose from take registers, too."""
 
 
 def _numbers(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -64,15 +68,24 @@ def kernels() -> Iterator[tuple[str, EmittedKernel]]:
             function, args = program(dtype)
             for kind, graph in graphs_of(function, *args, settings={"functional_rng": True}):
                 label = f"{program.__name__} {dtype} {kind}"
-                for emitted in with_kernels(graph, keeps_casts=False, label=label).kernels:
-                    yield label, emitted
+                yield from kernels_of(label, graph)
+    for name, step in STEPS.items():
+        for _, graph in graphs_of(step, random_state(_SHAPE), settings={"is_compiling": True}):
+            yield from kernels_of(name, graph)
+
+
+def kernels_of(label: str, graph: Graph) -> Iterator[tuple[str, EmittedKernel]]:
+    """The kernels of a graph, with where it is from."""
+    for emitted in with_kernels(graph, keeps_casts=False, label=label).kernels:
+        yield label, emitted
 
 
 def faults(emitted: EmittedKernel, binary: Binary) -> Iterator[str]:
     """What is wrong with a kernel."""
     if binary.spilled:
         yield f"spills {binary.spilled} bytes"
-    if not emitted.kernel.r and binary.registers > MAX_POINTWISE_REGISTERS:
+    most = MAX_POINTWISE_REGISTERS if len(emitted.members) == 1 else MAX_BUNDLE_REGISTERS
+    if not emitted.kernel.r and binary.registers > most:
         yield f"takes {binary.registers} registers to no more than go through"
     if binary.target.startswith("sm_"):
         for word, wanted in zip(("LDG", "STG"), num_vectors(emitted), strict=True):

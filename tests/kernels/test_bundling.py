@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import aotdist
-from benchmarks.kernels.optimizers import STEPS, State, state_of
+from benchmarks.kernels.optimizers import STEPS, State, random_state
 from benchmarks.models import LlamaShape
 from tests.kernels.reference import Emissions, assert_same
 
@@ -31,7 +31,7 @@ def tensors(state: State) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_all_parameters_is_few_launches(name: str, emissions: Emissions) -> None:
-    expected, found = state_of(_SHAPE), state_of(_SHAPE)
+    expected, found = random_state(_SHAPE), random_state(_SHAPE)
     settings = {"is_compiling": True}
     step = aotdist.compile(STEPS[name], backend="triton", settings=settings)
     for _ in range(2):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import aotdist
-from benchmarks.kernels.optimizers import adamw, state_of
+from benchmarks.kernels.optimizers import adamw, random_state
 from benchmarks.models import LlamaShape
 from tests.kernels.reference import Emissions
 
@@ -27,7 +27,7 @@ def num_stored_in_place(emissions: Emissions) -> int:
 
 
 def test_a_step_stores_all_that_it_writes_in_place(emissions: Emissions) -> None:
-    expected, found = state_of(_SHAPE), state_of(_SHAPE)
+    expected, found = random_state(_SHAPE), random_state(_SHAPE)
     for backend, state in (("fx", expected), ("triton", found)):
         aotdist.compile(adamw, backend=backend, settings={"is_compiling": True})(state)
     assert num_stored_in_place(emissions) == 4 * len(found["parameters"])
