@@ -23,15 +23,22 @@ def fast_axis(kernel: Kernel) -> Axis:
     return "x" if _bytes_side_by_side(kernel, "x") > _bytes_side_by_side(kernel, "r") else "r"
 
 
+def axis_of(kernel: Kernel, index: Index) -> Axis:
+    """Along which axis neighbouring threads go where they read or write: a tile's may go along either."""
+    if kernel.is_tiled:
+        return "x" if (kernel.x[-1], 1) in index.terms else "r"
+    return fast_axis(kernel)
+
+
 def vector_length(kernel: Kernel, index: Index, dtype: torch.dtype) -> int:
     """How many elements a thread may read or write at once, as far as sizes tell.
 
     Args:
-        kernel: whose; neighbouring threads go along its fast axis.
+        kernel: whose.
         index: where an element lies.
         dtype: of the tensor.
     """
-    return _run_length(_variables(kernel, fast_axis(kernel)), index, VECTOR_BYTES // dtype.itemsize)
+    return _run_length(_variables(kernel, axis_of(kernel, index)), index, VECTOR_BYTES // dtype.itemsize)
 
 
 def reads(kernel: Kernel) -> Iterator[tuple[Index, torch.dtype]]:

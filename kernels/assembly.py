@@ -14,6 +14,7 @@ from aotdist.kernels.ir import Kernel, Store
 from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, val_of
 from aotdist.kernels.space import Group
+from aotdist.kernels.tiling import tiled
 
 _MAX_WORDS = 4
 _COPIES = frozenset({"convert_element_type", "_to_copy", "clone", "copy"})
@@ -45,7 +46,7 @@ def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Ker
     kernel = Kernel(name, group.space.x, group.space.r, tuple(stores))
     if group.folds:
         return _in_parts(collapsed(kernel), rows_folded(next(iter(group.folds))))
-    return collapsed(_by_stride(kernel))
+    return tiled(collapsed(_by_stride(kernel)))
 
 
 def _words(nodes: Iterable[Node]) -> list[str]:

@@ -32,8 +32,8 @@ from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.uses import num_bytes
 
 MAX_TENSORS = 240
-"""Of a launch: the compiler loads many of their addresses ahead. On an H100, a step of AdamW takes 62 registers
-with 240 tensors and 204 with 480."""
+"""Of a launch: the compiler loads many of their addresses ahead. On an H100, a step of AdamW takes 62
+registers with 240 tensors and 204 with 480."""
 SMALL_BYTES = 2**20
 """What may be kept a while longer."""
 
@@ -225,9 +225,9 @@ def _printed(bundle: _Bundle, config: Config) -> Printed:
         tuple(name for emitted in bundle for name in emitted.printed.outputs),
         first.blocks,
         (
-            f"block = {BLOCK_NUMBER}",
+            f"launched = {BLOCK_NUMBER}",
             *_choice(starts, choices),
-            *(line.replace(BLOCK_NUMBER, "(block - first)") for line in body),
+            *(line.replace(BLOCK_NUMBER, "(launched - first)") for line in body),
         ),
     )
 
@@ -253,7 +253,7 @@ def _choice(starts: Sequence[int], choices: Sequence[Sequence[str]]) -> Iterator
         yield from choices[0]
         return
     half = len(choices) // 2
-    yield f"if block < {starts[half]}:"
+    yield f"if launched < {starts[half]}:"
     yield from (f"    {line}" for line in _choice(starts[:half], choices[:half]))
     yield "else:"
     yield from (f"    {line}" for line in _choice(starts[half:], choices[half:]))

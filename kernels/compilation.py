@@ -19,7 +19,7 @@ import torch
 
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
-from aotdist.kernels.access import VECTOR_BYTES, axes_of, fast_axis, reads, vector_length, writes
+from aotdist.kernels.access import VECTOR_BYTES, axes_of, axis_of, reads, vector_length, writes
 from aotdist.kernels.emission import loaded
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.helpers import HELPERS
@@ -153,11 +153,10 @@ def num_vectors(emitted: EmittedKernel) -> tuple[int, int]:
 
 def _num_vectors(emitted: EmittedKernel, accesses: Iterable[tuple[Index, torch.dtype]]) -> int:
     config, total = emitted.config, 0
-    fastest = fast_axis(emitted.kernel)
     for index, dtype in accesses:
         axes, length = axes_of(index), vector_length(emitted.kernel, index, dtype)
         block = (config.xblock if "x" in axes else 1) * (config.rblock if "r" in axes else 1)
-        if fastest in axes and length * dtype.itemsize == VECTOR_BYTES:
+        if axis_of(emitted.kernel, index) in axes and length * dtype.itemsize == VECTOR_BYTES:
             total += block // (32 * config.num_warps * length)
     return total
 

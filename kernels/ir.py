@@ -212,7 +212,7 @@ class Kernel:
     Args:
         name: of the function; what it does, and a number.
         x: the variables that results differ along, the last one fastest.
-        r: the variables that are reduced; none in a kernel without reductions.
+        r: the variables that are reduced, or the columns of tiles in a kernel without reductions.
         stores: what it writes.
         p: the parts that `x` goes through, if rows are added up; each part has as many.
     """
@@ -235,8 +235,13 @@ class Kernel:
 
     @property
     def num_reduced(self) -> int:
-        """Places along `r`; 1 in a kernel without reductions."""
+        """Places along `r`; 1 if there is no such."""
         return math.prod(var.size for var in self.r)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether its blocks are tiles: it has places along `r`, and reduces none of them."""
+        return bool(self.r) and not any(isinstance(part.op, Reduce) for part in self.parts())
 
     def parts(self) -> Iterator[Expr]:
         """Each distinct expression in it, parts before what they are part of."""

@@ -24,6 +24,8 @@ _COLUMNS_BLOCK = 4096
 _MIN_COLUMNS = 16  # 32 bytes, the least that memory is read by, of the narrowest floating point but float8
 _MAX_COLUMNS = 64
 _NUM_MULTIPROCESSORS = 132  # of an H100 or H200
+_TILE = 64
+_INTERPRETED_TILE = 256
 _INTERPRETED_BLOCK = 2**17  # the interpreter pays by the block and not by the element
 
 
@@ -71,6 +73,9 @@ def _blocks(kernel: Kernel, *, is_interpreted: bool) -> Config:
     if not kernel.r:
         block = _INTERPRETED_BLOCK if is_interpreted else _pointwise_block(kernel)
         return Config(min(results, block), 1, 4)
+    if kernel.is_tiled:
+        side = _INTERPRETED_TILE if is_interpreted else _TILE
+        return Config(min(results, side), min(_power_of_two(kernel.num_reduced), side), 4)
     rblock = _power_of_two(kernel.num_reduced) if is_persistent(kernel) else _LOOPED_BLOCK
     if is_interpreted:
         return Config(max(1, min(results, _INTERPRETED_BLOCK // rblock)), rblock, 4)
@@ -109,7 +114,10 @@ def blocks_of(kernel: Kernel, config: Config) -> dict[str, int]:
 
 def num_blocks_of(kernel: Kernel, config: Config) -> int:
     """How many blocks run side by side: one for each part, if there are some."""
-    return -(-kernel.num_results // config.xblock) if kernel.p is None else kernel.p.size
+    if kernel.p is not None:
+        return kernel.p.size
+    num_columns = -(-kernel.num_reduced // config.rblock) if kernel.is_tiled else 1
+    return -(-kernel.num_results // config.xblock) * num_columns
 
 
 @dataclass(frozen=True, slots=True)

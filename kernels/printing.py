@@ -5,6 +5,7 @@ results by a block of what is reduced: persistent, if all that is reduced fits i
 one loop for each level of reductions that need each other (the sum of exponentials needs the maximum), and
 a last one for what they are needed for element by element. A loop computes again what an earlier one
 computed at the same place. One that adds up rows goes through those of its part, a block of rows at a turn.
+One that reduces nothing may have a tile for a block.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aotdist.kernels.access import axes_of, fast_axis, is_divided, vector_length
+from aotdist.kernels.access import axes_of, axis_of, is_divided, vector_length
 from aotdist.kernels.accumulation import all_of, greatest_of, identity, kind_of, lanes_of, one_more
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
 from aotdist.kernels.ir import (
@@ -81,6 +82,9 @@ def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
     kernel = writer.kernel
     if kernel.p is not None:
         yield from writer.rows_of_a_part()
+        return
+    if kernel.is_tiled:
+        yield from writer.tile()
         return
     yield from writer.x()
     if not kernel.r:
@@ -185,6 +189,17 @@ class _Writer:
             name = self._names[expr] = self._name()
             yield f"{name} = tl.sum({total}, 0)[None, :]"
         yield from (self._stored(store, self._names) for store in sums)
+
+    def tile(self) -> Iterator[str]:
+        """All of a kernel of tiles: neighbouring blocks have neighbouring columns."""
+        num_columns = f"tl.cdiv({self.kernel.num_reduced}, RBLOCK)"
+        yield f"block = {self._program()}"
+        yield f"x = block // {num_columns} * XBLOCK + tl.arange(0, XBLOCK)[:, None]"
+        yield from self._x_digits()
+        yield f"r = block % {num_columns} * RBLOCK + tl.arange(0, RBLOCK)[None, :]"
+        yield from self.r()
+        for store in self.kernel.stores:
+            yield from self.store(store)
 
     def store(self, store: Store) -> Iterator[str]:
         """Compute a value and write it."""
@@ -323,7 +338,7 @@ class _Writer:
         if length == 1:
             return text
         along_x = [length, 1] if self.kernel.r else length
-        lengths = along_x if fast_axis(self.kernel) == "x" else [1, length]
+        lengths = along_x if axis_of(self.kernel, index) == "x" else [1, length]
         return f"tl.max_contiguous(tl.multiple_of({text}, {lengths}), {lengths})"
 
     def _index(self, index: Index, names: Mapping[Expr, str]) -> str:

@@ -24,6 +24,10 @@ aten = torch.ops.aten
 MIN_ELEMENTS = 2**15
 """What one block goes through in the time of another launch, or so."""
 MAX_PARTS = 1024
+ROW_LENGTHS = range(512, 8193)
+"""Of rows that are the parts, if there are no more than `MAX_ROWS`: then what computes them row by row, like
+a norm before the largest element of all, may take the first stage with it."""
+MAX_ROWS = 8192
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default}
 _EXTREMES = {
@@ -59,6 +63,9 @@ def _num_parts(node: Node) -> int:
     count = math.prod(source.shape)
     if count < MIN_ELEMENTS or math.prod(result.shape) != 1:
         return 1
+    row = source.shape[-1]
+    if row in ROW_LENGTHS and count // row <= MAX_ROWS:
+        return count // row
     return max(parts for parts in range(1, MAX_PARTS + 1) if count % parts == 0)
 
 

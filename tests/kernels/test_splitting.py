@@ -19,13 +19,21 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_is_cut_in_two(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     emissions = Emissions(monkeypatch)
-    x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert_same(WHOLE[name], x, rtol=2e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-3)
     first, second = (one.kernel for fused in emissions.made for one in fused.kernels)
     assert (first.num_results, first.num_reduced) == (1000, 64)
     assert (second.num_results, second.num_reduced) == (1, 1000)
     if dtype is torch.bfloat16 and name not in ("greatest", "least"):
         assert first.stores[0].stored is torch.float32
+
+
+def test_long_rows_are_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    emissions = Emissions(monkeypatch)
+    assert_same(lambda x: (x / x.norm(dim=-1, keepdim=True)).abs().amax(), torch.randn(64, 1000))
+    first, second = (one.kernel for fused in emissions.made for one in fused.kernels)
+    assert (first.num_results, first.num_reduced) == (64, 1000)
+    assert (second.num_results, second.num_reduced) == (1, 64)
 
 
 def test_a_small_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
