@@ -19,6 +19,7 @@ from aotdist.kernels.access import axes_of, axis_of, is_divided, vector_length
 from aotdist.kernels.accumulation import all_of, greatest_of, identity, kind_of, lanes_of, one_more
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
 from aotdist.kernels.ir import (
+    FLOAT8,
     NARROW,
     Constant,
     Expr,
@@ -301,7 +302,8 @@ class _Writer:
             own = axes_of(load.index)
             if not own or not guard.axes <= own:  # a mask may not be larger than the addresses
                 pointer = f"tl.broadcast_to({pointer}, {self._shape(expr.axes)})"
-        text = f"tl.load({pointer}, {mask}, other=0)" if mask else f"tl.load({pointer})"
+        zero = "0.0" if load.stored in FLOAT8 else "0"  # Triton makes no float8 of a whole number
+        text = f"tl.load({pointer}, {mask}, other={zero})" if mask else f"tl.load({pointer})"
         if load.stored in NARROW or load.stored is torch.bool:
             text += f".to({TYPES[expr.dtype]})"
         return text

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import aotdist
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Binary, Target, compile_kernel, num_vectors
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.program import Graph
 from benchmarks.kernels.graphs import graphs_of
-from benchmarks.kernels.optimizers import STEPS, random_state
-from benchmarks.models import Block, LlamaShape
+from benchmarks.kernels.optimizers import clipped_adamw, random_state, sgd
+from benchmarks.models import Block, LlamaShape, RMSNorm
 
 _SHAPE = LlamaShape(dim=256, num_heads=2, sequence=128, batch=4)
 MAX_POINTWISE_REGISTERS = 64
@@ -58,7 +59,14 @@ def dropout(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ..
     return lambda x: F.dropout(F.gelu(x), 0.1).sum(), (_numbers(512, 1024, dtype=dtype),)
 
 
-PROGRAMS = (mlp, llama_block, softmax, cross_entropy, dropout)
+def float8(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Norms, scales and casts, in one layout and in two."""
+    module = nn.Sequential(RMSNorm(256), nn.Linear(256, 512, bias=False), nn.SiLU(), nn.Linear(512, 256))
+    aotdist.to_float8(module.to(dtype), "delayed")
+    return lambda x: module(x).sum(), (_numbers(512, 256, dtype=dtype),)
+
+
+PROGRAMS = (mlp, llama_block, softmax, cross_entropy, dropout, float8)
 
 
 def kernels() -> Iterator[tuple[str, EmittedKernel]]:
@@ -69,9 +77,9 @@ def kernels() -> Iterator[tuple[str, EmittedKernel]]:
             for kind, graph in graphs_of(function, *args, settings={"functional_rng": True}):
                 label = f"{program.__name__} {dtype} {kind}"
                 yield from kernels_of(label, graph)
-    for name, step in STEPS.items():
+    for step in (clipped_adamw, sgd):
         for _, graph in graphs_of(step, random_state(_SHAPE), settings={"is_compiling": True}):
-            yield from kernels_of(name, graph)
+            yield from kernels_of(step.__name__, graph)
 
 
 def kernels_of(label: str, graph: Graph) -> Iterator[tuple[str, EmittedKernel]]:
