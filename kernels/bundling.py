@@ -36,6 +36,8 @@ MAX_TENSORS = 240
 registers with 240 tensors and 204 with 480."""
 SMALL_BYTES = 2**20
 """What may be kept a while longer."""
+FEW_RESULTS = 128
+"""Of a reduction, for which larger blocks than it needs cost nothing: a GPU has more multiprocessors."""
 
 _CHOSEN = re.compile(r"\b(?:in|out)_\w+|(?<![\w.-])\d+(?![\w.])")
 """Tensors and whole numbers in a kernel's source; not the digits of other numbers (`0.5`, `1e-08`)."""
@@ -74,7 +76,7 @@ class _Likeness:
         dtypes: of the tensors, in the order of the arguments.
         lengths: how many elements a thread may take of each at once: numbers that are chosen must not tell
             Triton less than those that stand there.
-        config: blocks, but for how many results they have.
+        config: blocks, but for what may be larger than a kernel needs.
         is_persistent: whether all that is reduced is held in one block.
         device: where.
     """
@@ -94,10 +96,20 @@ def _likeness(emitted: EmittedKernel, by_name: Mapping[str, Node]) -> _Likeness:
         tuple(_CHOSEN.sub(_kind, line) for line in printed.body),
         tuple(tensor.dtype for tensor in tensors),
         tuple(vector_length(kernel, index, dtype) for index, dtype in (*reads(kernel), *writes(kernel))),
-        emitted.config if kernel.p is not None else replace(emitted.config, xblock=1),
+        _without_sizes(emitted),
         is_persistent(kernel),
         tensors[-1].device,
     )
+
+
+def _without_sizes(emitted: EmittedKernel) -> Config:
+    """The blocks of a kernel without what may be chosen for all: the largest are."""
+    kernel, config = emitted.kernel, emitted.config
+    if kernel.p is not None:
+        return config
+    if kernel.r and is_persistent(kernel) and kernel.num_results <= FEW_RESULTS:
+        return replace(config, xblock=1, rblock=1, num_warps=1)
+    return replace(config, xblock=1)
 
 
 def _kind(chosen: re.Match[str]) -> str:
@@ -194,7 +206,7 @@ def _is_result(node: Node) -> bool:
 
 def _one(bundle: _Bundle) -> EmittedKernel:
     """A bundle as one launch."""
-    config = replace(bundle[0].config, xblock=max(emitted.config.xblock for emitted in bundle))
+    config = max((emitted.config for emitted in bundle), key=lambda config: (config.rblock, config.xblock))
     members = tuple(member for emitted in bundle for member in emitted.members)
     nodes = tuple(sorted(node for emitted in bundle for node in emitted.nodes))
     return EmittedKernel(

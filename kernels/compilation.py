@@ -154,9 +154,10 @@ def num_vectors(emitted: EmittedKernel) -> tuple[int, int]:
 
 def _num_vectors(emitted: EmittedKernel, accesses: Iterable[tuple[Index, torch.dtype]]) -> int:
     config, total = emitted.config, 0
+    rblock = min(config.rblock, *(member.num_reduced for member in emitted.members))
     for index, dtype in accesses:
         axes, length = axes_of(index), vector_length(emitted.kernel, index, dtype)
-        block = (config.xblock if "x" in axes else 1) * (config.rblock if "r" in axes else 1)
+        block = (config.xblock if "x" in axes else 1) * (rblock if "r" in axes else 1)
         if axis_of(emitted.kernel, index) in axes and length * dtype.itemsize == VECTOR_BYTES:
             total += block // (32 * config.num_warps * length)
     return total

@@ -96,8 +96,8 @@ def _subtract_from(right: Expr, left: float, alpha: float = 1) -> Expr:
 
 def _shifted(op: str) -> Formula:
     def formula(value: Expr, by: int) -> Expr:
-        if not 0 <= by < 8 * value.dtype.itemsize:
-            raise NotEmitted(f"bits are shifted by {by}")
+        if value.dtype.is_floating_point or not 0 <= by < 8 * value.dtype.itemsize:
+            raise NotEmitted(f"{value.dtype}, shifted by {by}")
         return elementwise(op, value, _like(value, by))
 
     return formula
@@ -255,7 +255,11 @@ RULES: dict[OpOverload, Rule] = {
         for test in _TESTS
         for kind in ("Tensor", "Scalar")
     },
-    **{getattr(aten, name).Tensor: _pointwise(_word(word), 2) for name, word in _BITS.items()},
+    **{
+        getattr(getattr(aten, name), kind): _pointwise(_word(word), 2)
+        for name, word in _BITS.items()
+        for kind in ("Tensor", "Scalar")
+    },
     **{getattr(aten, name).default: _test(_of_truths(word)) for name, word in _TRUTHS.items()},
     aten.logical_not.default: _test(_of_truths("not")),
     aten.bitwise_not.default: _pointwise(_word("not"), 1),
@@ -286,6 +290,8 @@ RULES: dict[OpOverload, Rule] = {
     aten.clamp_min.default: _pointwise(_clamp, 1),
     aten.clamp_max.default: _pointwise(_clamp_max, 1),
     aten.pow.Tensor_Scalar: _pointwise(_power, 1),
+    aten.__lshift__.Scalar: _pointwise(_shifted("shift left"), 1),
+    aten.__rshift__.Scalar: _pointwise(_shifted("shift right"), 1),
     aten.bitwise_left_shift.Tensor_Scalar: _pointwise(_shifted("shift left"), 1),
     aten.bitwise_right_shift.Tensor_Scalar: _pointwise(_shifted("shift right"), 1),
     aten.pow.Scalar: Pointwise(_power_of),
