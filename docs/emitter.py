@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the page is made without a GPU
 
@@ -31,6 +32,17 @@ def attention_scores(x, gain, weight):
     return torch.softmax(scores.float() * 0.5, -1)
 
 
+def momentum_step(parameters, gradients, momenta):
+    torch._foreach_mul_(momenta, 0.9)
+    torch._foreach_add_(momenta, gradients)
+    torch._foreach_add_(parameters, momenta, alpha=-0.1)
+
+
+def parameters() -> tuple[list[torch.Tensor], ...]:
+    """What the second program is called with."""
+    return tuple([torch.zeros(64, 64), torch.zeros(64), torch.zeros(128, 64)] for _ in range(3))
+
+
 def arguments() -> tuple[torch.Tensor, ...]:
     """What the program is called with."""
     torch.manual_seed(0)
@@ -39,9 +51,14 @@ def arguments() -> tuple[torch.Tensor, ...]:
 
 
 class Watched:
-    """Compiles the program once, and keeps what the emitter was given and gave."""
+    """Compiles a program once, and keeps what the emitter was given and gave.
 
-    def __init__(self) -> None:
+    Args:
+        program: what to compile.
+        args: what to call it with.
+    """
+
+    def __init__(self, program: Callable[..., object], args: tuple[Any, ...]) -> None:
         fuse = triton.fuse
 
         def watching(graph: Graph, *args: object, **kwargs: object) -> Fused:
@@ -51,9 +68,9 @@ class Watched:
 
         triton.fuse = watching  # type: ignore[assignment]
         try:
-            self.compiled = aotdist.compile(attention_scores, backend="triton")
+            self.compiled = aotdist.compile(program, backend="triton")
             with torch.no_grad():
-                self.compiled(*arguments())
+                self.compiled(*args)
         finally:
             triton.fuse = fuse
         self.plan: Plan = plan(self.graph.gm.graph, [])
@@ -61,7 +78,7 @@ class Watched:
 
 def page() -> Iterator[str]:
     """The page, paragraph by paragraph."""
-    watched = Watched()
+    watched = Watched(attention_scores, arguments())
     yield "# From a graph to kernels"
     yield words(
         '`aotdist.compile(model, backend="triton")` hands each graph, functional and decomposed, to the '
@@ -120,7 +137,29 @@ def page() -> Iterator[str]:
     yield code("\n".join(graph_lines(watched.fused.graph)), "text")
     yield "`compiled.explain()` says the same in short:"
     yield code(without_seconds(str(watched.compiled.explain())), "text")  # type: ignore[attr-defined]
+    yield from many_tensors()
     yield GUIDE
+
+
+def many_tensors() -> Iterator[str]:
+    """The section on kernels of different tensors in one launch."""
+    step = Watched(momentum_step, parameters())
+    yield "## Many tensors in one launch"
+    yield words(
+        "An optimizer's step is one kernel for each parameter. Foreach operators are taken apart "
+        "(`kernels/foreach.py`), fused, and kernels whose sources say the same but for tensors and whole "
+        "numbers become one launch (`kernels/bundling.py`): its blocks are dealt out, and each begins by "
+        "choosing what it works on. Here are three parameters of 64 by 64, 64, and 128 by 64 elements; the "
+        "blocks are the interpreter's, which are large."
+    )
+    yield code(inspect.getsource(momentum_step), "python")
+    for kernel in step.fused.kernels:
+        yield code(kernel.printed.source, "python")
+    yield words(
+        "What the program writes is stored where the old values lie, as nothing reads those afterwards "
+        "(`kernels/in_place.py`): the copies that would bring new values there find that they have nothing "
+        "to do."
+    )
 
 
 def words(text: str) -> str:
