@@ -31,9 +31,9 @@ from aotdist.kernels.rule import val_of
 from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.uses import num_bytes
 
-MAX_TENSORS = 240
-"""Of a launch: the compiler loads many of their addresses ahead. On an H100, a step of AdamW takes 62
-registers with 240 tensors and 204 with 480."""
+MAX_TENSORS = 360
+"""That the kernels of a launch read and write: the compiler loads many addresses ahead. On an H100, a step of
+AdamW in place takes 49 registers with 360 of them, which are 225 addresses, and 114 with 480."""
 SMALL_BYTES = 2**20
 """What may be kept a while longer."""
 FEW_RESULTS = 128
@@ -43,13 +43,11 @@ _CHOSEN = re.compile(r"\b(?:in|out)_\w+|(?<![\w.-])\d+(?![\w.])")
 """Tensors and whole numbers in a kernel's source; not the digits of other numbers (`0.5`, `1e-08`)."""
 
 
-_Bundle: TypeAlias = Sequence[EmittedKernel]
+Bundle: TypeAlias = Sequence[EmittedKernel]
 
 
-def bundled(
-    schedule: Schedule, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]
-) -> list[EmittedKernel]:
-    """The kernels of a graph, in which alike ones are one.
+def bundles(schedule: Schedule, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]) -> list[Bundle]:
+    """The kernels of a graph, those together that may be one launch.
 
     Args:
         schedule: of the graph.
@@ -60,11 +58,8 @@ def bundled(
     by_likeness: dict[_Likeness, list[EmittedKernel]] = {}
     for kernel in kernels:
         by_likeness.setdefault(_likeness(kernel, schedule.by_name), []).append(kernel)
-    found: list[_Bundle] = []
-    for alike in by_likeness.values():
-        found += _bundles(order, alike)
-    made = [_one(bundle) if len(bundle) > 1 else bundle[0] for bundle in found]
-    return sorted(made, key=lambda kernel: kernel.nodes[-1])
+    found = [bundle for alike in by_likeness.values() for bundle in _bundles(order, alike)]
+    return sorted(found, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +115,9 @@ def _kind(chosen: re.Match[str]) -> str:
     return text if int(text) >= LARGE else "?"
 
 
-def _bundles(order: _Order, alike: Sequence[EmittedKernel]) -> list[_Bundle]:
+def _bundles(order: _Order, alike: Sequence[EmittedKernel]) -> list[Bundle]:
     """Alike kernels, each with as many of the others as may run with it."""
-    bundles: list[_Bundle] = []
+    bundles: list[Bundle] = []
     for kernel in alike:
         for at, bundle in enumerate(bundles):
             if _num_tensors((*bundle, kernel)) <= MAX_TENSORS and order.may_run_as_one(bundle, (kernel,)):
@@ -145,13 +140,13 @@ class _Order:
         self._schedule = schedule
         self._fixed = set(fixed)
         self._position = {step: at for at, step in enumerate(schedule.in_order())}
-        self._together: dict[Step, _Bundle] = {}
+        self._together: dict[Step, Bundle] = {}
         self._after: dict[Step, dict[Step, None]] = {step: {} for step in self._position}
         for step in self._position:
             for other in schedule.needs(step):
                 self._after[other][step] = None
 
-    def may_run_as_one(self, one: _Bundle, other: _Bundle) -> bool:
+    def may_run_as_one(self, one: Bundle, other: Bundle) -> bool:
         """Whether two bundles need not wait for each other, and nothing large or fixed has to for them."""
         steps = (*one, *other)
         if any(step not in self._position for step in steps):
@@ -171,7 +166,7 @@ class _Order:
                 stack.extend(self._following(self._together.get(step, (step,))))
         return True
 
-    def merge(self, one: _Bundle, other: _Bundle) -> _Bundle:
+    def merge(self, one: Bundle, other: Bundle) -> Bundle:
         """Have two bundles run as one."""
         both = (*one, *other)
         self._together.update(dict.fromkeys(both, both))
@@ -180,7 +175,7 @@ class _Order:
     def _following(self, steps: Iterable[Step]) -> Iterator[Step]:
         return itertools.chain.from_iterable(self._after[step] for step in steps)
 
-    def _readers(self, bundle: _Bundle) -> set[Step]:
+    def _readers(self, bundle: Bundle) -> set[Step]:
         """Who reads a bundle, within the graph."""
         return {
             step for step in self._following(bundle) if isinstance(step, EmittedKernel) or step.op != "output"
@@ -204,8 +199,10 @@ def _is_result(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def _one(bundle: _Bundle) -> EmittedKernel:
+def one_launch(bundle: Bundle) -> EmittedKernel:
     """A bundle as one launch."""
+    if len(bundle) == 1:
+        return bundle[0]
     config = max((emitted.config for emitted in bundle), key=lambda config: (config.rblock, config.xblock))
     members = tuple(member for emitted in bundle for member in emitted.members)
     nodes = tuple(sorted(node for emitted in bundle for node in emitted.nodes))
@@ -214,7 +211,7 @@ def _one(bundle: _Bundle) -> EmittedKernel:
     )
 
 
-def _printed(bundle: _Bundle, config: Config) -> Printed:
+def _printed(bundle: Bundle, config: Config) -> Printed:
     """The source of the first, with names for what the others have otherwise, after a choice of these."""
     first = bundle[0].printed
     columns = list(zip(*(_chosen(emitted.printed) for emitted in bundle), strict=True))
@@ -241,6 +238,7 @@ def _printed(bundle: _Bundle, config: Config) -> Printed:
             *_choice(starts, choices),
             *(line.replace(BLOCK_NUMBER, "(launched - first)") for line in body),
         ),
+        {new: old for emitted in bundle for new, old in emitted.printed.over.items()},
     )
 
 

@@ -136,11 +136,13 @@ def check(target: str) -> None:
 
 def pointers_of(emitted: EmittedKernel) -> dict[str, str]:
     """A kernel's tensors in the order of its arguments, with their types as Triton writes them."""
-    loads = {load.buffer: load.stored for member in emitted.members for load in member.loads()}
-    stores = {store.buffer: store.stored for member in emitted.members for store in member.stores}
-    return {f"in_{name}": _POINTERS[loads[name]] for name in emitted.printed.inputs} | {
-        f"out_{name}": _POINTERS[stores[name]] for name in emitted.printed.outputs
+    types = {
+        f"{way}_{access.buffer}": _POINTERS[access.stored]
+        for member in emitted.members
+        for way, accesses in (("in", member.loads()), ("out", member.stores))
+        for access in accesses
     }
+    return {name: types[name] for name in emitted.printed.tensors}
 
 
 def num_vectors(emitted: EmittedKernel) -> tuple[int, int]:

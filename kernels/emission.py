@@ -15,15 +15,15 @@ from torch.fx import Node
 
 from aotdist.kernels import triton_seam
 from aotdist.kernels.assembly import assemble
-from aotdist.kernels.bundling import bundled
+from aotdist.kernels.bundling import bundles, one_launch
 from aotdist.kernels.columns import cut_columns
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.helpers import HELPERS
-from aotdist.kernels.in_place import overwritten
+from aotdist.kernels.in_place import overwritten, stored_over
 from aotdist.kernels.launching import Launch, Result, blocks_of, config_of, is_persistent
 from aotdist.kernels.online import online
-from aotdist.kernels.printing import print_kernel
+from aotdist.kernels.printing import Printed, print_kernel
 from aotdist.kernels.rule import val_of
 from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.space import Group
@@ -70,11 +70,11 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
         _emit(chosen, group, at, num_elements, keeps_casts=keeps_casts)
         for at, group in enumerate(chosen.groups)
     ]
-    kernels = bundled(Schedule(graph, kernels, fixed), kernels, fixed)
+    kernels = _launches(graph, kernels, fixed)
     schedule = Schedule(graph, kernels, fixed)
     source = "\n\n".join([HELPERS, *(one.printed.source for one in kernels)])
     functions = loaded(source, label)
-    copies = _Copies(schedule.by_name, functions, overwritten(graph, schedule, fixed))
+    copies = _Copies(schedule.by_name, functions)
     for step in schedule.in_order():
         copies.add(step)
     gm = graph_module(graph.gm, copies.graph)
@@ -107,6 +107,14 @@ def _emit(
     return EmittedKernel((kernel,), printed, config, nodes, bytes_moved(kernel, num_elements))
 
 
+def _launches(graph: Graph, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]) -> list[EmittedKernel]:
+    """Kernels, those that may as one launch, which store new values of inputs over the old ones."""
+    found = bundles(Schedule(graph, kernels, fixed), kernels, fixed)
+    schedule = Schedule(graph, [one_launch(bundle) for bundle in found], fixed)
+    old_of = overwritten(graph, schedule, fixed)
+    return [one_launch([stored_over(kernel, old_of) for kernel in bundle]) for bundle in found]
+
+
 def loaded(source: str, label: str) -> Mapping[str, Any]:
     """The functions of a module of kernels.
 
@@ -126,11 +134,8 @@ def loaded(source: str, label: str) -> Mapping[str, Any]:
 class _Copies:
     """A new graph, step by step."""
 
-    def __init__(
-        self, by_name: Mapping[str, Node], functions: Mapping[str, Any], overwritten: Mapping[Node, Node]
-    ) -> None:
+    def __init__(self, by_name: Mapping[str, Node], functions: Mapping[str, Any]) -> None:
         self.graph = torch.fx.Graph()
-        self._overwritten = overwritten
         self._by_name = by_name
         self._functions = functions
         self._copy_of: dict[Node, Node] = {}
@@ -161,11 +166,12 @@ class _Copies:
 
     def _launch(self, step: EmittedKernel, written: Sequence[Node]) -> Launch:
         function, device = self._functions[step.printed.name], val_of(written[0]).device
-        results = tuple(self._result(node, step.printed.inputs) for node in written)
+        results = [_result(node, step.printed) for node in written]
         blocks, options = blocks_of(step.kernel, step.config), step.config.options
         return Launch(step.printed.name, function, step.num_blocks, blocks, options, results, device)
 
-    def _result(self, node: Node, inputs: Sequence[str]) -> Result:
-        val, old = val_of(node), self._overwritten.get(node)
-        into = None if old is None else inputs.index(old.name)
-        return Result(tuple(val.shape), tuple(val.stride()), val.dtype, into)
+
+def _result(node: Node, printed: Printed) -> Result:
+    val, old = val_of(node), printed.over.get(node.name)
+    into = None if old is None else printed.inputs.index(old)
+    return Result(tuple(val.shape), tuple(val.stride()), val.dtype, into)

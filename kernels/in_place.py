@@ -9,6 +9,7 @@ move 24 more.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,22 @@ def overwritten(graph: Graph, schedule: Schedule, fixed: Sequence[Node]) -> dict
         )
 
     return {new: old for old, new in _written(graph) if is_free(old, new)}
+
+
+def stored_over(emitted: EmittedKernel, old_of: Mapping[Node, Node]) -> EmittedKernel:
+    """A kernel that stores some of its results in the memory of inputs.
+
+    Args:
+        emitted: the kernel.
+        old_of: which results of whichever kernels, and which inputs.
+    """
+    printed = emitted.printed
+    over = {new.name: old.name for new, old in old_of.items() if new.name in printed.outputs}
+    names = {f"out_{new}": f"in_{old}" for new, old in over.items()}
+    body = tuple(
+        re.sub(r"\bout_\w+", lambda name: names.get(name[0], name[0]), line) for line in printed.body
+    )
+    return replace(emitted, printed=replace(printed, body=body, over=over))
 
 
 def _who_reads(readers: Mapping[Node, Sequence[Step]], node: Node) -> Iterator[Step]:

@@ -172,7 +172,8 @@ class Launch:
             else inputs[result.into]
             for result in self.results
         )
+        own = (tensor for tensor, result in zip(written, self.results, strict=True) if result.into is None)
         if self.num_blocks:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                self.function[(self.num_blocks,)](*inputs, *written, **self.blocks, **self.options)
+                self.function[(self.num_blocks,)](*inputs, *own, **self.blocks, **self.options)
         return written[0] if len(written) == 1 else written

@@ -11,7 +11,7 @@ One that reduces nothing may have a tile for a block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -48,6 +48,7 @@ class Printed:
         outputs: names of those that it writes, after them.
         blocks: its last arguments, which are constants.
         body: its lines.
+        over: outputs that are no arguments, as they are stored over an input, and which that is.
     """
 
     name: str
@@ -55,12 +56,18 @@ class Printed:
     outputs: tuple[str, ...]
     blocks: tuple[str, ...]
     body: tuple[str, ...]
+    over: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def tensors(self) -> list[str]:
+        """Its first arguments."""
+        written = (name for name in self.outputs if name not in self.over)
+        return [*(f"in_{name}" for name in self.inputs), *(f"out_{name}" for name in written)]
 
     @property
     def source(self) -> str:
         """A function for `triton.jit`, with its decorator."""
-        tensors = (*(f"in_{name}" for name in self.inputs), *(f"out_{name}" for name in self.outputs))
-        arguments = ", ".join([*tensors, *(f"{block}: tl.constexpr" for block in self.blocks)])
+        arguments = ", ".join([*self.tensors, *(f"{block}: tl.constexpr" for block in self.blocks)])
         header = f"@triton.jit\ndef {self.name}({arguments}):"
         return "\n".join([header, *(f"    {line}" for line in self.body)]) + "\n"
 

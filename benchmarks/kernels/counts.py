@@ -89,7 +89,7 @@ def _counted(emitted: EmittedKernel, target: Target) -> Counted:
         num_results=emitted.num_results,
         num_reduced=kernel.num_reduced,
         num_blocks=emitted.num_blocks,
-        num_tensors=len(emitted.printed.inputs) + len(emitted.printed.outputs),
+        num_tensors=len(emitted.printed.tensors),
         num_bytes=emitted.num_bytes,
         registers=binary.registers,
         spilled=binary.spilled,
