@@ -20,7 +20,6 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.access import VECTOR_BYTES, axes_of, axis_of, reads, vector_length, writes
-from aotdist.kernels.accumulation import HELPERS
 from aotdist.kernels.emission import loaded
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.helpers import HELPERS
