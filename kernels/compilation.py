@@ -20,9 +20,9 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.access import VECTOR_BYTES, axes_of, axis_of, reads, vector_length, writes
+from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emission import loaded
 from aotdist.kernels.emitted import EmittedKernel
-from aotdist.kernels.helpers import HELPERS
 from aotdist.kernels.index import Index
 from aotdist.kernels.launching import blocks_of
 

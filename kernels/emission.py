@@ -17,9 +17,9 @@ from aotdist.kernels import triton_seam
 from aotdist.kernels.assembly import assemble
 from aotdist.kernels.bundling import bundles, one_launch
 from aotdist.kernels.columns import cut_columns
+from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.fusion import Plan, plan
-from aotdist.kernels.helpers import HELPERS
 from aotdist.kernels.in_place import overwritten, stored_over
 from aotdist.kernels.launching import Launch, Result, blocks_of, config_of, is_persistent
 from aotdist.kernels.online import online
