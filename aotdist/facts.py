@@ -108,7 +108,7 @@ class FunctionView:
 
     def is_common(self) -> bool:
         """Whether views that have this step in common share what it makes."""
-        return self.creation is None
+        return self.creation is None or any(step.is_common() for step in self.steps)
 
 
 Step: TypeAlias = ViewStep | FunctionView

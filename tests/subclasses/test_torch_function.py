@@ -12,6 +12,7 @@ from torch import nn
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from tests.semantics.functions import Detached
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
 from tests.subclasses.function_classes import (
     Greedy,
@@ -56,6 +57,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "the other way round": lambda x, y: y.matmul(x.t()),
     "metadata": lambda x, y: x * x.shape[0] if x.is_floating_point() else x,
     "a class assigned": lambda x, y: assigned(y * 2, type(x)),
+    "views of a function's detached": lambda x, y: ((d := Detached.apply(x)).t(), d.t(), d[0]),
 }
 
 
