@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.capture import Returned
 from aotdist.convention.changes import Change, give_history
 from aotdist.convention.view_log import ViewLog, share_memory
 from aotdist.errors import UnsupportedProgram
@@ -332,9 +333,12 @@ class _Classifier:
         if idx is None or not is_wrapper(out):
             return
         stand_in = self._inputs.row()[idx]
-        others = [plain for plain in plain_tensors(out) if not _shown_by(stand_in.opened.plains(), plain)]
+        at_first = stand_in.opened.plains()
+        others = [plain for plain in plain_tensors(out) if not _shown_by(at_first, plain)]
+        # What was replaced again is not among the results.
+        replaces = any(isinstance(other, Returned) and other.replaced for other in self._outs)
         results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
-        if any(_shown_by(results, plain) for plain in others):
+        if others and (replaces or any(_shown_by(results, plain) for plain in others)):
             raise UnsupportedProgram(
                 f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was "
                 "replaced",

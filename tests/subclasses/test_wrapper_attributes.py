@@ -66,9 +66,15 @@ def test_views_taken_afterwards_are_refused(view: Callable[[Any], Any]) -> None:
         x.a = x.a * 2
         return view(x)
 
+    def between(x: Any) -> Any:
+        seen = afterwards(x)
+        x.a = x.a * 2
+        return seen
+
     same_as_eager(lambda: Scene(before, (two(),)))
-    with pytest.raises(UnsupportedProgram, match=r"taken after a tensor inside of it was replaced"):
-        aotdist.compile(afterwards, backend="fx")(two())
+    for program in (afterwards, between):
+        with pytest.raises(UnsupportedProgram, match=r"taken after a tensor inside of it was replaced"):
+            aotdist.compile(program, backend="fx")(two())
 
 
 def test_replacing_what_is_inside_of_a_view_is_refused() -> None:
