@@ -39,8 +39,8 @@ SMALL_BYTES = 2**20
 FEW_RESULTS = 128
 """Of a reduction, for which larger blocks than it needs cost nothing: a GPU has more multiprocessors."""
 
-_CHOSEN = re.compile(r"\b(?:in|out)_\w+|(?<![\w.-])\d+(?![\w.])")
-"""Tensors and whole numbers in a kernel's source; not the digits of other numbers (`0.5`, `1e-08`)."""
+_CHOSEN = re.compile(r"\b(?:in|out)_\w+|(?<![\w.+-])\d+(?![\w.])")
+"""Tensors and whole numbers in a kernel's source; not the digits of other numbers (`0.5`, `1e+20`)."""
 
 
 Bundle: TypeAlias = Sequence[EmittedKernel]

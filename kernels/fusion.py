@@ -43,8 +43,7 @@ MAX_READINGS = 3
 """Of what is computed wherever it is read: that many nodes, read at that many different places."""
 
 MAX_BYTES_READ = 64
-"""By each of two groups, for a byte that is saved if they are one: else they are better two launches, or one
-of `bundling.py`."""
+"""By each of two groups, for a byte that both read: of others, `bundling.py` makes one launch all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,9 @@ def _bytes_saved(units: Units, one: Unit, other: Unit) -> int:
 
 
 def _is_worth_it(units: Units, one: Unit, other: Unit) -> bool:
-    """Whether two groups that are one save some of what either reads."""
+    """Whether one group reads what the other computes, or both read much of the same."""
+    if other in units.producers(one) or one in units.producers(other):
+        return True
     read = min(sum(num_bytes(source) for source in units.sources(unit)) for unit in (one, other))
     return _bytes_saved(units, one, other) * MAX_BYTES_READ >= read
 

@@ -88,6 +88,21 @@ def test_sums_in_loops(emissions: Emissions, monkeypatch: pytest.MonkeyPatch) ->
     assert num_members(emissions) == [2]
 
 
+def test_other_numbers_are_not_taken_apart(emissions: Emissions) -> None:
+    assert_same(lambda x, y: (x * 1e20, y * 1e25), numbers(4), numbers(8))
+    assert num_members(emissions) == [1, 1]
+
+
+def test_the_parts_of_a_bucket_are_one_launch(emissions: Emissions) -> None:
+    """What `passes/bucket.py` hands to a gather: shards, cast and joined."""
+
+    def bucket(*shards: Tensor) -> Tensor:
+        return torch.cat([shard.bfloat16().flatten() for shard in shards])
+
+    assert_same(bucket, *(numbers(at, 8) for at in range(1, 10)))
+    assert num_members(emissions) == [1]
+
+
 def test_what_one_needs_of_the_other_is_not_run_beside_it(emissions: Emissions) -> None:
     def chain(x: Tensor, w: Tensor) -> Tensor:
         return ((x.sin() @ w).sin() @ w).sin()
