@@ -43,7 +43,7 @@ MAX_READINGS = 3
 """Of what is computed wherever it is read: that many nodes, read at that many different places."""
 
 MAX_BYTES_READ = 64
-"""By each of two groups, for a byte that both read: of others, `bundling.py` makes one launch all the same."""
+"""By each of two groups, for a byte that both read; of others `bundling.py` makes one launch all the same."""
 
 
 @dataclass(frozen=True, slots=True)

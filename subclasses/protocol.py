@@ -24,6 +24,7 @@ from torch import nn
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import (
+    OpOverload,
     dispatches,
     flatten_protocol,
     is_traceable_wrapper_subclass,
@@ -364,6 +365,12 @@ def wrapper_rule(cls: type[torch.Tensor]) -> WrapperRule:
 def _wrapper_rules() -> tuple[WrapperRule, ...]:
     specialists = (getattr(module, "WRAPPER_RULE", None) for module in _specialists())
     return (*_registered, *(rule for rule in specialists if rule is not None))
+
+
+def operators_made_of_others() -> dict[OpOverload, Callable[..., Any]]:
+    """What operators of wrappers' are made of, for compilers that fuse; they stay whole for the others."""
+    tables = (getattr(module, "MADE_OF", {}) for module in _specialists())
+    return {op: made for table in tables for op, made in table.items()}
 
 
 @contextmanager

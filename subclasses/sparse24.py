@@ -30,6 +30,7 @@ from torch.sparse import (
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, WrapperRule, leaves
+from aotdist.subclasses.sparse24_operators import MADE_OF as MADE_OF
 from aotdist.subclasses.sparse24_operators import (
     choose_24,
     compress_24,

@@ -15,7 +15,7 @@ summed over.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ from aotdist.subclasses.sparse24_packing import (
     magnitude_mask,
     unpack,
 )
-from aotdist.torch_seam import views_unnoticed
+from aotdist.torch_seam import OpOverload, views_unnoticed
 
 Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]
 
@@ -204,3 +204,16 @@ _define("mm_24(Tensor packed, Tensor meta, Tensor dense) -> Tensor", _run_mm, _l
 _define(
     "linear_24(Tensor dense, Tensor packed, Tensor meta, Tensor? bias) -> Tensor", _run_linear, _like_linear
 )
+
+
+def _made_of_choice(dense: torch.Tensor, transposable: bool) -> torch.Tensor:
+    return NotImplemented if transposable else _run_choose(dense, transposable)
+
+
+MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
+    torch.ops.aotdist.choose_24.default: _made_of_choice,
+    torch.ops.aotdist.mask_24.default: decode,
+    torch.ops.aotdist.compress_24.default: _run_compress,
+    torch.ops.aotdist.unpack_24.default: unpack,
+}
+"""What operators are made of, for a compiler that fuses: then three kernels choose and pack."""

@@ -24,6 +24,7 @@ from aotdist.kernels.emission import Fused, fuse
 from aotdist.kernels.splitting import split_reductions
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.program import Graph
+from aotdist.subclasses.protocol import operators_made_of_others
 from aotdist.torch_seam import inductor_decompositions
 
 
@@ -50,9 +51,9 @@ class TritonBackend:
             )
 
     def decompositions(self) -> Decompositions:
-        """Inductor's table, and foreach operators by tensor: what is left has kernels, or libraries."""
+        """Inductor's table, foreach operators by tensor, and operators of wrappers'."""
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
-        return {**of_operators, **foreach.decompositions()}
+        return {**of_operators, **foreach.decompositions(), **operators_made_of_others()}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """The graph itself."""
