@@ -121,6 +121,16 @@ def test_bundles_do_not_wait_for_each_other(emissions: Emissions) -> None:
     assert num_members(emissions) == [1, 1, 2]
 
 
+def test_what_keeps_its_place_does_not_wait(emissions: Emissions) -> None:
+    """Numbers are drawn by the one before the other is computed."""
+
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return torch.multinomial(x.sigmoid(), 1), y.sigmoid()
+
+    assert_same(program, numbers(4, 8), numbers(6, 8))
+    assert num_members(emissions) == [1, 1]
+
+
 def test_nothing_large_waits(emissions: Emissions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both weights cast at once would be in memory at once."""
     monkeypatch.setattr("aotdist.kernels.bundling.SMALL_BYTES", 64)

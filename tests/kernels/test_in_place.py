@@ -7,11 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import aotdist
-from benchmarks.kernels.optimizers import adamw, random_state
+from benchmarks.kernels.optimizers import State, adamw, adamw_one_by_one, random_state
 from benchmarks.models import LlamaShape
 from tests.kernels.reference import Emissions
+from tests.ranks.harness import World
 
 _SHAPE = LlamaShape(dim=32, num_layers=1, num_heads=2, vocab=50, sequence=4, batch=1)
 
@@ -34,6 +37,35 @@ def test_a_step_stores_all_that_it_writes_in_place(emissions: Emissions) -> None
     torch.testing.assert_close(found["parameters"], expected["parameters"], rtol=2e-6, atol=1e-6)
     versions = [[tensor._version for tensor in state["parameters"]] for state in (found, expected)]
     assert versions[0] == versions[1]
+
+
+def _shards(state: State) -> State:
+    mesh = init_device_mesh("cpu", (2,))
+    rows = {
+        name: [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in row]
+        for name, row in state.items()
+        if name != "steps"
+    }
+    return rows | {"steps": state["steps"]}
+
+
+def sharded_step() -> None:
+    expected, found = (_shards(random_state(_SHAPE)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        emissions = Emissions(patch)
+        for backend, state in (("fx", expected), ("triton", found)):
+            aotdist.compile(adamw_one_by_one, backend=backend, settings={"is_compiling": True})(state)
+    assert emissions.num_kernels() == 2
+    assert num_stored_in_place(emissions) == 4 * len(found["parameters"])
+    for one, other in zip(found["parameters"], expected["parameters"], strict=True):
+        torch.testing.assert_close(one.to_local(), other.to_local(), rtol=2e-6, atol=1e-6)  # type: ignore[attr-defined]
+        assert one._version == other._version
+
+
+@pytest.mark.ranks
+def test_a_step_of_shards(world2: World) -> None:
+    """Parameters as FSDP2 leaves them: what lies inside of a wrapper is written in place, too."""
+    world2.run(sharded_step)
 
 
 def _added(x: Tensor, y: Tensor) -> Tensor:
