@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from aotdist.kernels.emitted import EmittedKernel
-from aotdist.kernels.ir import Load, Op, Store, every_part
+from aotdist.kernels.ir import Expr, Load, Store, every_part
 from aotdist.kernels.rule import View, val_of
 from aotdist.kernels.rules import rule_of
 from aotdist.kernels.scheduling import Schedule, Step
@@ -113,16 +113,17 @@ def _is_element_by_element(emitted: EmittedKernel, old: Node, new: Node) -> bool
     Threads that reduce together may each hold the same element, and one could read it when another wrote it.
     """
     for member in emitted.members:
-        reads = {load for load in member.loads() if load.buffer == old.name}
+        reads = [part for part in member.parts() if isinstance(part.op, Load) and part.op.buffer == old.name]
         store = next((store for store in member.stores if store.buffer == new.name), None)
         if store is None:
             if reads:
                 return False
-        elif member.r or reads != {Load(old.name, store.index, store.stored)} or not reads <= _before(store):
+        elif member.r or not reads or not _precede(reads, store):
             return False
     return True
 
 
-def _before(store: Store) -> set[Op]:
-    """What is done before a value is stored."""
-    return {part.op for part in every_part([store.value])}
+def _precede(reads: Sequence[Expr], store: Store) -> bool:
+    """Whether elements are read where they are stored, and for what is stored there: so before it is."""
+    needed = set(every_part([store.value]))
+    return all(list(read.own_indices()) == [store.index] and read in needed for read in reads)

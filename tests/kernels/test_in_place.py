@@ -105,6 +105,13 @@ def _shifted(x: Tensor, y: Tensor) -> None:
     x[1:].add_(x[:-1].clone())
 
 
+def _read_again_in_part(x: Tensor, y: Tensor) -> Tensor:
+    """The part that is joined is read under a condition: once more, and maybe later."""
+    joined = torch.cat((x[:3], y[3:])) * 2
+    x.add_(1)
+    return joined
+
+
 PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], object], int]] = {
     "added": (_added, 1),
     "also returned": (_also_returned, 1),
@@ -113,6 +120,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], object], int]] = {
     "an old value read late": (_old_read_late, 0),
     "transposed": (_transposed, 0),
     "shifted": (_shifted, 0),
+    "read again in part": (_read_again_in_part, 0),
 }
 
 
