@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -71,8 +71,8 @@ class Scene:
             several results is in its history: such backwards are not cut. Strides of dimensions of one
             element and of what is empty: PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and
             `torch.empty_like(x)`); a write keeps what they say. How gradients of DTensors are placed that
-            come through a view along what is sharded of an argument that was written: they arrive at the
-            write placed otherwise than its result, and are converted.
+            pass the write of an argument: those that arrive there placed otherwise than its result, as
+            from a view along what is sharded, are converted.
     """
 
     fn: Any
@@ -336,7 +336,7 @@ def play(
             rounded = scene.lenient and (
                 meet_outside(arguments, history) or scene.mixes and any(end._base is not None for end in ends)
             )
-            moved = scene.lenient and are_placed_otherwise(ends, arguments, history)
+            moved = scene.lenient and writes_dtensors(arguments, history)
             taken = {owner for tensor in arguments for owner in _memory(tensor)}
             taken |= {storage._cdata for storage in before}
             seen = differentiate(everything, ends, taken, others, rounded=rounded)
@@ -364,23 +364,15 @@ def _without_placements(sight: Sight) -> Sight:
 
 
 @class_functions_are_off
-def are_placed_otherwise(
-    ends: Iterable[torch.Tensor], arguments: Sequence[torch.Tensor], history: Sequence[Any]
-) -> bool:
-    """Whether gradients start at a view of an argument that was written, and are placed otherwise than it.
+def writes_dtensors(arguments: Sequence[torch.Tensor], history: Sequence[Any]) -> bool:
+    """Whether a DTensor among the arguments was written with history.
 
     Args:
-        ends: where gradients start.
         arguments: after the call.
         history: what made each, before the call.
     """
-    written = [t for t, before in zip(arguments, history, strict=True) if history_of(t) is not before]
-    return any(
-        isinstance(base, DTensor) and base.placements != end.placements  # type: ignore[attr-defined]
-        for end in ends
-        for base in written
-        if end._base is not None and end._base is (base if base._base is None else base._base)
-    )
+    pairs = zip(arguments, history, strict=True)
+    return any(isinstance(t, DTensor) and history_of(t) is not before for t, before in pairs)
 
 
 @class_functions_are_off
