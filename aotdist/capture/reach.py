@@ -29,6 +29,7 @@ _MAX_DEPTH = 12  # objects within objects; what lies deeper is kept by identity,
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
 
@@ -41,7 +42,7 @@ class Reached:
         modules: outermost modules, each with its place.
         tensors: tensors outside of modules.
         constants: constants, with the value that they have now; those of modules are not among them.
-        identities: functions and modules that the program depends on as they are.
+        identities: functions, built-in ones too, and modules that the program depends on as they are.
         owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
             classes, are some.
         containers: lists and dictionaries whose items the program may reassign.
@@ -126,9 +127,9 @@ class _Walk:
             self.tensors.append((source, value))
             self.look_at(source, value, depth)
             return
-        if isinstance(value, torch.Generator):
+        if isinstance(value, (torch.Generator, *_BUILT_IN)):
             self._identity(source, value)
-            self.generators.append(value)
+            self.generators += [value] if isinstance(value, torch.Generator) else []
             return
         for place, inner in self._inside(source, value, depth):
             self.visit(place, inner, depth + 1)

@@ -230,3 +230,20 @@ def test_activation_checkpointing_inside() -> None:
     a.sum().backward()
     b.sum().backward()
     assert_same_state(eager, ours)
+
+
+def test_a_built_in_function_that_an_attribute_holds_is_watched():
+    class Applied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.function = torch.tanh
+
+        def forward(self, x):
+            return self.function(x)
+
+    x = torch.randn(3)
+    module = aotdist.compile(Applied(), backend="fx")
+    for function in (torch.tanh, torch.sin, torch.Tensor.cos, torch.tanh):
+        module.function = function
+        assert torch.equal(module(x), function(x))
+    assert len(module.graphs) == 3
