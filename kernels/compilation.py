@@ -87,11 +87,21 @@ def compile_kernel(emitted: EmittedKernel, target: Target) -> Binary:
     Raises:
         BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.
     """
+    made, name = compiled_for(emitted, target), emitted.printed.name
+    return _nvidia(name, target, made) if target.startswith("sm_") else _amd(name, target, made)
+
+
+def compiled_for(emitted: EmittedKernel, target: Target) -> Any:
+    """The same kernel as Triton has it.
+
+    Raises:
+        BadSettings: as for `compile_kernel`.
+    """
     check(target)
     name = emitted.printed.name
     function = loaded(f"{HELPERS}\n\n{emitted.printed.source}", f"{name} {target}")[name]
     backend, arch = ("cuda", int(target[3:])) if target.startswith("sm_") else ("hip", target)
-    made = triton_seam.compiled(
+    return triton_seam.compiled(
         function,
         pointers_of(emitted),
         blocks_of(emitted.kernel, emitted.config),
@@ -99,9 +109,6 @@ def compile_kernel(emitted: EmittedKernel, target: Target) -> Binary:
         arch=arch,
         options=emitted.config.options,
     )
-    if backend == "cuda":
-        return _nvidia(name, target, made)
-    return _amd(name, target, made)
 
 
 def check(target: str) -> None:

@@ -25,6 +25,7 @@ from aotdist.kernels.launching import Launch, Result, blocks_of, config_of, is_p
 from aotdist.kernels.online import online
 from aotdist.kernels.printing import Printed, print_kernel
 from aotdist.kernels.rule import val_of
+from aotdist.kernels.running import Jitted
 from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.space import Group
 from aotdist.kernels.traffic import bytes_moved
@@ -168,7 +169,8 @@ class _Copies:
         function, device = self._functions[step.printed.name], val_of(written[0]).device
         results = [_result(node, step.printed) for node in written]
         blocks, options = blocks_of(step.kernel, step.config), step.config.options
-        return Launch(step.printed.name, function, step.num_blocks, blocks, options, results, device)
+        runner = Jitted(function, blocks, options, device)
+        return Launch(step.printed.name, runner, step.num_blocks, results, device)
 
 
 def _result(node: Node, printed: Printed) -> Result:

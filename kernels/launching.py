@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from aotdist.kernels.access import fast_axis, reads, writes
 from aotdist.kernels.ir import Kernel
+from aotdist.kernels.running import Runner
 
 MAX_PERSISTENT = 8192
 """Places along what is reduced that one block may hold: 32 registers a thread and value with 8 warps."""
@@ -143,19 +143,15 @@ class Launch:
 
     Args:
         name: of the kernel.
-        function: the kernel, of `triton.jit`.
+        runner: starts it.
         num_blocks: how many run; none for results without elements.
-        blocks: `XBLOCK`, `RBLOCK`.
-        options: of Triton's.
         results: what it writes.
         device: where.
     """
 
     name: str
-    function: Any
+    runner: Runner
     num_blocks: int
-    blocks: Mapping[str, int]
-    options: Mapping[str, Any]
     results: Sequence[Result]
     device: torch.device
 
@@ -172,8 +168,8 @@ class Launch:
             else inputs[result.into]
             for result in self.results
         )
-        own = (tensor for tensor, result in zip(written, self.results, strict=True) if result.into is None)
         if self.num_blocks:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                self.function[(self.num_blocks,)](*inputs, *own, **self.blocks, **self.options)
+            pairs = zip(written, self.results, strict=True)
+            own = [tensor for tensor, result in pairs if result.into is None]
+            self.runner(self.num_blocks, inputs, own)
         return written[0] if len(written) == 1 else written

@@ -7,7 +7,11 @@ interpreter computes bfloat16 and float8 on their raw bits; `repair` has it roun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +75,76 @@ def compiled(
     )
     target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
     return triton.compile(source, target=target, options=dict(options))
+
+
+def code_and_metadata(kernel: Any) -> tuple[bytes, str]:
+    """The machine code of a compiled kernel, and what the compiler says of it as JSON."""
+    (metadata,) = (Path(path) for name, path in kernel.metadata_group.items() if name.endswith(".json"))
+    return kernel.kernel, metadata.read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What Triton's launcher asks of the source of a kernel.
+
+    Args:
+        signature: its arguments and their types.
+        constants: the values of those that are constants, by place.
+    """
+
+    signature: Mapping[str, str]
+    constants: Mapping[tuple[int, ...], int]
+
+
+def loaded_kernel(code: bytes, metadata: str, pointers: Mapping[str, str], blocks: Mapping[str, int]) -> Any:
+    """A compiled kernel from its parts, see `compiled`; the code is put on the GPU when it is first run.
+
+    Triton 3.6 builds a launcher in C for each signature that is new to the machine; 3.9 has one for all.
+    """
+    from triton.compiler import CompiledKernel
+
+    name, target = json.loads(metadata)["name"], json.loads(metadata)["target"]
+    binary = "cubin" if target["backend"] == "cuda" else "hsaco"
+    signature = dict(pointers) | dict.fromkeys(blocks, "constexpr")
+    places = {name: (at,) for at, name in enumerate(signature)}
+    source = _Source(signature, {places[name]: value for name, value in blocks.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        files = {
+            f"{name}.json": Path(folder, f"{name}.json"),
+            f"{name}.{binary}": Path(folder, f"{name}.{binary}"),
+        }
+        files[f"{name}.json"].write_text(metadata)
+        files[f"{name}.{binary}"].write_bytes(code)
+        return CompiledKernel(source, files, hashlib.sha256(code).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a process knows that starts kernels.
+
+    Args:
+        current_device: tells it.
+        current_stream: tells that of a device.
+        settings: Triton's, of launches.
+    """
+
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]
+    settings: Any
+
+    @classmethod
+    def here(cls) -> Process:
+        """This process, which has a GPU."""
+        from triton import knobs
+        from triton.runtime import driver
+
+        active: Any = driver.active
+        return cls(active.get_current_device, active.get_current_stream, knobs.runtime)
+
+    def is_watched(self) -> bool:
+        """Whether somebody is to be told of launches: a profiler."""
+        first, last = self.settings.launch_enter_hook, self.settings.launch_exit_hook
+        return bool(getattr(first, "calls", first)) or bool(getattr(last, "calls", last))
 
 
 def nvidia_tools() -> Path:
