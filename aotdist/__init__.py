@@ -5,9 +5,10 @@ forward and backward as flat functional graphs, collectives among them; every mu
 back exactly as eager would.
 """
 
-from aotdist.api import compile, disable, explain, mark_dynamic, reset
+from aotdist.api import compile, disable, explain, load, mark_dynamic, reset
 from aotdist.errors import (
     AotdistError,
+    BadArtifact,
     BadSettings,
     CacheCorrupt,
     InternalError,
@@ -17,6 +18,7 @@ from aotdist.errors import (
     UnsupportedProgram,
 )
 from aotdist.settings import Settings
+from aotdist.store.build import Built, build
 from aotdist.subclasses.float8 import to_float8
 from aotdist.subclasses.sparse24_linear import Sparsified, sparsify_24
 
@@ -24,7 +26,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AotdistError",
+    "BadArtifact",
     "BadSettings",
+    "Built",
     "CacheCorrupt",
     "InternalError",
     "RankDivergence",
@@ -34,9 +38,11 @@ __all__ = [
     "Sparsified",
     "UnsupportedProgram",
     "__version__",
+    "build",
     "compile",
     "disable",
     "explain",
+    "load",
     "mark_dynamic",
     "reset",
     "sparsify_24",

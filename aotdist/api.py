@@ -1,4 +1,4 @@
-"""What users call: `compile`, `disable`, `reset`, `explain`."""
+"""What users call: `compile`, `load`, `disable`, `reset`, `explain`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar, overload
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from aotdist.runtime.artifact import Artifact, call_fitting
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings
+from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
 from aotdist.torch_seam import (
     compiled_call_of,
@@ -63,32 +65,90 @@ def _running_eagerly() -> Generator[None]:
         _thread.eager = before
 
 
-class Compiled:
-    """A callable that compiles itself for each new kind of call.
+class Maker(Protocol):
+    """Makes an artifact for a call that none of those fits that there are."""
 
-    A call looks for an artifact that fits; when there is none, the call is captured and compiled.
+    def __call__(
+        self,
+        target: Any,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        artifacts: Sequence[Artifact],
+    ) -> Artifact:
+        """Make it.
 
-    Attributes:
-        artifacts: what was compiled so far, the one used last first.
+        Args:
+            target: the module or callable, to look for state in.
+            run: what to call for it.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            artifacts: those that there are.
+        """
+        ...
+
+
+class Compiling:
+    """Makes artifacts by compiling; warns once when that goes on and on.
+
+    Args:
+        backend: turns graphs into callables.
+        settings: how to compile.
     """
 
-    def __init__(self, target: Any, run: Callable[..., Any], backend: Backend, settings: Settings) -> None:
-        self._target = target
-        self._run = run
+    def __init__(self, backend: Backend, settings: Settings) -> None:
         self._backend = backend
         self._settings = settings
         self._warned = False
+
+    def __call__(
+        self,
+        target: Any,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        artifacts: Sequence[Artifact],
+    ) -> Artifact:
+        """See `Maker`."""
+        symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
+        artifact = compile_call(target, run, args, kwargs, self._backend, self._settings, symbolic=symbolic)
+        if len(artifacts) < self._settings.max_artifacts:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            name, changes = artifact.compilation.captured.name, what_changed(artifact, artifacts)
+            warnings.warn(
+                f"aotdist: `{name}` was compiled {len(artifacts) + 1} times; what keeps changing: {changes}",
+                stacklevel=4,
+            )
+        return artifact
+
+
+class Compiled:
+    """A callable that compiles itself for each new kind of call.
+
+    A call looks for an artifact that fits; when there is none, one is made for it: the call is captured and
+    compiled, or what was built ahead of time is loaded.
+
+    Attributes:
+        artifacts: what was made so far, the one used last first.
+    """
+
+    def __init__(self, target: Any, run: Callable[..., Any], make: Maker) -> None:
+        self._target = target
+        self._run = run
+        self._make = make
         self.artifacts: list[Artifact] = []
         _every_compiled.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the artifact that fits, compiling one if there is none."""
+        """Run the artifact that fits, making one if there is none."""
         if _runs_eagerly():
             return self._run(*args, **kwargs)
         result = call_fitting(self.artifacts, args, kwargs)
         if result is not MISS:
             return result
-        artifact = self._compile(args, kwargs)
+        artifact = self._made(args, kwargs)
         result = artifact.call(args, kwargs)
         if result is MISS:
             raise InternalError(
@@ -98,24 +158,9 @@ class Compiled:
             )
         return result
 
-    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
+    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
         with _running_eagerly():
-            artifact = compile_call(
-                self._target(),
-                self._run,
-                args,
-                kwargs,
-                self._backend,
-                self._settings,
-                symbolic=not any(artifact.compilation.takes_no_symbols() for artifact in self.artifacts),
-            )
-        if len(self.artifacts) >= self._settings.max_artifacts and not self._warned:
-            self._warned = True
-            name, count = artifact.compilation.captured.name, len(self.artifacts) + 1
-            changes = what_changed(artifact, self.artifacts)
-            warnings.warn(
-                f"aotdist: `{name}` was compiled {count} times; what keeps changing: {changes}", stacklevel=3
-            )
+            artifact = self._make(self._target(), self._run, args, kwargs, self.artifacts)
         self.artifacts.insert(0, artifact)
         return artifact
 
@@ -139,7 +184,6 @@ class Compiled:
     def reset(self) -> None:
         """Forget every artifact."""
         self.artifacts.clear()
-        self._warned = False
 
 
 _every_compiled: weakref.WeakSet[Compiled] = weakref.WeakSet()
@@ -148,8 +192,8 @@ _every_compiled: weakref.WeakSet[Compiled] = weakref.WeakSet()
 class CompiledFunction(Compiled):
     """A compiled function: it keeps the name, the docstring and the signature of the original."""
 
-    def __init__(self, fn: Callable[..., Any], backend: Backend, settings: Settings) -> None:
-        super().__init__(lambda: fn, fn, backend, settings)
+    def __init__(self, fn: Callable[..., Any], make: Maker) -> None:
+        super().__init__(lambda: fn, fn, make)
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -160,7 +204,7 @@ class CompiledFunction(Compiled):
 class CompiledModule(Compiled):
     """The compiled call of a module, which hangs on the module and does not keep it alive."""
 
-    def __init__(self, module: nn.Module, backend: Backend, settings: Settings) -> None:
+    def __init__(self, module: nn.Module, make: Maker) -> None:
         reference = weakref.ref(module)
 
         def target() -> nn.Module:
@@ -171,7 +215,7 @@ class CompiledModule(Compiled):
         def run(*args: Any, **kwargs: Any) -> Any:
             return uncompiled_call(target())(*args, **kwargs)
 
-        super().__init__(target, run, backend, settings)
+        super().__init__(target, run, make)
         self._shown_on = weakref.WeakSet([module])
         self._attach()
 
@@ -180,8 +224,8 @@ class CompiledModule(Compiled):
         self._shown_on.add(module)
         self._attach()
 
-    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
-        artifact = super()._compile(args, kwargs)
+    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
+        artifact = super()._made(args, kwargs)
         self._attach()
         return artifact
 
@@ -263,15 +307,44 @@ def compile(
     """
     if not callable(target):
         raise BadSettings(f"cannot compile a {type(target).__name__}", fix="pass a module or a function")
-    resolved, chosen = resolve(backend), _settings(settings)
+    return _calling(target, Compiling(resolve(backend), _settings(settings)))
+
+
+@overload
+def load(path: str | Path, target: M) -> M: ...  # pyright: ignore[reportOverlappingOverload]  # as for `compile`
+@overload
+def load(path: str | Path, target: Callable[..., Any]) -> CompiledFunction: ...
+def load(path: str | Path, target: Any) -> Any:
+    """Run a module or a function by an artifact that `aotdist build` made; nothing is compiled.
+
+    As with `compile`, a module is returned as it came in, and only its call is another. A call that the
+    artifact was not built for is refused, with what differs.
+
+    Args:
+        path: of the artifact.
+        target: the module, or the function, that it was built of.
+
+    Raises:
+        BadSettings: `target` is not callable.
+        BadArtifact: the file is damaged, or was built by other versions, for another target, or for another
+            number of ranks.
+        SignatureMismatch: at a call: the artifact was built for other calls.
+    """
+    if not callable(target):
+        raise BadSettings(f"cannot run a {type(target).__name__}", fix="pass a module or a function")
+    return _calling(target, Stored.open(path).artifact_for)
+
+
+def _calling(target: Any, make: Maker) -> Any:
+    """What is called for `target`, which is a module in place or a function of its own."""
     if not isinstance(target, nn.Module):
-        return CompiledFunction(target, resolved, chosen)
+        return CompiledFunction(target, make)
     container = container_rule(target)
     if container is None:
-        _compile_in_place(target, resolved, chosen)
+        _compile_in_place(target, make)
     else:
         rule, contained = container
-        call = ContainerCall(target, rule, _compile_in_place(contained, resolved, chosen))
+        call = ContainerCall(target, rule, _compile_in_place(contained, make))
         set_compiled_call(target, call)
     return target
 
@@ -299,9 +372,9 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
     mark_dims(tensor, [dim % tensor.dim() for dim in dims])
 
 
-def _compile_in_place(module: nn.Module, backend: Backend, settings: Settings) -> CompiledModule:
+def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
     module_rules(module)
-    call = CompiledModule(module, backend, settings)
+    call = CompiledModule(module, make)
     set_compiled_call(module, call)
     return call
 

@@ -71,5 +71,9 @@ class CacheCorrupt(AotdistError):
     """A cache entry is damaged; it is ignored and logged."""
 
 
+class BadArtifact(AotdistError):
+    """An artifact in a file cannot be used: it is damaged, or made by, or for, something else."""
+
+
 class InternalError(AotdistError):
     """A bug of ours: something that an earlier stage promised does not hold."""

@@ -106,11 +106,46 @@ def compile_call(
         return _compiled_call(_Call(target, run, args, kwargs, backend, settings, symbolic))
 
 
+def compilation_of(
+    target: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    backend: Backend,
+    settings: Settings,
+) -> Compilation:
+    """Compile one call for others to load: other ranks are not asked, and nothing is loaded here.
+
+    Raises:
+        UnsupportedProgram: the program cannot be compiled ahead of time.
+        BadSettings: the backend lacks something, or a setting names nothing.
+    """
+    with class_functions_off(), collector_paused():
+        compilation = _compile(_Call(target, run, args, kwargs, backend, settings, symbolic=True))
+        refuse_overlap(fit_of(compilation))
+    return compilation
+
+
 def _compiled_call(call: _Call) -> Artifact:
-    label, settings = getattr(call.target, "__name__", type(call.target).__name__), call.settings
+    label = getattr(call.target, "__name__", type(call.target).__name__)
+    return loaded_together(label, call.settings, lambda: _compile(call))
+
+
+def loaded_together(label: str, settings: Settings, made: Callable[[], Compilation]) -> Artifact:
+    """Load what `made` makes on each rank, when all have made theirs and agree on it.
+
+    Args:
+        label: what is compiled, for messages.
+        settings: how.
+        made: compiles it, or reads what was compiled before.
+
+    Raises:
+        RankDivergence: the ranks have different sequences of collectives.
+        RankLost: another rank failed, or did not come to compare.
+    """
     # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
     with failing_together(label), collector_paused():
-        compilation = _compile(call)
+        compilation = made()
         fit = fit_of(compilation)
         refuse_overlap(fit)
         if settings.validate_guards:
@@ -130,7 +165,7 @@ def _compile(call: _Call) -> Compilation:
     backend.check()
     captured, deduped, traced, bases = _trace_over_bases(call, times)
     with times.stage("convention"):
-        _, plans = lower_all(traced.program, traced.facts, drawn_on=_drawn_on(traced.graph))
+        _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
         joint, records = run_passes(backend.prepare_joint(traced.graph), "joint", settings)
@@ -297,7 +332,7 @@ def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManage
             return functools.partial(autocast_only, settings.explicit_autocast())
 
 
-def _drawn_on(graph: Graph) -> torch.device | None:
+def drawn_on(graph: Graph) -> torch.device | None:
     """Where the seed lies that a graph takes, if it does."""
     nodes = (node for slot, node in graph.named_placeholders().items() if slot.role == "rng")
     seed = next(nodes, None)
@@ -346,7 +381,9 @@ def _compile_training(
     again = plan_again(linked(traced.graph), facts.functions, split.saved)
     node = node_plan(traced, plans, split, halves.tangent_strides, again)
     region = Training(
+        cut=cut,
         joint=joint,
+        by_choice=by_choice,
         split=split,
         halves=halves,
         node=node,

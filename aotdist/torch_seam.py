@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
 import logging
@@ -26,6 +27,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+# What autograd knows of how a view was made.
+from torch._C._autograd import CreationMeta as CreationMeta
 
 # One C++ check for the metadata of many tensors.
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
@@ -1736,6 +1740,116 @@ def held_process_groups() -> list[tuple[str, tuple[int, ...], str]]:
         (world.pg_names[group], tuple(sorted(world.pg_group_ranks[group])), backend)
         for group, (backend, _) in world.pg_map.items()
     ]
+
+
+# --- store: artifacts in files --------------------------------------------------------------------
+
+
+def fake_world(rank: int, world_size: int) -> AbstractContextManager[None]:
+    """A process group without other ranks, whose collectives do nothing; none at all for a world of one."""
+    return nullcontext() if world_size == 1 else _fake_world(rank, world_size)
+
+
+@contextmanager
+def _fake_world(rank: int, world_size: int) -> Generator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    _forget_shardings()
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        _forget_shardings()
+
+
+def _forget_shardings() -> None:
+    """Meshes of other ranks are equal, and so DTensor would find the sizes of another rank's shards."""
+    _DISPATCHER.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+
+
+def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:
+    """Inside, `hear` is called when an autocast is made that is on, for devices that are here or not."""
+    make = torch.autocast.__init__
+
+    @functools.wraps(make)
+    def heard(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any) -> None:
+        if enabled:
+            hear()
+        make(self, device_type, dtype, enabled, *args)
+
+    return _replaced(torch.autocast, "__init__", heard)
+
+
+def operator_named(name: str) -> OpOverload | None:
+    """The operator of that name (`aten.add.Tensor`); None if there is none.
+
+    Some of those that Inductor breaks others up into are only known once it is imported, in a second.
+    """
+    namespace, packet, overload = name.split(".")
+    for late in (False, True):
+        if late and namespace == "prims":
+            importlib.import_module("torch._inductor.inductor_prims")
+        found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+        if isinstance(found, OpOverload):
+            return found
+    return None
+
+
+def mesh_of_context(context: Any) -> DeviceMesh | None:
+    """The mesh in the flatten context of a DTensor, before torch 2.13; since then it is an attribute."""
+    first = context[0] if isinstance(context, tuple) and context else None
+    return getattr(first, "mesh", None)
+
+
+def parts_of_mesh(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """The axes of a mesh of several, as meshes of their own, and the mesh that it is itself a part of."""
+    axes = mesh.mesh_dim_names or ()
+    parts = [mesh[axis] for axis in axes] if len(axes) > 1 else []
+    root: DeviceMesh | None = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else None
+    return parts if root is None or root is mesh else [*parts, root]
+
+
+def world_group_name() -> str | None:
+    """The name of the group of all ranks; None where there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    world = torch.distributed.group.WORLD
+    return None if world is None else world.group_name
+
+
+def layout_kinds() -> dict[str, tuple[type[Any], tuple[str, ...]]]:
+    """The classes that say how a DTensor is laid out, by name, each with its constructor's arguments."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    fields = ("mesh", "placements", "tensor_meta", "shard_order")
+    kinds: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+        "Shard": (Shard, ("dim",)),
+        "Replicate": (Replicate, ()),
+        "Partial": (Partial, ("reduce_op",)),
+        "TensorMeta": (TensorMeta, ("shape", "stride", "dtype")),
+        "DTensorSpec": (
+            DTensorSpec,
+            tuple(name for name in fields if name in DTensorSpec.__dataclass_fields__),
+        ),
+    }
+    strided = getattr(placement_types, "_StridedShard", None)
+    if strided is not None:
+        kinds["_StridedShard"] = (strided, ("dim", "split_factor"))
+    try:
+        from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+    except ImportError:  # not in every torch has a spec an order of its own
+        return kinds
+    return kinds | {"ShardOrderEntry": (ShardOrderEntry, ("tensor_dim", "mesh_dims"))}
+
+
+def tree_of(kind: Any, context: Any, children: list[TreeSpec]) -> TreeSpec:
+    """A pytree's structure from its parts; of a leaf, all are empty."""
+    return pytree.tree_structure(0) if kind is None else TreeSpec(kind, context, children)
 
 
 # --- launch: what the trainer needs ---------------------------------------------------------------

@@ -20,12 +20,30 @@ from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
 from aotdist.kernels import foreach, triton_seam
+from aotdist.kernels.compilation import TARGETS, Target
+from aotdist.kernels.compilation import check as check_target
 from aotdist.kernels.emission import Fused, fuse
+from aotdist.kernels.launching import Launch, Result
+from aotdist.kernels.packing import Packed, pack, unpack
 from aotdist.kernels.splitting import split_reductions
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.program import Graph
 from aotdist.subclasses.protocol import operators_made_of_others
 from aotdist.torch_seam import inductor_decompositions
+
+__all__ = [
+    "TARGETS",
+    "Launch",
+    "Packed",
+    "Result",
+    "Target",
+    "TritonBackend",
+    "check_target",
+    "pack",
+    "summary",
+    "unpack",
+    "with_kernels",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +84,7 @@ class TritonBackend:
         fused = with_kernels(graph, keeps_casts=emission.settings.emulate_casts, label=label)
         printed = print_graph(fused.graph)
         call = load_function(printed.source, "forward", printed.bound, label)
-        return Emitted(call, f"{fused.source}\n\n{printed.source}", fusion=_summary(fused))
+        return Emitted(call, f"{fused.source}\n\n{printed.source}", fusion=summary(fused))
 
 
 _KEPT = frozenset(
@@ -97,7 +115,8 @@ def with_kernels(graph: Graph, *, keeps_casts: bool, label: str) -> Fused:
     return fuse(graph, fixed, keeps_casts=keeps_casts, label=label)
 
 
-def _summary(fused: Fused) -> Fusion:
+def summary(fused: Fused) -> Fusion:
+    """What became of the operators of a graph."""
     kernels = (
         KernelSummary(
             one.printed.name,

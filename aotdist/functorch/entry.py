@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from aotdist.api import CompiledFunction
+from aotdist.api import CompiledFunction, Compiling
 from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
@@ -35,11 +35,11 @@ class AotFunction(CompiledFunction):
         # The user's compilers get what the user's partition returned: nothing changes a graph in between.
         passes = frozenset(PASS_NAMES)
         settings = replace(backend.settings, partition="default", disabled_passes=passes, dynamic=dynamic)
-        super().__init__(fn, backend, settings)
+        super().__init__(fn, Compiling(backend, settings))
 
     def compile_for(self, *args: Any) -> None:
         """Compile for a call with these arguments, without calling."""
-        self._compile(args, {})
+        self._made(args, {})
 
 
 _WRITES_STAY = "leave it False: new values are results of the graph, and are copied to the inputs after it"

@@ -28,7 +28,9 @@ class Training:
     """A program with a backward, compiled.
 
     Args:
-        joint: the graph before it was cut.
+        cut: the joint graph, cut at its waypoints.
+        joint: the same, not cut; `split` cuts it in two.
+        by_choice: the backward, with the results of every choice of tangents that was traced by itself.
         split: the two graphs.
         halves: the two callables.
         node: how tensors pass through the autograd node.
@@ -42,7 +44,9 @@ class Training:
         derivatives: compiles the backward as a program with a backward, if that can be; each once.
     """
 
+    cut: Graph
     joint: Graph
+    by_choice: Graph
     split: Split
     halves: EmittedHalves
     node: NodePlan

@@ -1,0 +1,164 @@
+"""Graphs with kernels for a GPU that need not be there: emitted on one machine, run on another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion
+from aotdist.codegen.fx import FxBackend, print_graph
+from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.python_source import load_function
+from aotdist.codegen.triton import (
+    Launch,
+    Packed,
+    Result,
+    Target,
+    TritonBackend,
+    check_target,
+    pack,
+    summary,
+    unpack,
+    with_kernels,
+)
+from aotdist.errors import InternalError
+from aotdist.program import Graph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLaunch:
+    """What stands in a graph for a kernel that runs elsewhere.
+
+    Args:
+        name: of the kernel.
+        packed: the kernel.
+        num_blocks: how many run; none for results without elements.
+        results: what it writes.
+    """
+
+    name: str
+    packed: Packed
+    num_blocks: int
+    results: tuple[Result, ...]
+
+    @property
+    def __name__(self) -> str:
+        """What it is called where it is printed."""
+        return self.name
+
+    def __call__(self, *inputs: torch.Tensor) -> NoReturn:
+        """Nothing runs here."""
+        raise _runs_elsewhere()
+
+    def on(self, device: torch.device) -> Launch:
+        """The kernel on a GPU that is there."""
+        overwritten = frozenset(result.into for result in self.results if result.into is not None)
+        runner = unpack(self.packed, device, overwritten)
+        return Launch(self.name, runner, self.num_blocks, self.results, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A graph that runs elsewhere, in the place of what would run it here.
+
+    Args:
+        graph: with a `PackedLaunch` in the place of each kernel.
+        fusion: which kernels there are, and what was left to the library.
+    """
+
+    graph: Graph
+    fusion: Fusion
+
+    def __call__(self, args: list[Any]) -> NoReturn:
+        """Nothing runs here."""
+        raise _runs_elsewhere()
+
+    def emitted_on(self, device: torch.device, label: str) -> Emitted:
+        """The graph as something to call, on a GPU that is there.
+
+        Args:
+            device: the GPU.
+            label: a word for the file name that tracebacks show.
+        """
+        here = Graph(copied(self.graph), self.graph.ins, self.graph.outs)
+        for node in here.gm.graph.nodes:
+            if isinstance(node.target, PackedLaunch):
+                node.target = node.target.on(device)
+        printed = print_graph(here)
+        call = load_function(printed.source, "forward", printed.bound, label)
+        return Emitted(call, printed.source, fusion=self.fusion)
+
+
+def _runs_elsewhere() -> InternalError:
+    return InternalError("what was emitted for another machine is run", stage="codegen")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBackend:
+    """The `triton` backend for a GPU that need not be there.
+
+    Args:
+        target: its generation.
+    """
+
+    target: Target
+    name: str = "triton"
+    partition: Literal["default", "min_cut"] = "min_cut"
+    any_tangents: bool = False
+    owns_cut: bool = False
+
+    def check(self) -> None:
+        """See that kernels can be compiled for the target here.
+
+        Raises:
+            BadSettings: they can't.
+        """
+        check_target(self.target)
+
+    def decompositions(self) -> Decompositions:
+        """As for GPUs that are there."""
+        return TritonBackend().decompositions()
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        """The graph itself."""
+        return graph
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        """Put compiled kernels into the graph."""
+        label = f"{emission.name} {emission.kind}"
+        fused = with_kernels(graph, keeps_casts=emission.settings.emulate_casts, label=label)
+        emitted = {one.printed.name: one for one in fused.kernels}
+        for node in fused.graph.gm.graph.nodes:
+            if isinstance(node.target, Launch):
+                launch = node.target
+                packed = pack(emitted[launch.name], self.target)
+                node.target = PackedLaunch(launch.name, packed, launch.num_blocks, tuple(launch.results))
+        source, fusion = f"{fused.source}\n\n{print_graph(fused.graph).source}", summary(fused)
+        return Emitted(Ahead(fused.graph, fusion), source, fusion=fusion)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBackend:
+    """What emits further graphs of a program whose kernels were compiled elsewhere: operator by operator."""
+
+    name: str = "triton"
+    partition: Literal["default", "min_cut"] = "min_cut"
+    any_tangents: bool = False
+    owns_cut: bool = False
+
+    def check(self) -> None:
+        """Nothing is needed."""
+
+    def decompositions(self) -> Decompositions:
+        """Nothing is traced any more."""
+        return {}
+
+    def prepare_joint(self, graph: Graph) -> Graph:
+        """The graph itself."""
+        return graph
+
+    def emit(self, graph: Graph, emission: Emission) -> Emitted:
+        """As the reference emitter does."""
+        return FxBackend().emit(graph, emission)

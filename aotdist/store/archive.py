@@ -1,0 +1,161 @@
+"""The file of an artifact: a zip of JSON and of binaries of kernels, with a manifest that knows them all.
+
+The manifest tells what the artifact was built with and for, and the SHA-256 of each member. Everything is
+checked before anything is used. Checksums find damage, not malice: load what you would run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from aotdist.errors import BadArtifact
+from aotdist.store.ranks import Variant
+
+FORMAT = 1
+"""Goes up with every change of what is written; an artifact of another format is built again."""
+
+_MANIFEST = "manifest.json"
+_UNREADABLE = (
+    *(OSError, LookupError, TypeError, ValueError, RuntimeError, EOFError),
+    *(zlib.error, zipfile.BadZipFile),
+)
+"""What `zipfile` and `json` raise for a file that is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What an artifact was built with and for.
+
+    Args:
+        format: of the file.
+        name: of the function or module.
+        target: `cpu`, or a generation of GPUs: `sm_90`.
+        backend: what emitted the graphs.
+        world_size: how many ranks there are.
+        versions: of aotdist, torch and (where it has kernels) triton.
+        members: SHA-256 of each other member of the file, by name.
+    """
+
+    format: int
+    name: str
+    target: str
+    backend: str
+    world_size: int
+    versions: Mapping[str, str]
+    members: Mapping[str, str]
+
+    @property
+    def device_type(self) -> str:
+        """What PyTorch calls the devices of the target."""
+        return "cpu" if self.target == "cpu" else "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An artifact as it is in a file.
+
+    Args:
+        manifest: what it was built with and for.
+        variants: records of the ranks.
+        binaries: of kernels, by name.
+    """
+
+    manifest: Manifest
+    variants: tuple[Variant, ...]
+    binaries: Mapping[str, bytes]
+
+    def record_of(self, rank: int) -> Any:
+        """The record of one rank."""
+        return next(variant.of(rank) for variant in self.variants if rank in variant.ranks)
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, without what it was built for (`+cpu`); empty if there is none."""
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def save(
+    path: Path, described: Manifest, variants: tuple[Variant, ...], binaries: Mapping[str, bytes]
+) -> Manifest:
+    """Write an artifact; a file that is there is replaced when all is written.
+
+    Args:
+        path: of the file.
+        described: what it was built with and for, without members.
+        variants: records of the ranks.
+        binaries: of kernels, by name.
+
+    Returns:
+        the manifest with its members.
+    """
+    contents = {f"variants/{at}.json": _bytes(dataclasses.asdict(one)) for at, one in enumerate(variants)}
+    contents |= {f"kernels/{name}": data for name, data in binaries.items()}
+    members = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+    manifest = dataclasses.replace(described, members=members)
+    whole = {_MANIFEST: _bytes(dataclasses.asdict(manifest)), **contents}
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in whole.items():
+            file.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # no date: same bytes each time
+    unfinished.replace(path)
+    return manifest
+
+
+def _bytes(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def open_archive(path: Path) -> Archive:
+    """Read an artifact and check that it is whole.
+
+    Raises:
+        BadArtifact: it is no artifact, or of another format; or a member is damaged, missing or unknown.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            contents = {name: file.read(name) for name in file.namelist()}
+        fields = json.loads(contents.pop(_MANIFEST))
+        if fields["format"] != FORMAT:
+            raise BadArtifact(
+                f"{path} has format {fields['format']}, and this aotdist reads format {FORMAT}",
+                stage="store",
+                fix="build it again with this aotdist",
+            )
+        manifest = Manifest(**fields)
+        _check_members(path, manifest, contents)
+        records = [json.loads(data) for name, data in contents.items() if name.startswith("variants/")]
+    except _UNREADABLE as error:
+        raise _corrupt(path, f"it cannot be read ({type(error).__name__}: {error})") from error
+    variants = tuple(Variant(**record) for record in records)
+    kernels = {
+        name.removeprefix("kernels/"): data for name, data in contents.items() if name.startswith("kernels/")
+    }
+    if sorted(rank for one in variants for rank in one.ranks) != list(range(manifest.world_size)):
+        raise _corrupt(path, "some of its ranks have no record, or several")
+    return Archive(manifest, variants, kernels)
+
+
+def _check_members(path: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
+    for name in sorted({*manifest.members, *contents}):
+        if name not in contents:
+            raise _corrupt(path, f"its member {name} is missing")
+        if name not in manifest.members:
+            raise _corrupt(path, f"its manifest does not know the member {name}")
+        if hashlib.sha256(contents[name]).hexdigest() != manifest.members[name]:
+            raise _corrupt(path, f"its member {name} is damaged: its checksum is another")
+
+
+def _corrupt(path: Path, what: str) -> BadArtifact:
+    return BadArtifact(f"{path} is no whole artifact: {what}", stage="store", fix="build or copy it again")

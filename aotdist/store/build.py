@@ -1,0 +1,209 @@
+"""`aotdist.build`: compile calls for other processes, and other machines, and write them to a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from aotdist.codegen.ahead import TargetBackend
+from aotdist.codegen.contract import Backend
+from aotdist.codegen.fx import FxBackend
+from aotdist.codegen.triton import TARGETS
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.pipeline import compilation_of
+from aotdist.runtime.compilation import Compilation
+from aotdist.settings import Settings
+from aotdist.store.archive import FORMAT, Manifest, save, version_of
+from aotdist.store.ranks import merged
+from aotdist.store.record import written
+from aotdist.store.values import Json
+from aotdist.subclasses.protocol import container_rule, module_rules
+from aotdist.torch_seam import OpOverload, fake_world, hearing_of_autocast, uncompiled_call
+
+Example: TypeAlias = "tuple[Any, tuple[Any, ...]] | tuple[Any, tuple[Any, ...], Mapping[str, Any]]"
+"""A module or function, arguments to call it with, and keyword arguments if there are any."""
+
+KNOWN_TARGETS = ("cpu", *TARGETS)
+"""What artifacts can be built for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What was written.
+
+    Args:
+        path: of the file.
+        manifest: what it was built with and for.
+        variants: how many records there are, and for which ranks each.
+        num_bytes: of the file.
+    """
+
+    path: Path
+    manifest: Manifest
+    variants: tuple[tuple[int, ...], ...]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        manifest = self.manifest
+        ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
+        records = "one record" if len(self.variants) == 1 else f"{len(self.variants)} records"
+        kernels = sum(name.startswith("kernels/") for name in manifest.members)
+        return (
+            f"{self.path}: `{manifest.name}` for {manifest.target} and {ranks}: "
+            f"{records}, {kernels} kernels, {self.num_bytes / 1000:.0f} kB"
+        )
+
+
+Made: TypeAlias = "Example | Generator[Example]"
+"""What is to be built: one call, or several, each in the modes that are on when it is handed over."""
+
+
+def build(
+    make: Callable[[], Made],
+    path: str | Path,
+    *,
+    target: str = "cpu",
+    world_size: int = 1,
+    settings: Settings | None = None,
+) -> Built:
+    """Compile a call, or several, ahead of time and write them to a file, for `aotdist.load`.
+
+    Calls are traced on the CPU, once for each rank, in a process group without other ranks; what the graphs
+    say of devices is put in terms of the target.
+
+    Args:
+        make: makes, on the CPU, what to compile and what to call it with; a generator yields several such.
+            It is called once for each rank, and may ask `torch.distributed` for its rank.
+        path: of the file.
+        target: what it is to run on: `cpu`, or GPUs of a generation: `sm_80`, `sm_90`, `sm_100`, `gfx942`.
+        world_size: how many ranks will run it.
+        settings: how to compile; None for `Settings.from_environment()`.
+
+    Returns:
+        what was written; `print` it.
+
+    Raises:
+        BadSettings: the target is unknown, or this process is in a process group already.
+        UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise BadSettings(
+            "this process is in a process group already",
+            stage="store",
+            fix="build in a process of its own: each rank is traced in a process group without others",
+        )
+    if world_size < 1:
+        raise BadSettings(f"a world has no {world_size} ranks", stage="store", fix="give 1 or more")
+    chosen = Settings.from_environment() if settings is None else settings
+    backend = _backend(target)
+    records, binaries = list[Json](), dict[str, bytes]()
+    for rank in range(world_size):
+        with fake_world(rank, world_size):
+            made = make()
+            examples = made if isinstance(made, Generator) else [made]
+            calls = [_record(example, backend, chosen, binaries) for example in examples]
+            if not calls:
+                raise _nothing("nothing is made to be built")
+            records.append({"calls": calls})
+    variants = merged(records)
+    packages = ("aotdist", "torch", "triton") if binaries else ("aotdist", "torch")
+    manifest = Manifest(
+        format=FORMAT,
+        name=records[0]["calls"][0]["name"],
+        target=target,
+        backend=backend.name,
+        world_size=world_size,
+        versions={name: version_of(name) for name in packages},
+        members={},
+    )
+    file = Path(path)
+    manifest = save(file, manifest, variants, binaries)
+    return Built(file, manifest, tuple(tuple(one.ranks) for one in variants), file.stat().st_size)
+
+
+def _backend(target: str) -> Backend:
+    for known in TARGETS:
+        if target == known:
+            return TargetBackend(known)
+    if target == "cpu":
+        return FxBackend()
+    raise BadSettings(
+        f"there is no target {target!r}", stage="store", fix=f"name one of {', '.join(KNOWN_TARGETS)}"
+    )
+
+
+def _record(example: Any, backend: Backend, settings: Settings, binaries: dict[str, bytes]) -> Json:
+    target, args, kwargs = _checked(example)
+    run = target
+    if isinstance(target, nn.Module):
+        if container_rule(target) is not None:
+            raise UnsupportedProgram(
+                f"a {type(target).__name__} runs its own forward around what is compiled",
+                stage="store",
+                fix="build what it contains, or compile it where it runs: `aotdist.compile`",
+            )
+        module_rules(target)
+        run = uncompiled_call(target)
+    if not isinstance(backend, TargetBackend):
+        return written(target, compilation_of(target, run, args, kwargs, backend, settings), "cpu", binaries)
+    # The quick attention of a CPU is an operator of its own; its formula is the same for all devices.
+    with sdpa_kernel(SDPBackend.MATH), hearing_of_autocast(_refuse_autocast):
+        compilation = compilation_of(target, run, args, kwargs, backend, settings)
+    _refuse_on_gpus(compilation)
+    return written(target, compilation, "cuda", binaries)
+
+
+def _checked(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    match made:
+        case (target, tuple(args)) if callable(target):
+            return target, args, {}
+        case (target, tuple(args), dict(kwargs)) if callable(target):
+            return target, args, cast("dict[str, Any]", kwargs)
+        case _:
+            raise _nothing(f"what is to be built is made as a {type(made).__name__}")
+
+
+def _nothing(what: str) -> BadSettings:
+    return BadSettings(
+        what,
+        stage="store",
+        fix="return a module or function, a tuple of arguments, and (if there are any) a dictionary",
+    )
+
+
+_FOR_CPUS = re.compile(r"mkldnn|onednn|_for_cpu|quantized|fbgemm")
+"""In the names of operators that only CPUs have."""
+
+
+def _refuse_on_gpus(compilation: Compilation) -> None:
+    """Refuse what a trace on the CPU does not tell of a GPU.
+
+    Raises:
+        UnsupportedProgram: the program does such a thing.
+    """
+    if compilation.captured.ambient.autocast:
+        _refuse_autocast()
+    for graph in compilation.graphs().values():
+        for node in graph.gm.graph.nodes:
+            if isinstance(node.target, OpOverload) and _FOR_CPUS.search(str(node.target)):
+                raise _for_cpus(f"comes to `{node.target}`, which only CPUs have", node.meta.get("source"))
+
+
+def _refuse_autocast() -> NoReturn:
+    raise _for_cpus("is under autocast, which casts other operators on GPUs", None)
+
+
+def _for_cpus(what: str, where: str | None) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the program {what}",
+        where=where,
+        stage="store",
+        fix="compile it where it runs: `aotdist.compile`, or leave that out of the compiled function",
+    )

@@ -1,0 +1,152 @@
+"""Graphs as JSON: node by node, with what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
+
+from aotdist.codegen.fx import attribute_of
+from aotdist.errors import BadArtifact, UnsupportedProgram
+from aotdist.program import Graph, Slot
+from aotdist.store.kinds import NodeAt, Shape
+from aotdist.store.values import Json, Values
+from aotdist.torch_seam import FakeTensorMode, OpOverload, argument_names, graph_module
+
+_META = ("phase", "source", "module", "seq_nr", "function", "unit", "grad", "serial", "draws", "policy")
+"""What nodes carry beside their values, see `aotdist.program.Graph`: numbers and texts."""
+
+
+class Graphs:
+    """Writes the graphs of one program as JSON, and reads them.
+
+    What graphs say of tensors is written once for all that are alike, and so it is read.
+
+    Args:
+        values: writes and reads what stands in graphs.
+        fake_mode: makes what they say of tensors.
+        shapes: what was written of tensors so far, or was read.
+    """
+
+    def __init__(self, values: Values, fake_mode: FakeTensorMode, shapes: Sequence[Shape] = ()) -> None:
+        self._values = values
+        self._fake_mode = fake_mode
+        self._positions = {shape: at for at, shape in enumerate(shapes)}
+        self._fakes = [self._fake(shape) for shape in shapes]
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """What was written of tensors; without it, no graph can be read."""
+        return tuple(self._positions)
+
+    def written(self, graph: Graph) -> Json:
+        """`graph` as JSON.
+
+        Raises:
+            UnsupportedProgram: it holds something that cannot be written.
+        """
+        ins, outs = self._values.written(graph.ins, "a graph"), self._values.written(graph.outs, "a graph")
+        return {"ins": ins, "outs": outs, "nodes": self._nodes(graph.gm)}
+
+    def _nodes(self, gm: GraphModule) -> list[Json]:
+        position = {node: at for at, node in enumerate(gm.graph.nodes)}
+        return [self._node(gm, node, position) for node in gm.graph.nodes]
+
+    def _node(self, gm: GraphModule, node: Node, position: Mapping[Node, int]) -> Json:
+        where = f"the node `{node.name}`"
+        json: dict[str, Json] = {"name": node.name, "op": node.op, "target": node.target}
+        if node.op == "get_attr":
+            held = attribute_of(gm, node)
+            is_graph = isinstance(held, GraphModule)
+            json["holds"] = {"nodes": self._nodes(held)} if is_graph else self._values.written(held, where)
+        elif node.op == "call_function":
+            json["target"] = self._values.written(node.target, where)
+        arguments: Any = {"args": tuple(node.args), "kwargs": dict(node.kwargs)}
+        for key, value in arguments.items():
+            if value:
+                json[key] = self._values.written(map_arg(value, _at(position)), where)
+        self._name_group(node, json)
+        json["meta"] = {key: node.meta[key] for key in _META if node.meta.get(key) is not None}
+        return json | {"val": self._val(node.meta.get("val"), where)}
+
+    def _val(self, val: Any, where: str) -> Json:
+        """What a node says of its value: the position of a shape, or several in a list."""
+        if isinstance(val, (tuple, list)):
+            return [self._val(part, where) for part in val]
+        if isinstance(val, torch.Tensor):
+            shape = Shape(tuple(val.shape), val.stride(), val.dtype, val.device)
+            return self._positions.setdefault(shape, len(self._positions))
+        return None if val is None else {"other": self._values.written(val, where)}
+
+    def _name_group(self, node: Node, json: dict[str, Json]) -> None:
+        """A process group stands in a graph by what PyTorch calls it in this process."""
+        names = argument_names(node.target) if isinstance(node.target, OpOverload) else []
+        if "group_name" not in names or names.index("group_name") >= len(node.args):
+            return
+        position = names.index("group_name")
+        known = self._values.live.groups.get(str(node.args[position]))
+        if known is None:
+            raise UnsupportedProgram(
+                f"`{node.name}` communicates in a process group that is no axis of a tensor's mesh",
+                stage="store",
+                fix="communicate along a `DeviceMesh` that tensors of the call are on",
+            )
+        json["args"][position] = {"is": "group", "name": self._values.written(known, "a process group")}
+
+    def read(self, json: Json) -> Graph:
+        """The graph that was written as `json`.
+
+        Raises:
+            BadArtifact: it was not written like that.
+        """
+        ins: tuple[Slot, ...] = self._values.read(json["ins"])
+        outs: tuple[Slot, ...] = self._values.read(json["outs"])
+        return Graph(self._module(json["nodes"]), ins, outs)
+
+    def _module(self, nodes: Sequence[Json]) -> GraphModule:
+        graph, root = torch.fx.Graph(), torch.nn.Module()
+        made: list[Node] = []
+        for json in nodes:
+            made.append(self._made(graph, root, json, made))
+        return graph_module(root, graph)
+
+    def _made(self, graph: torch.fx.Graph, root: torch.nn.Module, json: Json, before: Sequence[Node]) -> Node:
+        target = json["target"]
+        if json["op"] == "get_attr":
+            if not str(target).isidentifier() or str(target).startswith("__"):
+                raise BadArtifact(f"a graph holds something as {target!r}", stage="store")
+            held = json["holds"]
+            setattr(root, target, self._module(held["nodes"]) if "nodes" in held else self._values.read(held))
+        elif json["op"] == "call_function":
+            target = self._values.read(target)
+        elif json["op"] not in ("placeholder", "output"):
+            raise BadArtifact(f"a graph calls a {json['op']}", stage="store")
+
+        def linked(value: Any) -> Any:
+            return before[value.position] if isinstance(value, NodeAt) else value
+
+        args: Any = map_aggregate(self._values.read(json.get("args", [])), linked)
+        kwargs: Any = map_aggregate(self._values.read(json["kwargs"]) if "kwargs" in json else {}, linked)
+        node = graph.create_node(json["op"], target, args, kwargs, name=json["name"])
+        node.meta = {**json["meta"], "val": self._read_val(json["val"])}
+        return node
+
+    def _read_val(self, json: Json) -> Any:
+        if isinstance(json, list):
+            return tuple(map(self._read_val, json))
+        if isinstance(json, int):
+            return self._fakes[json]
+        return None if json is None else self._values.read(json["other"])
+
+    def _fake(self, shape: Shape) -> torch.Tensor:
+        with self._fake_mode:
+            return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=shape.device)
+
+
+def _at(position: Mapping[Node, int]) -> Callable[[Node], Any]:
+    def at(node: Node) -> NodeAt:
+        return NodeAt(position[node])
+
+    return at

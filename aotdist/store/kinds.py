@@ -1,0 +1,70 @@
+"""The kinds of data and the functions that an artifact may hold: this list, and nothing else."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist import facts
+from aotdist.capture.capture import Returned
+from aotdist.capture.results import Shown
+from aotdist.codegen.ahead import PackedLaunch
+from aotdist.codegen.contract import Fusion, KernelSummary
+from aotdist.codegen.triton import Result
+from aotdist.convention import changes, synthetic_base
+from aotdist.program import Slot
+from aotdist.settings import Settings
+from aotdist.store.live import GroupName, MeshName, Place
+from aotdist.subclasses import protocol
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAt:
+    """A node of a graph, by its position."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph says of a tensor that one of its nodes computes."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_OURS: tuple[type[Any], ...] = (
+    *(NodeAt, Shape, Slot, Settings, Returned, Shown, MeshName, GroupName, Place),
+    *(PackedLaunch, Result, Fusion, KernelSummary),
+    *(protocol.Plain, protocol.Constant, protocol.Wrapper),
+    *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
+    *(facts.Facts, facts.Untouched, facts.DataWritten, facts.BackwardWrite, facts.NodeOut, facts.Choice),
+    *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite, facts.Swap),
+    *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
+    *(facts.Inside, facts.Around, facts.OutputView, facts.Waypoint, facts.Passages),
+)
+
+CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}
+"""Frozen data of ours, by name; written field by field."""
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "data_of": facts.data_of,
+    "resize_as_out": changes.resize_as_out,
+    "assign_data": changes.assign_data,
+    "set_memory": changes.set_memory,
+    "give_history": changes.give_history,
+    "resize_storage": changes.resize_storage,
+    "detach_": torch.Tensor.detach_,
+    "requires_grad_": torch.Tensor.requires_grad_,
+}
+"""What graphs, views and writes of metadata call that is no operator."""
+
+NAMES_OF_FUNCTIONS: Mapping[int, str] = {id(function): name for name, function in FUNCTIONS.items()}
+"""Their names, by identity."""

@@ -1,0 +1,136 @@
+"""`aotdist.load`: what was built, in the process that runs it; nothing is traced or compiled here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aotdist.errors import BadArtifact, SignatureMismatch
+from aotdist.pipeline import loaded_together
+from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.compilation import Compilation
+from aotdist.store.archive import Archive, open_archive, version_of
+from aotdist.store.record import UserCall, read, settings_of
+from aotdist.store.values import Json
+from aotdist.torch_seam import class_functions_off
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An artifact that fits this process: its versions, its GPU, its ranks.
+
+    Args:
+        archive: what was in the file.
+    """
+
+    archive: Archive
+
+    @classmethod
+    def open(cls, path: str | Path) -> Stored:
+        """The artifact in a file.
+
+        Raises:
+            BadArtifact: the file is damaged, or was built by other versions, for another target, or for
+                another number of ranks.
+        """
+        archive = open_archive(Path(path))
+        _check_process(Path(path), archive)
+        return cls(archive)
+
+    def artifact_for(
+        self,
+        target: Any,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        artifacts: Sequence[Artifact],
+    ) -> Artifact:
+        """The artifact, loaded for a call.
+
+        Args:
+            target: the module or callable, to look for state in.
+            run: what to call for it.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            artifacts: what was loaded for other calls.
+
+        Raises:
+            SignatureMismatch: it was built for other calls; with what differs.
+            BadArtifact: it holds what this aotdist does not know.
+            RankDivergence: the ranks loaded different sequences of collectives.
+            RankLost: another rank failed to load it.
+        """
+        manifest = self.archive.manifest
+        call = UserCall(target, run, args, kwargs)
+        built: list[Json] = self.archive.record_of(_rank() if manifest.world_size > 1 else 0)["calls"]
+        with class_functions_off():
+            return loaded_together(manifest.name, settings_of(built[0]), lambda: self._fitting(built, call))
+
+    def _fitting(self, built: Sequence[Json], call: UserCall) -> Compilation:
+        """Which of the calls that it was built for it is, as a compilation."""
+        device_type, binaries = self.archive.manifest.device_type, dict(self.archive.binaries)
+        mismatches: list[SignatureMismatch] = []
+        for record in built:
+            try:
+                return read(record, call, settings_of(record), device_type, binaries)
+            except SignatureMismatch as mismatch:
+                mismatches.append(mismatch)
+        first, *others = mismatches
+        if not others:
+            raise first
+        reasons = "\n".join(f"  {number}. {each.what}" for number, each in enumerate(mismatches, 1))
+        what = f"the artifact was built for {len(built)} calls, and this is none of them:\n{reasons}"
+        raise SignatureMismatch(what, stage="store", fix=first.fix)
+
+
+def gpu_here() -> str | None:
+    """The generation of the current GPU as targets name them: `sm_90`, `gfx942`; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _is_distributed() else 0
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _check_process(path: Path, archive: Archive) -> None:
+    """See that what an artifact was built with and for is here.
+
+    Raises:
+        BadArtifact: it is not.
+    """
+    manifest = archive.manifest
+    for name, built in manifest.versions.items():
+        here = version_of(name)
+        if built != here:
+            raise BadArtifact(
+                f"{path} was built with {name} {built}, and here is {here or 'none'}",
+                stage="store",
+                fix="build it again with what is here, or install what it was built with",
+            )
+    gpu = gpu_here()
+    if manifest.target != "cpu" and manifest.target != gpu:
+        raise BadArtifact(
+            f"{path} was built for {manifest.target}, and here is {gpu or 'no GPU'}",
+            stage="store",
+            fix=f"build it for what is here: `--target {gpu or 'cpu'}`",
+        )
+    num_ranks = torch.distributed.get_world_size() if _is_distributed() else 1
+    if manifest.world_size not in (1, num_ranks):  # what was built for one rank communicates with none
+        raise BadArtifact(
+            f"{path} was built for {manifest.world_size} ranks, and here are {num_ranks}",
+            stage="store",
+            fix=f"build it for {num_ranks} (`--world-size {num_ranks}`), or call `init_process_group` first",
+        )

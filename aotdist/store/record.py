@@ -1,0 +1,326 @@
+"""A compilation as JSON, and as a compilation again: for a call that it fits, and in another process.
+
+What is written is what cannot be found out again without a trace: the graphs as they were cut, and the facts.
+Plans follow from the facts; and the call for which it is read is captured as ever, so that tensors, modules
+and modes are watched just as if it had been compiled for that call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
+
+import torch
+
+from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.codegen.ahead import Ahead, LoadedBackend
+from aotdist.codegen.contract import Backend, Emitted
+from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.codegen.fx import FxBackend
+from aotdist.convention import dedupe, synthetic_base
+from aotdist.convention.stack import Plans, lower_all
+from aotdist.convention.synthetic_base import BasePlan
+from aotdist.errors import SignatureMismatch, UnsupportedProgram
+from aotdist.facts import Facts
+from aotdist.joint.symbols import Symbols
+from aotdist.joint.trace import Traced
+from aotdist.partition.again import Again
+from aotdist.partition.gates import linked, plan_gates
+from aotdist.pipeline import drawn_on
+from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot, Split
+from aotdist.runtime.backward import Part
+from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.on_demand import OnDemand
+from aotdist.runtime.other_kinds import Arrived
+from aotdist.runtime.plan import node_plan
+from aotdist.settings import Settings
+from aotdist.store.graphs import Graphs
+from aotdist.store.live import Live
+from aotdist.store.signature import check_same, signature_of, steady_path, storages_of
+from aotdist.store.values import Json, Values
+from aotdist.torch_seam import FakeTensorMode
+
+_LOADED = "the program was loaded from an artifact, which holds no such backward"
+_AGAIN = Again((), {}, _LOADED)
+
+
+@dataclass(frozen=True, slots=True)
+class UserCall:
+    """A call of the user's function; see `aotdist.pipeline.compile_call`."""
+
+    target: Any
+    run: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def written(
+    target: Any, compilation: Compilation, device_type: str, binaries: MutableMapping[str, bytes]
+) -> Json:
+    """A compilation, with the tensors of its call, as JSON.
+
+    Args:
+        target: the module or function.
+        compilation: of one call.
+        device_type: that of what it is for: `cuda`, `cpu`.
+        binaries: machine code of kernels, by its SHA-256; more is added.
+
+    Raises:
+        UnsupportedProgram: it holds something that cannot be written.
+    """
+    captured, traced = compilation.captured, compilation.traced
+    _refuse_symbols(compilation)
+    values = Values(Live.of(captured, device_type), binaries)
+    graphs = Graphs(values, traced.fake_mode)
+    region = _region(compilation.region, values, graphs)
+    emitted = {
+        name: {
+            "graph": graphs.written(each.call.graph),
+            "fusion": values.written(each.call.fusion, "the report"),
+        }
+        for name, each in compilation.emitted().items()
+        if isinstance(each.call, Ahead)
+    }
+    return {
+        "name": captured.name,
+        "signature": signature_of(target, captured, compilation.deduped, traced.program, values),
+        "storages": storages_of(traced.facts.storages, traced.program),
+        "closed_over": _closed_over(compilation),
+        "settings": values.written(compilation.settings, "the settings"),
+        "bases": values.written(compilation.bases, "the plan of what shares memory"),
+        "facts": values.written(traced.facts, "the program"),
+        "region": region,
+        "emitted": emitted,
+        "shapes": values.written(graphs.shapes(), "the graphs"),
+    }
+
+
+def _refuse_symbols(compilation: Compilation) -> None:
+    if tuple(compilation.traced.symbols):
+        raise UnsupportedProgram(
+            "the program has symbolic sizes, which an artifact cannot hold",
+            stage="store",
+            fix="build it without `Settings(dynamic=True)` and `mark_dynamic`",
+        )
+
+
+def _closed_over(compilation: Compilation) -> list[str]:
+    """The tensors that the trace met besides the program's inputs, by name."""
+    captured, program = compilation.captured, compilation.traced.program
+    known, found = {id(example) for example in captured.program.examples}, list[str]()
+    for at, example in program.examples.enumerate():
+        if id(example) in known or compilation.bases.is_new(at):
+            continue
+        if id(example) not in captured.closed_over:
+            raise UnsupportedProgram(
+                "the program uses a tensor that nothing leads to, which an artifact cannot name",
+                stage="store",
+                fix="pass it as an argument, or let a module hold it as a buffer",
+            )
+        found.append(steady_path(program.ins[at].path))
+    return found
+
+
+def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Json:
+    match region:
+        case Inference(graph=graph):
+            return {"graph": graphs.written(graph)}
+        case Training(split=split):
+            return {
+                "cut": graphs.written(region.cut),
+                "by_choice": graphs.written(region.by_choice),
+                "forward": graphs.written(split.forward),
+                "backward": graphs.written(split.backward),
+                "saved": values.written(split.saved, "the split"),
+                "saved_primals": values.written(split.saved_primals, "the split"),
+                "saved_bytes": split.saved_bytes,
+                "meets_other_kinds": region.others is not None,
+            }
+
+
+def settings_of(json: Json) -> Settings:
+    """How what was written as `json` was compiled."""
+    return Values(_NOTHING_LIVE, {}).read(json["settings"])
+
+
+def read(
+    json: Json,
+    call: UserCall,
+    settings: Settings,
+    device_type: str,
+    binaries: MutableMapping[str, bytes],
+) -> Compilation:
+    """The compilation that was written as `json`, for a call.
+
+    Args:
+        json: what was written.
+        call: what is called, and with what.
+        settings: how it was compiled.
+        device_type: as it was written with.
+        binaries: machine code of kernels, by its SHA-256.
+
+    Raises:
+        SignatureMismatch: it is for other calls.
+        BadArtifact: it is not what was written.
+    """
+    started = time.perf_counter()
+    with ExitStack() as scope:
+        captured = capture(call.target, call.run, call.args, call.kwargs, settings, scope)
+    values = Values(Live.of(captured, device_type), binaries)
+    distinct, deduped = dedupe.lower(captured.program)
+    bases = cast("BasePlan", values.read(json["bases"]))
+    program = synthetic_base.lower(_with_closed_over(distinct, captured, json["closed_over"]), bases)
+    come = signature_of(call.target, captured, deduped, program, values)
+    check_same(captured.name, json["signature"], come)
+    facts = cast("Facts", values.read(json["facts"]))
+    check_same(captured.name, json["storages"], storages_of(facts.storages, program))
+    reading = _Reading(captured, deduped, bases, program, facts, settings, values)
+    compilation = reading.compilation(json)
+    return replace(compilation, seconds={"load": time.perf_counter() - started})
+
+
+_NOTHING_LIVE = Live("cpu", {}, {}, {})
+
+
+def _with_closed_over(
+    program: Program[DistinctIdx], captured: Captured, paths: list[str]
+) -> Program[DistinctIdx]:
+    """`program` with the tensors that the trace met besides its inputs."""
+    found = {steady_path(source.path): source for source in captured.closed_over.values()}
+    for path in paths:
+        if path not in found:
+            raise SignatureMismatch(
+                f"the artifact of `{captured.name}` reads `{path}`, which is not there",
+                stage="store",
+                fix="build the artifact for this program",
+            )
+    slots = Row[DistinctIdx, Slot]([*program.ins, *(Slot("primal", found[path].path) for path in paths)])
+    examples = Row[DistinctIdx, torch.Tensor]([*program.examples, *(found[path].read() for path in paths)])
+    return Program(program.fn, slots, examples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Puts a compilation together for a call.
+
+    Args:
+        captured: the call.
+        deduped: which of its tensors are the same.
+        bases: which of them share memory.
+        program: with the tensors that it takes.
+        facts: what the trace showed.
+        settings: how it was compiled.
+        values: reads what was written.
+    """
+
+    captured: Captured
+    deduped: dedupe.DedupePlan
+    bases: BasePlan
+    program: Program[PrimalIdx]
+    facts: Facts
+    settings: Settings
+    values: Values
+
+    def compilation(self, json: Json) -> Compilation:
+        fake_mode, region = FakeTensorMode(), json["region"]
+        graphs = Graphs(self.values, fake_mode, self.values.read(json["shapes"]))
+        symbols = Symbols(None, {})
+        graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
+        traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
+        _, plans = lower_all(self.program, self.facts, drawn_on=drawn_on(graph))
+        emitted = {name: self._emitted(name, each, graphs) for name, each in json["emitted"].items()}
+        backend: Backend = LoadedBackend() if emitted else FxBackend()
+        slots = self.captured.static_slots()
+        emitter = Emitter(backend, slots, fake_mode, self.settings, self.captured.name)
+        if "graph" in region:
+            compiled = Inference(graph, emitted["inference"] if emitted else emitter.inference(graph))
+        else:
+            split = self._split(region, graphs)
+            halves = _halves(split, emitted) if emitted else emitter.halves(split)
+            compiled = self._training(region, graphs, traced, plans, split, halves, emitter)
+        return Compilation(
+            captured=self.captured,
+            deduped=self.deduped,
+            bases=self.bases,
+            traced=traced,
+            plans=plans,
+            returned=Returned.of(self.facts),
+            region=compiled,
+            backend=backend.name,
+            settings=self.settings,
+            records=(),
+            seconds={},
+        )
+
+    def _emitted(self, name: str, json: Json, graphs: Graphs) -> Emitted:
+        """A graph with kernels in it, which were compiled for the GPU that is here."""
+        ahead = Ahead(graphs.read(json["graph"]), self.values.read(json["fusion"]))
+        device = self.values.live.device_here(torch.device(self.values.live.device_type))
+        return ahead.emitted_on(device, f"{self.captured.name} {name}")
+
+    def _split(self, json: Json, graphs: Graphs) -> Split:
+        return Split(
+            graphs.read(json["forward"]),
+            graphs.read(json["backward"]),
+            self.values.read(json["saved"]),
+            self.values.read(json["saved_primals"]),
+            json["saved_bytes"],
+        )
+
+    def _training(
+        self,
+        json: Json,
+        graphs: Graphs,
+        traced: Traced,
+        plans: Plans,
+        split: Split,
+        halves: EmittedHalves,
+        emitter: Emitter,
+    ) -> Training:
+        cut, by_choice, ins = traced.graph, graphs.read(json["by_choice"]), self.program.ins
+        joint = linked(cut)
+        more = OnDemand(cut, joint, by_choice, split, halves, self.facts, ins, traced.symbols, emitter)
+        return Training(
+            cut=cut,
+            joint=joint,
+            by_choice=by_choice,
+            split=split,
+            halves=halves,
+            node=node_plan(traced, plans, split, halves.tangent_strides, _AGAIN),
+            backward=more.for_any_kind(split.backward, halves.backward.call),
+            reduced=more.reduced,
+            parts=more.parts,
+            gates=plan_gates(cut, self.facts),
+            again=_refuse_again,
+            others=_refuse_other_kinds if json["meets_other_kinds"] else None,
+            derivatives=None,
+        )
+
+
+def _halves(split: Split, emitted: Mapping[str, Emitted]) -> EmittedHalves:
+    """Both halves, whose kernels take tangents as they were recorded."""
+    tangents = {
+        slot: tuple(node.meta["val"].stride())
+        for slot, node in split.backward.named_placeholders().items()
+        if slot.role == "tangent"
+    }
+    return EmittedHalves(emitted["forward"], emitted["backward"], tangents, {})
+
+
+def _refuse_again(outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+    raise _refusal("gradients of gradients")
+
+
+def _refuse_other_kinds(arrived: Arrived) -> NoReturn:
+    raise _refusal("a backward for gradients of other kinds than the results, or for some of them")
+
+
+def _refusal(what: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the program asks for {what}, and {_LOADED}",
+        stage="store",
+        fix="compile it where it runs: `aotdist.compile`",
+    )

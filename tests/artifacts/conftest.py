@@ -1,0 +1,3 @@
+"""The lasting world of two ranks; see `tests/ranks/harness.py`."""
+
+from tests.ranks.harness import world2 as world2

@@ -1,0 +1,38 @@
+"""Lets this process be one with a GPU, as far as artifacts go: it is the CPU, and kernels are interpreted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from aotdist.codegen import ahead
+from aotdist.kernels.device_functions import HELPERS
+from aotdist.kernels.emission import loaded
+from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.launching import blocks_of
+from aotdist.kernels.packing import Packed
+from aotdist.kernels.running import Jitted
+from aotdist.store import load as loading
+from aotdist.store.live import Live
+
+
+def _pack(emitted: EmittedKernel, target: str) -> Packed:
+    """A kernel whose code is its source."""
+    name, source = emitted.printed.name, f"{HELPERS}\n\n{emitted.printed.source}"
+    return Packed(source.encode(), json.dumps({"name": name}), {}, blocks_of(emitted.kernel, emitted.config))
+
+
+def _unpack(packed: Packed, device: torch.device, overwritten: frozenset[int]) -> Jitted:
+    name = json.loads(packed.metadata)["name"]
+    return Jitted(loaded(packed.code.decode(), name)[name], packed.blocks, {}, device)
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build for `sm_90`, and load what was built for it."""
+    monkeypatch.setattr(ahead, "check_target", lambda target: None)
+    monkeypatch.setattr(ahead, "pack", _pack)
+    monkeypatch.setattr(ahead, "unpack", _unpack)
+    monkeypatch.setattr(loading, "gpu_here", lambda: "sm_90")
+    monkeypatch.setattr(Live, "device_here", lambda live, device: torch.device("cpu"))
