@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.aotdist-setup
 # One process and its OpenMP team a core; more teams than cores cost a two-rank step half its speed.
 RANK_THREADS := $(shell echo $$(( $(CORES) / $(NPROC) > 0 ? $(CORES) / $(NPROC) : 1 )))
-DOCUMENTED := program capture convention joint partition passes codegen runtime report subclasses launch
+DOCUMENTED := program capture convention joint partition passes codegen runtime store report subclasses launch
 FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup

@@ -18,14 +18,22 @@ from typing import Literal
 
 import tyro
 
-from benchmarks import bench_call, bench_capture, bench_compile, bench_memory, bench_step, bench_worlds
+from benchmarks import (
+    bench_call,
+    bench_capture,
+    bench_compile,
+    bench_launch,
+    bench_memory,
+    bench_step,
+    bench_worlds,
+)
 from benchmarks.effort import Case, Effort
 from benchmarks.record import ROOT, Record, record
 from benchmarks.tables import page, section
 from benchmarks.timing import Series
 from benchmarks.verdicts import Target
 
-Name = Literal["step", "memory", "capture", "worlds", "compile", "call"]
+Name = Literal["step", "memory", "capture", "worlds", "compile", "call", "launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ BENCHES: dict[str, Bench] = {
     "worlds": Bench(bench_worlds.__doc__, bench_worlds.cases, bench_worlds.TARGETS),
     "compile": Bench(bench_compile.__doc__, bench_compile.cases, bench_compile.TARGETS),
     "call": Bench(bench_call.__doc__, bench_call.cases, bench_call.TARGETS),
+    "launch": Bench(bench_launch.__doc__, bench_launch.cases, bench_launch.TARGETS),
 }
 RESULTS = ROOT / "results"
 
