@@ -25,13 +25,13 @@ FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup train float8-curves test test-all test-torch211 bench models kernels check format docs clean
+.PHONY: help setup train float8-curves test test-all test-torch211 test-device bench bench-gpu models kernels check format docs clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18; echo
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)"
-	@echo "  ARGS='...' goes to train, test, bench, models and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
+	@echo "  ARGS='...' goes to train, test, bench, bench-gpu, models and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
 
 setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, validate and dev extras
 
@@ -63,11 +63,18 @@ test: $(STAMP) ## Run the tests, all but the sweeps; ARGS="-k bucket" chooses so
 test-all: $(STAMP) ## Run the tests and the long sweeps
 	$(PYTEST) -m "sweep or not sweep" --hypothesis-profile sweep $(ARGS)
 
+test-device: $(STAMP) ## Run the tests that need a GPU; they are skipped, with that reason, where there is none
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m device $(ARGS)
+
 test-torch211: ## Run the single-process tests on torch 2.11, or say why it can't be installed
 	.ci/torch211 $(ARGS)
 
 bench: $(STAMP) ## Measure against the peers; writes JSON and a markdown table
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-gpu: $(STAMP) ## Measure on a GPU beside torch.compile and Liger, in under nine minutes; needs one
+	-$(if $(filter 0,$(GPUS)),,$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[bench-gpu]')
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 models: $(STAMP) ## Train real models in each layout and precision; ARGS="--families Llama" fills some cells anew
 	$(BIN)/python -m benchmarks.zoo.run $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -78,6 +79,7 @@ def take_turns(
     together: bool = False,
     pause_gc: bool = True,
     clock: Callable[[], float] = time.perf_counter,
+    seconds_of: Callable[[Contender], float] | None = None,
 ) -> dict[str, list[float]]:
     """Time `contenders` in rotation.
 
@@ -90,6 +92,7 @@ def take_turns(
             `torch.compile` a collection walks 490,000 objects in 0.4 s (2 busy cores, torch 2.13), and
             that pause would hit whoever is running.
         clock: in seconds; `time.process_time` leaves out what else the machine is busy with.
+        seconds_of: prepares and times one run where no clock of the CPU's can: by events of a GPU.
 
     Returns:
         Seconds, one sample a round, by contender.
@@ -98,25 +101,23 @@ def take_turns(
         for _ in range(pace.warmup):
             contender.prepare()
             contender.run()
+    timed = seconds_of or functools.partial(_seconds_of, together=together, clock=clock)
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     with _paused_gc() if pause_gc else contextlib.nullcontext():
         for _ in range(pace.rounds):
             gc.collect()
             for contender in contenders:
-                samples[contender.name].append(_turn(contender, pace.calls, together, clock))
+                samples[contender.name].append(sum(timed(contender) for _ in range(pace.calls)) / pace.calls)
     return _slowest_rank(samples) if together else samples
 
 
-def _turn(contender: Contender, calls: int, together: bool, clock: Callable[[], float]) -> float:
-    total = 0.0
-    for _ in range(calls):
-        contender.prepare()
-        if together:
-            dist.barrier()
-        start = clock()
-        contender.run()
-        total += clock() - start
-    return total / calls
+def _seconds_of(contender: Contender, *, together: bool, clock: Callable[[], float]) -> float:
+    contender.prepare()
+    if together:
+        dist.barrier()
+    start = clock()
+    contender.run()
+    return clock() - start
 
 
 @contextlib.contextmanager
