@@ -48,6 +48,9 @@ class Settings:
             Philox's, not eager's; their seed is drawn from the user's generator once a call. CPU only.
         emulate_casts: round to bfloat16 and float16 wherever the program does. The `triton` backend holds
             values in float32 between operators that share a kernel; with this it is closer to eager.
+        cuda_graphs: record each compiled graph as a CUDA graph at its second call, one for each signature of
+            sizes, and replay it from then on: launches cost the CPU nothing. Programs that cannot be recorded
+            are refused (collectives, tensors on the CPU, what waits for data).
         is_compiling: what `torch.compiler.is_compiling()` says to the program while it is captured. Libraries
             ask it before they choose by data (transformers: whether a padding mask pads), and go a way
             without that when it is true. Not the way of eager then, which may round otherwise.
@@ -65,6 +68,7 @@ class Settings:
     backward_autocast: str = "off"
     functional_rng: bool = False
     emulate_casts: bool = False
+    cuda_graphs: bool = False
     is_compiling: bool = False
     report_side_effects: bool = False
 
@@ -166,6 +170,7 @@ _PARSERS: dict[str, Any] = {
     "backward_autocast": str,
     "functional_rng": _parse_bool,
     "emulate_casts": _parse_bool,
+    "cuda_graphs": _parse_bool,
     "is_compiling": _parse_bool,
     "report_side_effects": _parse_bool,
 }

@@ -64,6 +64,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+# Who holds the memory of a tensor, told without holding it.
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+
 # Operations as nodes.
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as ProxyTorchDispatchMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTracer
@@ -1173,6 +1176,11 @@ def inductor_joint_passes(gm: torch.fx.GraphModule, device: torch.device) -> tor
 
     with V.set_fake_mode(TracingContext.get().fake_mode):
         return _recursive_joint_graph_passes(gm, input_device=device)
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`copy_` for many tensors, in few launches on a GPU."""
+    torch._foreach_copy_(targets, sources)
 
 
 def compile_with_inductor(

@@ -33,6 +33,7 @@ class Emission:
         static_ins: positions of the placeholders that keep their address from call to call:
             parameters, buffers, and saved values that are such primals.
         name: a word for files, tracebacks and logs (`step`, `Llama`); any text.
+        saved_ins: positions of the placeholders that a backward's forward computed.
     """
 
     kind: Kind
@@ -40,6 +41,7 @@ class Emission:
     settings: Settings
     static_ins: frozenset[int] = frozenset()
     name: str = "graph"
+    saved_ins: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,21 @@ class Fusion:
     library: Mapping[tuple[str, str], int]
 
 
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """What became of the calls of a graph that is recorded as CUDA graphs.
+
+    Args:
+        made: how many recordings.
+        replays: how often they were replayed.
+        without: how often the graph ran as it is, by reason.
+    """
+
+    made: int
+    replays: int
+    without: Mapping[str, int]
+
+
 def _nothing_pending() -> None:
     return None
 
@@ -90,6 +107,7 @@ class Emitted:
         finish: waits until `call` may be used, and raises if compiling failed. A compiler that
             works in the background returns early, so that the next graph is emitted meanwhile.
         fusion: which kernels there are, from a backend that writes its own.
+        recordings: tells what was recorded until now, of a graph that is.
     """
 
     call: BoxedCall
@@ -97,6 +115,7 @@ class Emitted:
     output_strides: tuple[Strides | None, ...] | None = None
     finish: Callable[[], None] = _nothing_pending
     fusion: Fusion | None = None
+    recordings: Callable[[], Recordings] | None = None
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ import torch
 
 from aotdist.codegen.any_strides import takes_any_strides
 from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides
+from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
@@ -99,8 +100,11 @@ class Emitter:
 
     def _emit(self, graph: Graph, kind: Kind, origins: Collection[Slot]) -> Emitted:
         static = frozenset(position for position, slot in enumerate(origins) if slot in self.static)
+        saved = frozenset(position for position, slot in enumerate(origins) if slot.role == "saved")
         graph = gathers_into_buffers(graph)
-        return self.backend.emit(graph, Emission(kind, self.fake_mode, self.settings, static, self.name))
+        emission = Emission(kind, self.fake_mode, self.settings, static, self.name, saved)
+        emitted = self.backend.emit(graph, emission)
+        return with_cuda_graphs(emitted, graph, emission) if self.settings.cuda_graphs else emitted
 
 
 def _forward_role(split: Split, tangent: Slot) -> Role:

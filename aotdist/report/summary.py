@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aotdist.codegen.contract import Emitted, Fusion
+from aotdist.codegen.contract import Emitted, Fusion, Recordings
 from aotdist.facts import DataWritten
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
@@ -25,12 +25,14 @@ class GraphSummary:
         num_nodes: operations, placeholders and the output not counted.
         collectives: its collectives, in order.
         fusion: its kernels and what was left to the library, from a backend that writes its own.
+        recordings: what became of its calls, if it is recorded as a CUDA graph.
     """
 
     name: str
     num_nodes: int
     collectives: tuple[Collective, ...]
     fusion: Fusion | None
+    recordings: Recordings | None
 
     @property
     def collective_bytes(self) -> int:
@@ -105,4 +107,7 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
 
 def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSummary:
     num_nodes = sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
-    return GraphSummary(name, num_nodes, collectives(graph), emitted.fusion if emitted else None)
+    if emitted is None:
+        return GraphSummary(name, num_nodes, collectives(graph), None, None)
+    recordings = emitted.recordings() if emitted.recordings else None
+    return GraphSummary(name, num_nodes, collectives(graph), emitted.fusion, recordings)

@@ -21,7 +21,7 @@ def _artifact(summary: ArtifactSummary) -> str:
     lines = [f"{summary.name} · {summary.kind} · {summary.backend}"]
     for graph in summary.graphs:
         lines.append(f"  {graph.name:<10}{graph.num_nodes:>7,} nodes  {_collectives(graph)}".rstrip())
-        lines += [f"    {line}" for line in _fusion(graph)]
+        lines += [f"    {line}" for line in (*_recordings(graph), *_fusion(graph))]
     if summary.kind == "training":
         lines.append(f"  saved for backward: {format_bytes(summary.saved_bytes)}")
     if summary.written:
@@ -45,6 +45,14 @@ def _collectives(graph: GraphSummary) -> str:
     for collective in graph.collectives:
         sizes[collective.op] += collective.num_bytes
     return ", ".join(f"{count} {op} ({format_bytes(sizes[op])})" for op, count in counts.items())
+
+
+def _recordings(graph: GraphSummary) -> Iterator[str]:
+    found = graph.recordings
+    if found is None:
+        return
+    without = ", ".join(f"{count} {why}" for why, count in found.without.items())
+    yield f"CUDA graph: {found.made} recorded, {found.replays} replays; run without: {without or 'never'}"
 
 
 def _fusion(graph: GraphSummary) -> Iterator[str]:

@@ -15,12 +15,13 @@ Way = Literal[
     "torch.compile",
     "torch.compile max-autotune",
     "aotdist triton",
+    "aotdist triton, CUDA graphs",
     "Liger",
     "fused",
 ]
 """`Liger` and `fused` are kernels that others wrote by hand for one operator."""
 
-WITH_GRAPHS: frozenset[Way] = frozenset({"torch.compile max-autotune"})
+WITH_GRAPHS: frozenset[Way] = frozenset({"torch.compile max-autotune", "aotdist triton, CUDA graphs"})
 """What these have in memory no allocation shows: graphs keep theirs."""
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
@@ -31,7 +32,7 @@ class Compilers:
     """What the words mean on one device.
 
     Args:
-        dry: on a CPU, as quickly as it goes: `torch.compile` only captures there.
+        dry: on a CPU, as quickly as it goes: `torch.compile` only captures there, and nothing records graphs.
         backend: aotdist's.
     """
 
@@ -52,6 +53,9 @@ class Compilers:
                 return cast("Compiled", torch.compile(target, **self._torch_options(way, graphs)))
             case "aotdist triton":
                 return cast("Compiled", aotdist.compile(target, backend=self.backend))
+            case "aotdist triton, CUDA graphs":
+                settings = {"cuda_graphs": not self.dry}
+                return cast("Compiled", aotdist.compile(target, backend=self.backend, settings=settings))
             case "eager" | "Liger" | "fused":
                 return target
 

@@ -1,0 +1,394 @@
+"""Compiled graphs recorded as CUDA graphs, one for each signature of sizes.
+
+The first call of a signature runs as it is, and warms up. The second is recorded, and from then on it is
+replayed: the GPU repeats its launches, at the addresses that they had. So
+
+- parameters and buffers are used where they lie, which is looked at in each call, and so is what another
+  recording returned: the saved values of a backward. Other inputs are copied to where the recording reads
+  them;
+- results lie where they lay before. The recording keeps their memory and lends it: each replay returns
+  tensors of other storages over the same bytes. While anybody holds one of them, or a view of one, the next
+  call runs without the recording, so several steps may be in flight. What a forward returns to the user is
+  copied out: a loss is held until the next one takes its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+
+from aotdist.codegen.contract import BoxedCall, Emission, Emitted, Recordings
+from aotdist.codegen.recordable import recorded_device
+from aotdist.codegen.recorder import CudaRecorder, Recorder
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import Graph
+from aotdist.torch_seam import StorageWeakRef, copy_each
+
+RECORDER: Recorder = CudaRecorder()
+"""Tests put one here that needs no GPU."""
+
+_MOST_RECORDINGS = 3
+"""Of one signature: parameters that move more often are not worth waiting for."""
+
+_kept: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""The memory that recordings keep for their results, by its address."""
+
+
+def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emitted:
+    """What records and replays a compiled graph.
+
+    Args:
+        emitted: the graph, compiled.
+        graph: the same, to look at.
+        emission: what is known of it.
+
+    Raises:
+        UnsupportedProgram: it cannot be recorded.
+    """
+    device = recorded_device(graph, emission.static_ins, RECORDER.device_type)
+    if device is None:
+        return emitted
+    call = GraphedCall(
+        emitted.call,
+        f"{emission.name} {emission.kind}",
+        device,
+        emission.static_ins,
+        emission.saved_ins,
+        frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
+        emission.settings.max_artifacts,
+        RECORDER,
+    )
+    return replace(emitted, call=call, recordings=call.recordings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A result that is an input used where it lies, or a view of one; kernels may have written it.
+
+    Args:
+        position: of the input.
+        view: dtype, offset in its storage, sizes and strides; none for the input itself.
+    """
+
+    position: int
+    view: tuple[torch.dtype, int, Sequence[int], Sequence[int]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """A result in memory that the recording keeps.
+
+    Args:
+        memory: which.
+        dtype: of the tensor.
+        offset: in elements.
+        sizes: of the tensor.
+        strides: of the tensor.
+        leaves: whether it is copied out.
+    """
+
+    memory: int
+    dtype: torch.dtype
+    offset: int
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """A result that is the same at every call: a number, or a tensor without bytes."""
+
+    value: Any
+
+
+_Result: TypeAlias = _Given | _Lent | _Constant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recording:
+    """A graph, recorded.
+
+    Args:
+        replay: computes the results.
+        place: where it was recorded, and must be replayed.
+        addresses: of the inputs that are used where they lie, by position.
+        copied: where other inputs are copied to, by position.
+        kept: the memory of the results, in bytes.
+        results: what is returned.
+        lent: who holds results of the last replay.
+    """
+
+    replay: Callable[[], None]
+    place: Hashable
+    addresses: dict[int, int]
+    copied: dict[int, torch.Tensor]
+    kept: tuple[torch.Tensor, ...]
+    results: tuple[_Result, ...]
+    lent: list[StorageWeakRef]
+
+    def is_in_use(self) -> bool:
+        """Whether anybody holds a result of the last replay."""
+        return not all(reference.expired() for reference in self.lent)
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """Copy what moves, replay, and lend the results."""
+        _copy_all(self.copied, args)
+        self.replay()
+        storages = [_another_storage(memory) for memory in self.kept]
+        self.lent[:] = [StorageWeakRef(storage) for storage in storages]
+        results = [_made(result, args, storages) for result in self.results]
+        args.clear()
+        return results
+
+
+@dataclass(slots=True)
+class _Signature:
+    """What became of the calls of one signature."""
+
+    recording: _Recording | None = None
+    num_recordings: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphedCall:
+    """A boxed call that is recorded, once for each signature of sizes.
+
+    Args:
+        call: runs the graph.
+        name: for errors.
+        device: on which it runs.
+        static_ins: positions of inputs that keep their address from call to call.
+        saved_ins: positions of what the forward computed; they lie where its recording keeps them.
+        leaving: positions of results that are copied out.
+        most: signatures that are recorded; calls of others run as they are.
+        recorder: how recordings are made.
+    """
+
+    call: BoxedCall
+    name: str
+    device: torch.device
+    static_ins: frozenset[int]
+    saved_ins: frozenset[int]
+    leaving: frozenset[int]
+    most: int
+    recorder: Recorder
+    signatures: dict[Hashable, _Signature] = field(default_factory=dict[Hashable, _Signature])
+    replays: Counter[Hashable] = field(default_factory=Counter[Hashable])
+    without: Counter[str] = field(default_factory=Counter[str])
+
+    def recordings(self) -> Recordings:
+        """What was recorded until now, for reports."""
+        made = sum(signature.num_recordings for signature in self.signatures.values())
+        return Recordings(made, self.replays.total(), dict(self.without))
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Replay the call, or record it, or run it.
+
+        Raises:
+            UnsupportedProgram: recording it fails.
+        """
+        key = self._signature_of(args)
+        signature = self.signatures.get(key)
+        if signature is None:
+            if len(self.signatures) >= self.most:
+                return self._run(args, "more sizes than `max_artifacts`")
+            self.signatures[key] = _Signature()
+            self.without["to warm up"] += 1
+            return self.recorder.warm(lambda: self.call(args), self.device)
+        why = self._why_not(signature, args)
+        if why is not None:
+            return self._run(args, why)
+        if signature.recording is None:
+            signature.recording = self._record(args)
+            signature.num_recordings += 1
+        self.replays[key] += 1
+        return signature.recording.run(args)
+
+    def _run(self, args: list[Any], why: str) -> Sequence[Any]:
+        self.without[why] += 1
+        return self.call(args)
+
+    def _signature_of(self, args: Sequence[Any]) -> Hashable:
+        return tuple(
+            (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg
+            for position, arg in enumerate(args)
+            if position not in self.static_ins
+        )
+
+    def _why_not(self, signature: _Signature, args: Sequence[Any]) -> str | None:
+        """Why a call cannot be replayed or recorded now; a recording that fits no longer is let go of."""
+        recording = signature.recording
+        if recording is None:
+            return self._why_not_yet(args)
+        if recording.is_in_use():
+            return "results of the last replay are in use"
+        if recording.place != self.recorder.place(self.device):
+            return "on another stream than it was recorded for"
+        moved = {at for at, address in recording.addresses.items() if args[at].data_ptr() != address}
+        if moved - self.static_ins:
+            return "the forward ran without its recording"
+        if moved and signature.num_recordings >= _MOST_RECORDINGS:
+            return "parameters keep moving"
+        if moved:
+            signature.recording = None
+            return self._why_not_yet(args)
+        return None
+
+    def _why_not_yet(self, args: Sequence[Any]) -> str | None:
+        """Saved values would be copied for ever if they lay elsewhere while the backward is recorded."""
+        if self.saved_ins and not any(_memory_of(args[position]) is not None for position in self.saved_ins):
+            return "the forward ran without its recording"
+        return None
+
+    def _record(self, args: Sequence[Any]) -> _Recording:
+        addresses: dict[int, int] = {}
+        copied: dict[int, torch.Tensor] = {}
+        inputs = list(args)
+        for position, arg in enumerate(args):
+            if not isinstance(arg, torch.Tensor):
+                continue
+            memory = _memory_of(arg)
+            if memory is not None:
+                inputs[position] = _tensor(
+                    memory.untyped_storage(), arg.dtype, int(arg.storage_offset()), arg.shape, arg.stride()
+                )
+                addresses[position] = arg.data_ptr()
+            elif position in self.static_ins:
+                inputs[position] = arg.detach()
+                addresses[position] = arg.data_ptr()
+            else:
+                inputs[position] = copied[position] = _buffer_like(arg)
+        _copy_all(copied, args)  # a recorder may run while it records
+        borrowed = {_address(buffer) for buffer in copied.values()}
+
+        def run() -> Sequence[Any]:
+            return [_apart_from(borrowed, result) for result in self.call(list(inputs))]
+
+        try:
+            replay, results = self.recorder.record(run, self.device)
+        except Exception as error:
+            raise UnsupportedProgram(
+                f"`{self.name}` cannot be recorded as a CUDA graph: {error}",
+                stage="codegen",
+                fix="leave `cuda_graphs` off for this program",
+            ) from error
+        places, kept = _places_of(results, inputs, self.leaving)
+        for memory in kept:
+            _kept[memory.data_ptr()] = memory
+        return _Recording(replay, self.recorder.place(self.device), addresses, copied, kept, places, [])
+
+
+def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:
+    """Copy inputs to where the recording reads them."""
+    if copied:
+        targets, sources = copied.values(), (args[position] for position in copied)
+        copy_each([_compact(target) for target in targets], [_compact(source) for source in sources])
+
+
+def _apart_from(addresses: Collection[int], result: Any) -> Any:
+    """A result that lies in the copy of an input, unchanged or stored over it, in memory of its own."""
+    if isinstance(result, torch.Tensor) and _address(result) in addresses:
+        return result.clone()
+    return result
+
+
+def _places_of(
+    results: Sequence[Any], inputs: Sequence[Any], leaving: Collection[int]
+) -> tuple[tuple[_Result, ...], tuple[torch.Tensor, ...]]:
+    """Where results lie, and the memory to be kept for those that do not lie in an input.
+
+    Args:
+        results: of the run that was recorded.
+        inputs: of that run.
+        leaving: positions of results that are copied out.
+    """
+    given = {_address(arg): at for at, arg in enumerate(inputs) if isinstance(arg, torch.Tensor)}
+    kept: dict[int, torch.Tensor] = {}
+    places: list[_Result] = []
+    for at, result in enumerate(results):
+        if not isinstance(result, torch.Tensor) or not result.untyped_storage().nbytes():
+            places.append(_Constant(result))
+        elif (address := _address(result)) in given:
+            places.append(_within(result, given[address], inputs[given[address]]))
+        else:
+            kept.setdefault(address, _bytes_of(result))
+            memory, offset = list(kept).index(address), int(result.storage_offset())
+            sizes, strides = tuple(result.shape), result.stride()
+            places.append(_Lent(memory, result.dtype, offset, sizes, strides, at in leaving))
+    return tuple(places), tuple(kept.values())
+
+
+def _within(result: torch.Tensor, position: int, arg: torch.Tensor) -> _Given:
+    if result is arg:
+        return _Given(position, None)
+    return _Given(
+        position, (result.dtype, int(result.storage_offset()), tuple(result.shape), result.stride())
+    )
+
+
+def _made(result: _Result, args: Sequence[Any], storages: Sequence[torch.UntypedStorage]) -> Any:
+    match result:
+        case _Constant(value):
+            return value
+        case _Given(position, view):
+            return args[position] if view is None else _tensor(args[position].untyped_storage(), *view)
+        case _Lent(memory, dtype, offset, sizes, strides, leaves):
+            lent = _tensor(storages[memory], dtype, offset, sizes, strides)
+            return _copied(lent) if leaves else lent
+
+
+def _tensor(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, sizes, strides)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return _tensor(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
+
+
+def _another_storage(memory: torch.Tensor) -> torch.UntypedStorage:
+    """A storage over the same bytes, which it keeps alive; who holds it can be told apart."""
+    return torch.from_dlpack(memory).untyped_storage()
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a recording's results in which a tensor lies, if it does."""
+    return _kept.get(_address(tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _buffer_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for an input, laid out as it is; an expanded one is expanded here too."""
+    compact = _compact(tensor)
+    buffer = torch.empty_strided(compact.shape, compact.stride(), dtype=tensor.dtype, device=tensor.device)
+    return buffer.as_strided(tensor.shape, tensor.stride())
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    copy = _buffer_like(tensor)
+    _compact(copy).copy_(_compact(tensor))
+    return copy
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element that an expanded tensor shows many times, once."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())

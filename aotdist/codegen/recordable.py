@@ -1,0 +1,92 @@
+"""Whether a graph can be recorded as a CUDA graph, which repeats launches and asks nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.partition.traits import is_collective, is_random
+from aotdist.program import Graph
+from aotdist.torch_seam import OpOverload, written_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    what: str
+    node: Node
+
+
+def recorded_device(graph: Graph, static_ins: frozenset[int], device_type: str) -> torch.device | None:
+    """The device on which all of a graph runs; none for a graph that runs nothing.
+
+    Args:
+        graph: what is to be recorded.
+        static_ins: positions of the placeholders that keep their address.
+        device_type: what can be recorded.
+
+    Raises:
+        UnsupportedProgram: it cannot be recorded; the message says why, and where.
+    """
+    found = next(_obstacles(graph, static_ins, device_type), None)
+    if found is not None:
+        raise UnsupportedProgram(
+            f"a CUDA graph cannot hold this program: {found.what}",
+            where=found.node.meta.get("source"),
+            stage="codegen",
+            fix="leave `cuda_graphs` off, or move this out of the compiled function",
+        )
+    if not any(node.op == "call_function" for node in graph.gm.graph.nodes):
+        return None
+    devices = {value.device for node in graph.gm.graph.nodes for value in _tensors(node)}
+    return next(iter(devices), None)
+
+
+def _obstacles(graph: Graph, static_ins: frozenset[int], device_type: str) -> Iterator[_Obstacle]:
+    names = {node: f"`{slot}`" for slot, node in graph.named_placeholders().items()}
+    static = {node for position, node in enumerate(graph.placeholders()) if position in static_ins}
+    first: torch.device | None = None
+    for node in graph.gm.graph.nodes:
+        called = names.get(node, f"`{node.target}`")
+        for value in _tensors(node):
+            if value.device.type != device_type:
+                yield _Obstacle(f"{called} is a tensor on the {value.device.type}", node)
+            first = first or value.device
+            if value.device != first:
+                yield _Obstacle(f"{called} is on {value.device}, and others are on {first}", node)
+        if node.op == "call_function":
+            yield from (_Obstacle(f"{called} {why}", node) for why in _reasons(node, static))
+
+
+def _reasons(node: Node, static: set[Node]) -> Iterator[str]:
+    if node.target in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop):
+        yield "goes on by what a tensor holds"
+    if not isinstance(node.target, OpOverload):
+        return
+    if is_collective(node):
+        yield "is a collective, which other ranks take part in"
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(node.target.tags):
+        yield "waits for what a tensor holds"
+    if is_random(node) and node.kwargs.get("generator") is not None:
+        yield "draws from a generator of its own, whose state no replay moves"
+    if any(written.op == "placeholder" and written not in static for written in _written(node)):
+        yield "writes an input that does not stay where it is"
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """The arguments that an operator writes."""
+    if isinstance(node.target, OpOverload):
+        for position, name in written_arguments(node.target):
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+            if isinstance(value, Node):
+                yield value
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    """What a node is known to make."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [each for each in values if isinstance(each, torch.Tensor)]
