@@ -48,7 +48,10 @@ def outcome(program: Callable[..., Any], args: Sequence[Any]) -> Outcome:
     roots = [out for out in outs if out.requires_grad and out.dtype.is_floating_point]
     if not roots or not leaves:
         return [out.detach() for out in outs], []
-    weights = [torch.linspace(0.5, 1, out.numel(), dtype=out.dtype).reshape(out.shape) for out in roots]
+    weights = [
+        torch.linspace(0.5, 1, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
+        for out in roots
+    ]
     gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
     return [out.detach() for out in outs], list(gradients)
 

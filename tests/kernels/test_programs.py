@@ -54,7 +54,7 @@ UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone": torch.clone,
     "contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
     "zeros": torch.zeros_like,
-    "position": lambda x: x + torch.arange(x.shape[-1], dtype=x.dtype),
+    "position": lambda x: x + torch.arange(x.shape[-1], dtype=x.dtype, device=x.device),
     "flip": lambda x: x.flip(0),
     "pad": lambda x: torch.nn.functional.pad(x, (1, 2)),
 }
@@ -140,7 +140,7 @@ def _joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    index = torch.arange(other.shape[0]) % one.shape[0]
+    index = torch.arange(other.shape[0], device=one.device) % one.shape[0]
     return one[index]
 
 

@@ -221,20 +221,23 @@ class _Module:
         return Scene(module, lambda: call, [*leaves, *module.parameters()], state)
 
 
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copies(tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> list[torch.Tensor]:
     """Leaves with the data and the layout of `tensors`, which share memory where those do."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         if id(tensor) not in made:
-            made[id(tensor)] = _copy(tensor.detach(), storages).requires_grad_(tensor.requires_grad)
+            copied = _copy(tensor.detach(), storages, device or torch.device("cpu"))
+            made[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
     return [made[id(tensor)] for tensor in tensors]
 
 
-def _copy(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def _copy(
+    tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage], device: torch.device
+) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        return tensor.clone()
+        return tensor.clone().to(device)
     storage = tensor.untyped_storage()
-    copied = storages.setdefault(storage.data_ptr(), storage.clone())
-    empty = torch.empty(0, dtype=tensor.dtype)
+    copied = storages.setdefault(storage.data_ptr(), storage.clone().to(device=device))
+    empty = torch.empty(0, dtype=tensor.dtype, device=device)
     return empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
