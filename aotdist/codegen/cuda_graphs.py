@@ -35,6 +35,8 @@ RECORDER: Recorder = CudaRecorder()
 _MOST_RECORDINGS = 3
 """Of one signature: parameters that move more often are not worth waiting for."""
 
+_NOT_REPLAYED = "the forward ran without its recording"
+
 _kept: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """The memory that recordings keep for their results, by its address."""
 
@@ -231,19 +233,18 @@ class GraphedCall:
         if recording.place != self.recorder.place(self.device):
             return "on another stream than it was recorded for"
         moved = {at for at, address in recording.addresses.items() if args[at].data_ptr() != address}
-        if moved - self.static_ins:
-            return "the forward ran without its recording"
+        if any(_memory_of(args[at]) is None for at in moved - self.static_ins):
+            return _NOT_REPLAYED
         if moved and signature.num_recordings >= _MOST_RECORDINGS:
             return "parameters keep moving"
         if moved:
             signature.recording = None
-            return self._why_not_yet(args)
-        return None
+        return None if signature.recording else self._why_not_yet(args)
 
     def _why_not_yet(self, args: Sequence[Any]) -> str | None:
         """Saved values would be copied for ever if they lay elsewhere while the backward is recorded."""
         if self.saved_ins and not any(_memory_of(args[position]) is not None for position in self.saved_ins):
-            return "the forward ran without its recording"
+            return _NOT_REPLAYED
         return None
 
     def _record(self, args: Sequence[Any]) -> _Recording:

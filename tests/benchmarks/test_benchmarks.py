@@ -38,6 +38,21 @@ def test_preparation_comes_before_each_run() -> None:
     assert log == ["prepare", "run"] * 2
 
 
+def test_a_stopwatch_of_its_own_may_time_the_runs() -> None:
+    timed: list[str] = []
+
+    def seconds_of(contender: Contender) -> float:
+        timed.append(contender.name)
+        return float(len(timed))
+
+    contenders = [Contender(name, lambda: None) for name in "AB"]
+    assert take_turns(contenders, Pace(2, calls=2), seconds_of=seconds_of) == {
+        "A": [1.5, 5.5],
+        "B": [3.5, 7.5],
+    }
+    assert "".join(timed) == "AABB" * 2
+
+
 def test_a_ratio_is_taken_round_by_round() -> None:
     found = ratio(series("ours", 1.0, 10.0, 3.0), series("peer", 2.0, 20.0, 6.0))
     assert (found.low, found.median, found.high) == (0.5, 0.5, 0.5)

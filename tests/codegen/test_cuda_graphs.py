@@ -173,6 +173,18 @@ def test_a_parameter_that_moves_is_recorded_anew_a_few_times(recorder: Rerun) ->
     assert recordings(compiled).without["parameters keep moving"] == 4
 
 
+def test_both_halves_follow_parameters_that_moved_once(recorder: Rerun) -> None:
+    module, plain = model(), model()
+    compiled, without = graphed(module), aotdist.compile(plain, backend="fx")
+    assert same(steps(compiled, module, 3), steps(without, plain, 3))
+    for parameter in (*module.parameters(), *plain.parameters()):
+        parameter.data = parameter.data.clone()
+    assert same(steps(compiled, module, 3), steps(without, plain, 3))
+    for half in ("forward", "backward"):
+        assert recordings(compiled, half).made == 2
+        assert recordings(compiled, half).without == {"to warm up": 1}
+
+
 @interpreted
 def test_buffers_that_the_program_writes_are_written_in_place(recorder: Rerun) -> None:
     class Counting(nn.Module):
@@ -290,3 +302,12 @@ def test_what_cannot_be_recorded_is_named(why: str) -> None:
 def test_what_stays_where_it_is_may_be_written() -> None:
     graph = OBSTACLES["writes an input that does not stay where it is"]
     assert recorded_device(graph, frozenset({0}), "meta") == torch.device("meta")
+
+
+def test_a_compiled_gradient_of_a_gradient_is_recorded_too(recorder: Rerun) -> None:
+    compiled = graphed(lambda x: (x.sin() * x).sum())
+    for number in range(4):
+        x = torch.full((3,), float(number), requires_grad=True)
+        (first,) = torch.autograd.grad(compiled(x), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert torch.allclose(second, 2 * x.cos() - x * x.sin())
