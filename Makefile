@@ -64,7 +64,7 @@ test-all: $(STAMP) ## Run the tests and the long sweeps
 	$(PYTEST) -m "sweep or not sweep" --hypothesis-profile sweep $(ARGS)
 
 test-device: $(STAMP) ## Run the tests that need a GPU; they are skipped, with that reason, where there is none
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m device $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "device and not sweep" $(ARGS)
 
 test-torch211: ## Run the single-process tests on torch 2.11, or say why it can't be installed
 	.ci/torch211 $(ARGS)

@@ -27,7 +27,7 @@ from aotdist.codegen.recordable import recorded_device
 from aotdist.codegen.recorder import CudaRecorder, Recorder
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
-from aotdist.torch_seam import StorageWeakRef, copy_each
+from aotdist.torch_seam import StorageWeakRef, another_storage, copy_each
 
 RECORDER: Recorder = CudaRecorder()
 """Tests put one here that needs no GPU."""
@@ -142,7 +142,7 @@ class _Recording:
         """Copy what moves, replay, and lend the results."""
         _copy_all(self.copied, args)
         self.replay()
-        storages = [_another_storage(memory) for memory in self.kept]
+        storages = [another_storage(memory) for memory in self.kept]
         self.lent[:] = [StorageWeakRef(storage) for storage in storages]
         results = [_made(result, args, storages) for result in self.results]
         args.clear()
@@ -360,11 +360,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return _tensor(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
 
 
-def _another_storage(memory: torch.Tensor) -> torch.UntypedStorage:
-    """A storage over the same bytes, which it keeps alive; who holds it can be told apart."""
-    return torch.from_dlpack(memory).untyped_storage()
-
-
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The memory of a recording's results in which a tensor lies, if it does."""
     return _kept.get(_address(tensor))
@@ -375,10 +370,10 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _buffer_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for an input, laid out as it is; an expanded one is expanded here too."""
+    """Memory laid out as a tensor is, and no view of anything; an expanded one is expanded here too."""
     compact = _compact(tensor)
     buffer = torch.empty_strided(compact.shape, compact.stride(), dtype=tensor.dtype, device=tensor.device)
-    return buffer.as_strided(tensor.shape, tensor.stride())
+    return _tensor(buffer.untyped_storage(), tensor.dtype, 0, tensor.shape, tensor.stride())
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ def recorded_device(graph: Graph, static_ins: frozenset[int], device_type: str) 
 def _obstacles(graph: Graph, static_ins: frozenset[int], device_type: str) -> Iterator[_Obstacle]:
     names = {node: f"`{slot}`" for slot, node in graph.named_placeholders().items()}
     static = {node for position, node in enumerate(graph.placeholders()) if position in static_ins}
+    around = {*graph.placeholders(), *filter(None, graph.results())}
     first: torch.device | None = None
     for node in graph.gm.graph.nodes:
         called = names.get(node, f"`{node.target}`")
@@ -57,6 +58,10 @@ def _obstacles(graph: Graph, static_ins: frozenset[int], device_type: str) -> It
             first = first or value.device
             if value.device != first:
                 yield _Obstacle(f"{called} is on {value.device}, and others are on {first}", node)
+        if node in around and not all(map(_is_what_its_bytes_are, _tensors(node))):
+            yield _Obstacle(
+                f"{called} is to be read otherwise than its bytes (conjugate, negated, sparse)", node
+            )
         if node.op == "call_function":
             yield from (_Obstacle(f"{called} {why}", node) for why in _reasons(node, static))
 
@@ -68,12 +73,32 @@ def _reasons(node: Node, static: set[Node]) -> Iterator[str]:
         return
     if is_collective(node):
         yield "is a collective, which other ranks take part in"
-    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(node.target.tags):
+    if _waits_for_data(node, node.target):
         yield "waits for what a tensor holds"
     if is_random(node) and node.kwargs.get("generator") is not None:
         yield "draws from a generator of its own, whose state no replay moves"
     if any(written.op == "placeholder" and written not in static for written in _written(node)):
         yield "writes an input that does not stay where it is"
+
+
+_INDEXING = frozenset(
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._unsafe_index.Tensor,
+        torch.ops.aten._unsafe_index_put.default,
+    }
+)
+
+
+def _waits_for_data(node: Node, op: OpOverload) -> bool:
+    """Whether the CPU has to know what a tensor holds: masks are counted, indices are not."""
+    if op in _INDEXING:
+        indices = node.args[1] if isinstance(node.args[1], list | tuple) else ()
+        values = (value for index in indices if isinstance(index, Node) for value in _tensors(index))
+        return any(value.dtype in (torch.bool, torch.uint8) for value in values)
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags)
 
 
 def _written(node: Node) -> Iterator[Node]:
@@ -83,6 +108,10 @@ def _written(node: Node) -> Iterator[Node]:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
             if isinstance(value, Node):
                 yield value
+
+
+def _is_what_its_bytes_are(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:

@@ -44,6 +44,6 @@ class Rerun:
             fresh.append(False)
             for place, result in zip(results, run(), strict=True):
                 if isinstance(place, torch.Tensor) and place.data_ptr() != result.data_ptr():
-                    place.copy_(result)
+                    place.untyped_storage().copy_(result.untyped_storage())
 
         return replay, results

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import aotdist
@@ -14,6 +16,8 @@ from aotdist.codegen import cuda_graphs
 from aotdist.codegen.recordable import recorded_device
 from aotdist.program import Graph, Slot
 from tests.codegen.recording import Rerun
+from tests.kernels.reference import outcome
+from tests.kernels.test_programs import SIZES, Program, program_of, tensors
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU, for which kernels are compiled: see tests/device"
@@ -263,6 +267,28 @@ def test_tensors_on_the_cpu_are_refused() -> None:
         graphed(lambda x: x + 1)(torch.ones(2))
 
 
+def test_conjugates_are_refused(recorder: Rerun) -> None:
+    with pytest.raises(aotdist.UnsupportedProgram, match="is to be read otherwise than its bytes"):
+        graphed(lambda x: x * 2)(torch.ones(2, dtype=torch.complex64).conj())
+
+
+def test_results_are_no_views(recorder: Rerun) -> None:
+    compiled = graphed(lambda x: (x + 1, x[:1].expand(4)))
+    for _ in range(3):
+        assert not compiled(torch.ones(4))[0]._is_view()
+
+
+def test_masks_are_refused_and_indices_are_not(recorder: Rerun) -> None:
+    def fill(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return torch.index_put(x, (at,), torch.zeros(()))
+
+    x, at = torch.ones(4), torch.tensor([0, 2])
+    assert graphed(lambda x, at: x[at] + 1)(x, at).tolist() == [2.0, 2.0]
+    assert graphed(fill)(x, at).tolist() == [0.0, 1.0, 0.0, 1.0]
+    with pytest.raises(aotdist.UnsupportedProgram, match="waits for what a tensor holds"):
+        graphed(fill)(x, x > 0)
+
+
 def test_branches_that_depend_on_data_are_refused(recorder: Rerun) -> None:
     def choose(x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
@@ -311,3 +337,19 @@ def test_a_compiled_gradient_of_a_gradient_is_recorded_too(recorder: Rerun) -> N
         (first,) = torch.autograd.grad(compiled(x), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)
         assert torch.allclose(second, 2 * x.cos() - x * x.sin())
+
+
+@given(program_of(), SIZES, st.booleans())
+def test_random_programs_compute_the_same_when_replayed(
+    program: Program, sizes: list[int], grad: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cuda_graphs, "RECORDER", rerun := Rerun())
+        compiled, plain = graphed(program), aotdist.compile(program, backend="fx")
+        for _ in range(3):
+            args = tensors(sizes, torch.float64, transposed=False, grad=grad)
+            args = [(arg.detach() * torch.rand(())).requires_grad_(grad) for arg in args]
+            found, expected = outcome(compiled, args), outcome(plain, args)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    assert "replay" in rerun.log or "warm" not in rerun.log
