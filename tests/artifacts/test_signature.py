@@ -140,7 +140,7 @@ def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
         aotdist.build(counting, tmp_path / "it.aot", target="sm_1")
 
 
-@pytest.mark.parametrize("made", [None, (counting,), (3, ()), (len, [])], ids=str)
+@pytest.mark.parametrize("made", [None, (counting,), (3, ()), (len, [])])
 def test_what_is_no_call_is_refused(made: Any, tmp_path: Path) -> None:
     with pytest.raises(aotdist.BadSettings, match="is made"):
         aotdist.build(
