@@ -2,7 +2,8 @@
 
 It computes bfloat16 and float8 on their raw bits. Here their values are widened to float32 before anything
 is done to them, and rounded to the nearest when they are stored; float8 saturates, as the instruction does.
-Reductions by a function of ours, which it runs element by element, run in NumPy.
+Reductions by a function of ours, which it runs element by element, run in NumPy. Blocks of one element are
+numbers, as a loop wants for its bounds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def repair() -> None:
 
     _repair_casts(interpreter)
     _repair_reductions(interpreter)
+    _repair_numbers(interpreter)
     execute = interpreter.GridExecutor.__call__
 
     def quietly(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +85,20 @@ def _repair_casts(interpreter: Any) -> None:
     builder.create_fp_to_fp = fp_to_fp
     for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):
         setattr(builder, f"create_{name}", cast_impl)
+
+
+def _repair_numbers(interpreter: Any) -> None:
+    """Have blocks of one element be numbers: Triton 3.6 asks NumPy, which from 2.4 on wants no dimensions."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def as_number(block: Any) -> int:
+        return int(block.handle.data.item())
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", as_number)
+
+    interpreter._patch_lang_tensor = patched
 
 
 def _repair_reductions(interpreter: Any) -> None:
