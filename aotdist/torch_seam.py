@@ -1060,6 +1060,11 @@ def _is_custom(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def result_size(tensor: torch.Tensor) -> torch.Size:
+    """The size of a tensor when its node made it."""
+    return torch.Size(tensor.grad_fn._input_metadata[tensor.output_nr].shape)  # type: ignore[union-attr]
+
+
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The autograd nodes in the history of `tensors`, each once."""
     return _nodes_from([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])

@@ -16,7 +16,7 @@ import torch
 
 from aotdist.facts import OutputFact, ViewOfIntermediate
 from aotdist.program import NodeOutIdx
-from aotdist.torch_seam import nodes_behind, takes_gradients_of
+from aotdist.torch_seam import nodes_behind, result_size, takes_gradients_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +77,7 @@ def _arrival(base: torch.Tensor, views: Sequence[torch.Tensor], used: Collection
     ):
         return None
     edges = list(node.next_functions)
+    if base.grad_fn is None or result_size(base) != base.size():  # it was given other sizes under `no_grad`
+        return None
     edge = (base.grad_fn, base.output_nr)
     return Arrival(views[0], edges.index(edge)) if edges.count(edge) == 1 else None

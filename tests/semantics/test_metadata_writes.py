@@ -46,6 +46,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "data laid out anew": lambda x: x.transpose_(0, 2).masked_fill_(x > 0, -1) * 2,
     "data laid out anew, twice": lambda x: x.squeeze_().t_().cumsum_(0).tril_() * 2,
     "data laid out anew, and a view": lambda x: (x.transpose_(0, 2).cumsum_(0), x[:1] * 2, x * 2)[1:],
+    "of a result, under no_grad, and a view of it": lambda x: _one_dimension_more(x * 2).view(-1),
     "data without history": lambda x: _doubled(x.transpose_(0, 2)) * 2,
     "under no_grad": lambda x: _without_grad(x) * 2,
     "a view of it": lambda x: (x[0].transpose_(0, 1), x * 2)[1],
@@ -64,6 +65,11 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:
 def _without_grad(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return x.transpose_(0, 2)
+
+
+def _one_dimension_more(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.unsqueeze_(0)
 
 
 def compare(make: Callable[[], torch.Tensor], program: str) -> None:
