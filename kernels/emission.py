@@ -100,9 +100,9 @@ def _emit(
     chosen: Plan, group: Group, number: int, num_elements: Mapping[str, int], *, keeps_casts: bool
 ) -> EmittedKernel:
     kernel = assemble(chosen, group, number, keeps_casts=keeps_casts)
-    if not is_persistent(kernel):
-        kernel = online(kernel)
-    printed = print_kernel(kernel, is_persistent=is_persistent(kernel))
+    fits_a_block = is_persistent(kernel)
+    kernel = kernel if fits_a_block else online(kernel)
+    printed = print_kernel(kernel, is_persistent=fits_a_block)
     config = config_of(kernel, is_interpreted=triton_seam.is_interpreting(), contracts=not keeps_casts)
     nodes = tuple(sorted(group.nodes()))
     return EmittedKernel((kernel,), printed, config, nodes, bytes_moved(kernel, num_elements))

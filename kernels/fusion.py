@@ -159,8 +159,7 @@ def _reduces(unit: Unit) -> bool:
 
 
 def _num_tensors(uses: Uses, group: Group) -> int:
-    read = {source for node in group.nodes() for source in uses.sources(node) if source not in group}
-    return len(read) + sum(uses.is_read_outside(node, group) for node in group.places)
+    return len(uses.read_by(group)) + sum(uses.is_read_outside(node, group) for node in group.places)
 
 
 def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:

@@ -192,6 +192,12 @@ def of_atom(atom: Atom) -> Index:
     return Index(((atom, 1),), 0)
 
 
+def num_places(indices: Iterable[Index]) -> int:
+    """How many places of a space some indices tell apart."""
+    variables = set[Var]().union(*(index.variables() for index in indices))
+    return math.prod(var.size for var in variables)
+
+
 def flat(indices: Sequence[Index], sizes: Sequence[int]) -> Index:
     """The place of an element among all those of a tensor, in row-major order."""
     return offset(indices, contiguous_strides(sizes))

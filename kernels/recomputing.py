@@ -7,13 +7,12 @@ computes them, and nobody writes them: where that saves bytes, and is little wor
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import Node
 
-from aotdist.kernels.index import Index
+from aotdist.kernels.index import Index, num_places
 from aotdist.kernels.ir import every_part
 from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, val_of
@@ -40,12 +39,16 @@ def recompute(uses: Uses, groups: Sequence[Group]) -> list[Group]:
         groups: those of a whole graph, in order.
     """
     chosen = list(groups)
-    stored = stored_nodes(uses, chosen)
+    read, stored = [uses.read_by(group) for group in chosen], stored_nodes(uses, chosen)
     for at, group in enumerate(groups):
         for node in group.places:
-            changed = _with_node_recomputed(uses, chosen, at, node, stored) if node in stored else None
-            if changed is not None:
-                chosen, stored = changed, stored_nodes(uses, changed)
+            if node not in stored:
+                continue
+            readers = {k: chosen[k] for k, sources in enumerate(read) if k != at and node in sources}
+            changed = _recomputing(uses, chosen[at], node, readers, stored)
+            for k, reader in changed.items():
+                chosen[k], read[k] = reader, uses.read_by(reader)
+            stored = stored_nodes(uses, chosen) if changed else stored
     return chosen
 
 
@@ -54,39 +57,31 @@ def stored_nodes(uses: Uses, groups: Iterable[Group]) -> set[Node]:
     placed, read = set[Node](), set[Node]()
     for group in groups:
         placed.update(group.places)
-        read.update(_sources(uses, group))
+        read.update(uses.read_by(group))
     for node in uses.nodes:
         if not (node in uses.computed or node in uses.inlined or uses.is_transparent(node)):
             read.update(uses.sources(node))
     return placed & read
 
 
-def _sources(uses: Uses, group: Group) -> set[Node]:
-    return {source for node in group.nodes() for source in uses.sources(node) if source not in group}
-
-
-def _with_node_recomputed(
-    uses: Uses, groups: list[Group], at: int, node: Node, stored: Container[Node]
-) -> list[Group] | None:
-    """The groups when those that read a node of one compute it; None if they should not."""
-    own = groups[at]
-    readers = {k: group for k, group in enumerate(groups) if k != at and node in _sources(uses, group)}
+def _recomputing(
+    uses: Uses, own: Group, node: Node, readers: Mapping[int, Group], stored: Container[Node]
+) -> dict[int, Group]:
+    """The groups that read a node of another one, computing it; none if they should not."""
     if any(user not in uses.computed for user in uses.readers(node)):
-        return None
+        return {}
     found = _chain(uses, own, node, stored)
     if found is None:
-        return None
+        return {}
     chain, leaves = found
     num_read = sum(_elements_read(uses, group, node) for group in readers.values())
     if RARE * num_read > val_of(node).numel() and not _is_little_work(uses, chain, node):
-        return None
+        return {}
     changed = {k: _absorbing(group, chain) for k, group in readers.items()}
     written = sum(num_bytes(leaf) for leaf in leaves if leaf in own and leaf not in stored)
     before = num_bytes(node) + sum(_bytes_read(uses, group) for group in readers.values())
     after = written + sum(_bytes_read(uses, group) for group in changed.values())
-    if after >= before or not all(map(uses.agrees, changed.values())):
-        return None
-    return [changed.get(k, group) for k, group in enumerate(groups)]
+    return changed if after < before and all(map(uses.agrees, changed.values())) else {}
 
 
 def _absorbing(group: Group, chain: frozenset[Node]) -> Group:
@@ -122,21 +117,15 @@ def _bytes_read(uses: Uses, group: Group) -> int:
     """Bytes that a group reads, those of each tensor once."""
     elements: dict[Node, int] = {}
     for read, place in _reads(uses, group):
-        elements[read] = elements.get(read, 0) + _num_places(place)
+        elements[read] = elements.get(read, 0) + num_places(place)
     return sum(min(count, val_of(n).numel()) * val_of(n).element_size() for n, count in elements.items())
 
 
 def _elements_read(uses: Uses, group: Group, node: Node) -> int:
-    return sum(_num_places(place) for read, place in _reads(uses, group) if read is node)
+    return sum(num_places(place) for read, place in _reads(uses, group) if read is node)
 
 
 def _reads(uses: Uses, group: Group) -> set[tuple[Node, tuple[Index, ...]]]:
     """What a group reads from memory, and where."""
     found = (read for node, place in group.places.items() for read in uses.reads(node, place, group))
     return {(read, at.indices) for read, at in found if read not in group.places}
-
-
-def _num_places(place: Iterable[Index]) -> int:
-    """How many elements a place goes through."""
-    variables = set().union(*(index.variables() for index in place))
-    return math.prod(var.size for var in variables)

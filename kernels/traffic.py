@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
-from aotdist.kernels.index import Index
+from aotdist.kernels.index import num_places
 from aotdist.kernels.ir import Kernel
 
 
@@ -19,11 +18,6 @@ def bytes_moved(kernel: Kernel, num_elements: Mapping[str, int]) -> int:
     touched: dict[str, int] = {}
     item_bytes: dict[str, int] = {}
     for access in (*kernel.loads(), *kernel.stores):
-        touched[access.buffer] = touched.get(access.buffer, 0) + _places(access.index)
+        touched[access.buffer] = touched.get(access.buffer, 0) + num_places([access.index])
         item_bytes[access.buffer] = access.stored.itemsize
     return sum(min(count, num_elements[name]) * item_bytes[name] for name, count in touched.items())
-
-
-def _places(index: Index) -> int:
-    """How many elements an index goes through."""
-    return math.prod(var.size for var in index.variables())

@@ -74,6 +74,11 @@ class Uses:
         """What a node reads; a kernel computes what is inlined by itself."""
         yield from self._behind(node, is_kernel=node in self.computed or node in self.inlined)
 
+    def read_by(self, group: Group) -> set[Node]:
+        """What a group reads from outside of it."""
+        read = (source for node in group.nodes() for source in self.sources(node))
+        return {source for source in read if source not in group}
+
     def _behind(self, node: Node, *, is_kernel: bool) -> Iterator[Node]:
         for source in node.all_input_nodes:
             if self.is_transparent(source) or (is_kernel and source in self.inlined):

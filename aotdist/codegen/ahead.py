@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion
+from aotdist.codegen.contract import Emission, Emitted, Fusion
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
@@ -95,8 +95,8 @@ def _runs_elsewhere() -> InternalError:
     return InternalError("what was emitted for another machine is run", stage="codegen")
 
 
-@dataclass(frozen=True, slots=True)
-class TargetBackend:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetBackend(TritonBackend):
     """The `triton` backend for a GPU that need not be there.
 
     Args:
@@ -104,10 +104,6 @@ class TargetBackend:
     """
 
     target: Target
-    name: str = "triton"
-    partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
 
     def check(self) -> None:
         """See that kernels can be compiled for the target here.
@@ -116,14 +112,6 @@ class TargetBackend:
             BadSettings: they can't.
         """
         check_target(self.target)
-
-    def decompositions(self) -> Decompositions:
-        """As for GPUs that are there."""
-        return TritonBackend().decompositions()
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Put compiled kernels into the graph."""
@@ -139,26 +127,5 @@ class TargetBackend:
         return Emitted(Ahead(fused.graph, fusion), source, fusion=fusion)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedBackend:
-    """What emits further graphs of a program whose kernels were compiled elsewhere: operator by operator."""
-
-    name: str = "triton"
-    partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
-
-    def check(self) -> None:
-        """Nothing is needed."""
-
-    def decompositions(self) -> Decompositions:
-        """Nothing is traced any more."""
-        return {}
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
-
-    def emit(self, graph: Graph, emission: Emission) -> Emitted:
-        """As the reference emitter does."""
-        return FxBackend().emit(graph, emission)
+LOADED = FxBackend(name="triton", partition="min_cut", any_tangents=False)
+"""What emits further graphs of a program whose kernels were compiled elsewhere: operator by operator."""

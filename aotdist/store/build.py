@@ -131,7 +131,7 @@ def build(
 def _backend(target: str) -> Backend:
     for known in TARGETS:
         if target == known:
-            return TargetBackend(known)
+            return TargetBackend(target=known)
     if target == "cpu":
         return FxBackend()
     raise BadSettings(

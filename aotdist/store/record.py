@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from aotdist.capture.capture import Captured, Returned, capture
-from aotdist.codegen.ahead import Ahead, LoadedBackend
+from aotdist.codegen.ahead import LOADED, Ahead
 from aotdist.codegen.contract import Backend, Emitted
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.fx import FxBackend
@@ -232,7 +232,7 @@ class _Reading:
         traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
         _, plans = lower_all(self.program, self.facts, drawn_on=drawn_on(graph))
         emitted = {name: self._emitted(name, each, graphs) for name, each in json["emitted"].items()}
-        backend: Backend = LoadedBackend() if emitted else FxBackend()
+        backend: Backend = LOADED if emitted else FxBackend()
         slots = self.captured.static_slots()
         emitter = Emitter(backend, slots, fake_mode, self.settings, self.captured.name)
         if "graph" in region:
