@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.aotdist-setup
 # One process and its OpenMP team a core; more teams than cores cost a two-rank step half its speed.
 RANK_THREADS := $(shell echo $$(( $(CORES) / $(NPROC) > 0 ? $(CORES) / $(NPROC) : 1 )))
-DOCUMENTED := program capture convention joint partition passes codegen runtime store report subclasses launch
+DOCUMENTED := program capture convention joint partition passes codegen runtime store cache report dynamo subclasses launch
 FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup train float8-curves test test-all test-torch211 test-device bench bench-gpu models kernels check format docs clean
+.PHONY: help setup train float8-curves test test-all test-torch211 test-device browser bench bench-gpu models kernels check format docs clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
@@ -69,6 +69,9 @@ test-device: $(STAMP) ## Run the tests that need a GPU; they are skipped, with t
 test-torch211: ## Run the single-process tests on torch 2.11, or say why it can't be installed
 	.ci/torch211 $(ARGS)
 
+browser: $(STAMP) ## Install a Chromium for the tests of the report's page, or say why it can't be installed
+	VENV=$(VENV) .ci/browser
+
 bench: $(STAMP) ## Measure against the peers; writes JSON and a markdown table
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
@@ -92,8 +95,8 @@ format: $(STAMP) ## Fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(STAMP) ## Build the API reference into build/docs, and write docs/semantics.md and docs/emitter.md anew
-	for page in semantics emitter; do $(BIN)/python docs/$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md; done
+docs: $(STAMP) ## Build the API reference into build/docs, and write anew the pages that programs write (docs/*.py)
+	for page in semantics emitter troubleshooting; do $(BIN)/python docs/$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md; done
 	$(BIN)/pdoc --docformat google -o build/docs aotdist $(DOCUMENTED:%=aotdist.%)
 
 clean: ## Remove everything that was built or cached, but not the virtual environments or runs/

@@ -6,6 +6,7 @@ back exactly as eager would.
 """
 
 from aotdist.api import compile, disable, explain, load, mark_dynamic, reset
+from aotdist.dynamo.tape import compile_backward
 from aotdist.errors import (
     AotdistError,
     BadArtifact,
@@ -17,7 +18,9 @@ from aotdist.errors import (
     SignatureMismatch,
     UnsupportedProgram,
 )
+from aotdist.launch.prepare import prepare
 from aotdist.settings import Settings
+from aotdist.step.train_step import TrainStep, train_step
 from aotdist.store.build import Built, build
 from aotdist.subclasses.float8 import to_float8
 from aotdist.subclasses.sparse24_linear import Sparsified, sparsify_24
@@ -36,15 +39,19 @@ __all__ = [
     "Settings",
     "SignatureMismatch",
     "Sparsified",
+    "TrainStep",
     "UnsupportedProgram",
     "__version__",
     "build",
     "compile",
+    "compile_backward",
     "disable",
     "explain",
     "load",
     "mark_dynamic",
+    "prepare",
     "reset",
     "sparsify_24",
     "to_float8",
+    "train_step",
 ]

@@ -9,17 +9,20 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
 
+from aotdist.cache.backend import caching
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
+from aotdist.capture.capture import NO_DIMS
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
 from aotdist.pipeline import compile_call
-from aotdist.report.summary import Report, report_of
+from aotdist.report.explain import explained
+from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, call_fitting
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
@@ -30,6 +33,7 @@ from aotdist.torch_seam import (
     compiled_call_of,
     mark_dims,
     set_compiled_call,
+    tapes_off,
     uncompiled_call,
     under_transform,
 )
@@ -88,17 +92,24 @@ class Maker(Protocol):
         ...
 
 
+OpenDims: TypeAlias = Callable[[Mapping[str, Any]], Mapping[int, frozenset[int]]]
+"""From the keyword arguments of a call to the dimensions that are dynamic, by the identity of the tensor."""
+
+
 class Compiling:
     """Makes artifacts by compiling; warns once when that goes on and on.
 
     Args:
         backend: turns graphs into callables.
         settings: how to compile.
+        open_dims: says of a call's keyword arguments which dimensions may differ from call to call, by the
+            identity of the tensor; besides those that `settings` and marks name.
     """
 
-    def __init__(self, backend: Backend, settings: Settings) -> None:
+    def __init__(self, backend: Backend, settings: Settings, open_dims: OpenDims | None = None) -> None:
         self._backend = backend
         self._settings = settings
+        self._open_dims = open_dims
         self._warned = False
 
     def __call__(
@@ -111,7 +122,10 @@ class Compiling:
     ) -> Artifact:
         """See `Maker`."""
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
-        artifact = compile_call(target, run, args, kwargs, self._backend, self._settings, symbolic=symbolic)
+        dims = NO_DIMS if self._open_dims is None else self._open_dims(kwargs)
+        artifact = compile_call(
+            target, run, args, kwargs, self._backend, self._settings, symbolic=symbolic, dims=dims
+        )
         if len(artifacts) < self._settings.max_artifacts:
             self._warned = False
         elif not self._warned:
@@ -122,6 +136,20 @@ class Compiling:
                 stacklevel=4,
             )
         return artifact
+
+
+def compiling(backend: str | Compiler | Backend, settings: Settings | Mapping[str, Any] | None) -> Compiling:
+    """What compiles as a user says, and looks in the cache first.
+
+    Args:
+        backend: see `compile`.
+        settings: see `compile`.
+
+    Raises:
+        BadSettings: the backend or a setting is unknown.
+    """
+    chosen = settings_of(settings)
+    return Compiling(caching(resolve(backend), chosen), chosen)
 
 
 class Compiled:
@@ -159,7 +187,7 @@ class Compiled:
         return result
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
-        with _running_eagerly():
+        with _running_eagerly(), tapes_off():
             artifact = self._make(self._target(), self._run, args, kwargs, self.artifacts)
         self.artifacts.insert(0, artifact)
         return artifact
@@ -177,9 +205,9 @@ class Compiled:
             for artifact in self.artifacts
         ]
 
-    def explain(self) -> Report:
-        """What was compiled: graphs, collectives, saved bytes, writes, seconds. `print` it."""
-        return report_of(self.artifacts)
+    def explain(self, *, html: str | Path | None = None) -> Report:
+        """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
+        return explained(self.artifacts, html)
 
     def reset(self) -> None:
         """Forget every artifact."""
@@ -307,7 +335,7 @@ def compile(
     """
     if not callable(target):
         raise BadSettings(f"cannot compile a {type(target).__name__}", fix="pass a module or a function")
-    return _calling(target, Compiling(resolve(backend), _settings(settings)))
+    return _calling(target, compiling(backend, settings))
 
 
 @overload
@@ -379,7 +407,12 @@ def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
     return call
 
 
-def _settings(settings: Settings | Mapping[str, Any] | None) -> Settings:
+def settings_of(settings: Settings | Mapping[str, Any] | None) -> Settings:
+    """The settings that a user means.
+
+    Raises:
+        BadSettings: one is unknown, or out of range.
+    """
     if settings is None:
         return Settings.from_environment()
     return settings if isinstance(settings, Settings) else Settings.make(**settings)
@@ -400,13 +433,22 @@ def compiled_call(target: Any) -> Compiled:
     return call
 
 
-def explain(target: Any) -> Report:
+def explain(target: Any, *, html: str | Path | None = None) -> Report:
     """What compiling `target` produced; the same as `target.explain()`.
+
+    Args:
+        target: a module or function that went through `compile`.
+        html: a file to write as well: a page of its own, without a network, with every graph, what is saved,
+            collectives, kernels and the printed call. Call it on all ranks: rank 0 writes the page, and it
+            says how the others differ.
+
+    Returns:
+        a report to `print`, or to `show` as a table.
 
     Raises:
         BadSettings: `target` did not go through `compile`.
     """
-    return compiled_call(target).explain()
+    return compiled_call(target).explain(html=html)
 
 
 @overload

@@ -78,6 +78,11 @@ class ViewStep:
     serial: int = 0
     shared: bool = False
 
+    def of(self, base: torch.Tensor) -> Any:
+        """What the operation gives, in the grad mode of then; several views, if it has a `pick`."""
+        with torch.set_grad_enabled(self.grad):
+            return self.op(base, *self.args, **dict(self.kwargs))
+
     def is_common(self) -> bool:
         """Whether views that have this step in common share what it makes."""
         return self.pick is not None or self.shared or self.ends_views()
@@ -92,7 +97,7 @@ class FunctionView:
     """Views with a history of their own: a user's autograd function made them, say, whose backward is kept.
 
     Args:
-        steps: the views, made without history.
+        steps: the views, made without history; none where a tensor inside of a wrapper was written.
         value: the node output whose history the last of them has.
         creation: by which autograd knows what to say of a write; None for what is no view to autograd.
     """
@@ -108,7 +113,7 @@ class FunctionView:
 
     def is_common(self) -> bool:
         """Whether views that have this step in common share what it makes."""
-        return self.creation is None or any(step.is_common() for step in self.steps)
+        return bool(self.steps) and (self.creation is None or any(step.is_common() for step in self.steps))
 
 
 Step: TypeAlias = ViewStep | FunctionView

@@ -12,10 +12,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.capture.capture import NO_DIMS, Captured, Returned, capture
 from aotdist.capture.reassign import Reassignments
-from aotdist.codegen.contract import Backend, BoxedCall
+from aotdist.codegen.contract import Backend, BoxedCall, Decompositions
+from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import Emitter
+from aotdist.codegen.graph_copy import copied
 from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.stack import Plans, lower_all
@@ -30,8 +32,11 @@ from aotdist.partition.choices import without_choices
 from aotdist.partition.gates import linked, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
+from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot, Split
+from aotdist.report.logs import log_compiled, log_stage
+from aotdist.report.progress import Progress, showing
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
@@ -48,18 +53,34 @@ from aotdist.torch_seam import autocast_off, autocast_only, class_functions_off,
 
 @dataclass(slots=True)
 class StageTimes:
-    """Seconds of each stage, in the order in which they ran."""
+    """Seconds of each stage, in the order in which they ran.
+
+    Args:
+        seconds: of each.
+        progress: where is noted what runs, for somebody who waits for it.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    progress: Progress | None = None
+
+    def counting(self, num_nodes: Callable[[], int]) -> None:
+        """From now on, so many nodes are there."""
+        if self.progress is not None:
+            self.progress.num_nodes = num_nodes
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Add the time spent inside to stage `name`."""
+        if self.progress is not None:
+            self.progress.stage = name
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            if self.progress is not None:
+                log_stage(self.progress.name, name, seconds, self.progress.num_nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +94,7 @@ class _Call:
     backend: Backend
     settings: Settings
     symbolic: bool
+    dims: Mapping[int, frozenset[int]]
 
 
 def compile_call(
@@ -84,6 +106,7 @@ def compile_call(
     settings: Settings,
     *,
     symbolic: bool = True,
+    dims: Mapping[int, frozenset[int]] = NO_DIMS,
 ) -> Artifact:
     """Compile one call of the user's function.
 
@@ -94,7 +117,8 @@ def compile_call(
         kwargs: keyword arguments of the call.
         backend: turns graphs into callables.
         settings: how to compile.
-        symbolic: try symbolic sizes, if settings or marks ask for them.
+        symbolic: try symbolic sizes, if `dims`, settings or marks ask for them.
+        dims: dimensions whose size may differ from call to call, by the identity of the tensor.
 
     Raises:
         UnsupportedProgram: the program cannot be compiled ahead of time.
@@ -103,7 +127,7 @@ def compile_call(
         RankLost: another rank failed to compile, or did not come to compare.
     """
     with class_functions_off():
-        return _compiled_call(_Call(target, run, args, kwargs, backend, settings, symbolic))
+        return _compiled_call(_Call(target, run, args, kwargs, backend, settings, symbolic, dims))
 
 
 def compilation_of(
@@ -121,14 +145,19 @@ def compilation_of(
         BadSettings: the backend lacks something, or a setting names nothing.
     """
     with class_functions_off(), collector_paused():
-        compilation = _compile(_Call(target, run, args, kwargs, backend, settings, symbolic=True))
+        compilation = _compile(
+            _Call(target, run, args, kwargs, backend, settings, symbolic=True, dims=NO_DIMS)
+        )
         refuse_overlap(fit_of(compilation))
     return compilation
 
 
 def _compiled_call(call: _Call) -> Artifact:
-    label = getattr(call.target, "__name__", type(call.target).__name__)
-    return loaded_together(label, call.settings, lambda: _compile(call))
+    return loaded_together(_label(call), call.settings, lambda: _compile(call))
+
+
+def _label(call: _Call) -> str:
+    return getattr(call.target, "__name__", type(call.target).__name__)
 
 
 def loaded_together(label: str, settings: Settings, made: Callable[[], Compilation]) -> Artifact:
@@ -156,19 +185,26 @@ def loaded_together(label: str, settings: Settings, made: Callable[[], Compilati
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),
     )
-    return load(compilation, fit)
+    artifact = load(compilation, fit)
+    log_compiled(artifact)
+    return artifact
 
 
 def _compile(call: _Call) -> Compilation:
+    with showing(_label(call)) as progress:
+        return _compile_timed(call, StageTimes(progress=progress))
+
+
+def _compile_timed(call: _Call, times: StageTimes) -> Compilation:
     backend, settings = call.backend, call.settings
-    times = StageTimes()
     backend.check()
     captured, deduped, traced, bases = _trace_over_bases(call, times)
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
-        joint, records = run_passes(backend.prepare_joint(traced.graph), "joint", settings)
+        times.counting(lambda: len(traced.graph.gm.graph.nodes))
+        joint, records = _joint_passes(traced.graph, backend, settings)
     if traced.has_backward():
         region, more = _compile_training(joint, traced, plans, emitter, times)
     else:
@@ -282,18 +318,21 @@ def _trace(
     """
     with ExitStack() as scope:
         with times.stage("capture"):
-            captured = capture(call.target, call.run, call.args, call.kwargs, call.settings, scope)
+            captured = capture(
+                call.target, call.run, call.args, call.kwargs, call.settings, scope, dims=call.dims
+            )
             before = captured.environment.reassignments()
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
             dims = captured.dims if call.symbolic else {}
             recorder = Recorder(
-                call.backend.decompositions(),
+                _broken_up_in_trace(call.backend, call.settings),
                 functional_rng=call.settings.functional_rng,
                 backward_autocast=_backward_autocast(call.settings),
                 symbolic=bool(dims),
             )
+            times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)
             try:
                 with quiet_fakes() if dims else nullcontext():
@@ -358,6 +397,23 @@ def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Progr
     return Program(lambda *distinct: program.fn(*distinct[:count]), *inputs)
 
 
+def _broken_up_in_trace(backend: Backend, settings: Settings) -> Decompositions:
+    """The operators that a trace breaks up; losses that a pass may look for, it leaves whole."""
+    table = backend.decompositions()
+    if settings.loss_chunk_bytes is None:
+        return table
+    return {op: made for op, made in table.items() if op not in WHOLE}
+
+
+def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[Graph, tuple[PassRecord, ...]]:
+    """A joint or an inference graph after its passes, with a record of each; nothing in it is left whole."""
+    graph, records = run_passes(backend.prepare_joint(graph), "joint", settings)
+    if settings.loss_chunk_bytes is not None:
+        graph = Graph(copied(graph), graph.ins, graph.outs)
+        decompose(graph.gm, backend.decompositions(), only=WHOLE)
+    return graph, records
+
+
 def _compile_training(
     cut: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
 ) -> tuple[Training, tuple[PassRecord, ...]]:
@@ -410,7 +466,7 @@ def _derivatives(
 
     def compiled(derivative: Traced) -> Training:
         _, plans = lower_all(derivative.program, derivative.facts)
-        graph, _ = run_passes(emitter.backend.prepare_joint(derivative.graph), "joint", emitter.settings)
+        graph, _ = _joint_passes(derivative.graph, emitter.backend, emitter.settings)
         return _compile_training(graph, derivative, plans, emitter, StageTimes())[0]
 
     return Derive(later, joint, split, node, traced.symbols, traced.fake_mode, compiled)

@@ -146,7 +146,8 @@ class Graph:
     - `grad`: whether grad mode was on, of a forward node;
     - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
     - `draws`: whether graphs that an operator is given draw random numbers;
-    - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it.
+    - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it;
+    - `overwritten`: whether the program writes what an argument holds.
     """
 
     gm: torch.fx.GraphModule
@@ -166,6 +167,10 @@ class Graph:
     def sizes(self) -> tuple[str, ...]:
         """The expressions of the numbers that it takes, in the order of `ins`."""
         return tuple(slot.path for slot in self.ins if slot.role == "size")
+
+    def named_sizes(self) -> dict[str, torch.fx.Node]:
+        """The numbers that it takes, by expression."""
+        return {slot.path: node for slot, node in self.named_placeholders().items() if slot.role == "size"}
 
     def results(self) -> Sequence[torch.fx.Node | None]:
         """The result nodes, in the order of `outs`; None where a result is absent."""

@@ -10,9 +10,11 @@ import dataclasses
 import difflib
 import hashlib
 import os
+import tempfile
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,15 @@ import torch
 from aotdist.errors import BadSettings
 
 PartitionPolicy = Literal["auto", "default", "min_cut"]
+
+
+def default_cache_folder() -> str:
+    """Where users keep what can be made again; among temporary files for a user without a home."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return str(Path(tempfile.gettempdir()) / f"aotdist-{os.getuid()}")
+    return str(caches / "aotdist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,10 @@ class Settings:
             fuses a recomputation there) and `min_cut` for a compiler that fuses.
         bucket_bytes: largest collective that merging may build, in bytes. A unit of FSDP is never
             split below its own size unless it exceeds this.
+        loss_chunk_bytes: most bytes of logits that `cross_entropy(linear(x, w), labels)` may hold at once.
+            Where they are more, the loss and its gradients are computed in the forward, chunk by chunk of
+            rows, and summed up in another order than in eager: close to it, not equal bit for bit. Logits
+            that anything else reads are made whole. None leaves all losses as they are written.
         disabled_passes: names of graph passes to leave out (see `aotdist.passes.order`).
         max_artifacts: signatures compiled for one callable before a warning names what keeps changing.
         rank_timeout_s: seconds that a rank waits for its peers to agree before it raises.
@@ -48,6 +63,13 @@ class Settings:
             Philox's, not eager's; their seed is drawn from the user's generator once a call. CPU only.
         emulate_casts: round to bfloat16 and float16 wherever the program does. The `triton` backend holds
             values in float32 between operators that share a kernel; with this it is closer to eager.
+        tune_kernels: when a kernel of the `triton` backend first runs on a GPU, measure the two to four ways
+            to cut it into blocks that should be the quickest, and keep the choice in `cache_folder`. One that
+            reduces may then add up in another order; it is not measured in programs of several ranks, which
+            have to agree, or under `torch.use_deterministic_algorithms`.
+        cache_folder: where is kept what need not be found out again, by default `aotdist` in the user's
+            folder of caches (`XDG_CACHE_HOME`, or `~/.cache`).
+        cache_bytes: how much of what was compiled to keep there; 0 for nothing (see `docs/cache.md`).
         cuda_graphs: record each compiled graph as a CUDA graph at its second call, one for each signature of
             sizes, and replay it from then on: launches cost the CPU nothing. Programs that cannot be recorded
             are refused (collectives, tensors on the CPU, what waits for data).
@@ -59,6 +81,7 @@ class Settings:
 
     partition: PartitionPolicy = "auto"
     bucket_bytes: int = 64 * 2**20
+    loss_chunk_bytes: int | None = None
     disabled_passes: frozenset[str] = field(default_factory=frozenset)
     max_artifacts: int = 8
     rank_timeout_s: float = 300.0
@@ -68,6 +91,9 @@ class Settings:
     backward_autocast: str = "off"
     functional_rng: bool = False
     emulate_casts: bool = False
+    tune_kernels: bool = True
+    cache_folder: str = field(default_factory=default_cache_folder)
+    cache_bytes: int = 2 * 2**30
     cuda_graphs: bool = False
     is_compiling: bool = False
     report_side_effects: bool = False
@@ -79,9 +105,14 @@ class Settings:
                 fix=f"choose one of {', '.join(typing.get_args(PartitionPolicy))}",
             )
         self.explicit_autocast()
-        for name in ("bucket_bytes", "max_artifacts", "rank_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise BadSettings(f"settings.{name} is {getattr(self, name)!r}", fix="give a positive number")
+        for name in ("bucket_bytes", "loss_chunk_bytes", "max_artifacts", "rank_timeout_s"):
+            number = getattr(self, name)
+            if number is not None and number <= 0:
+                raise BadSettings(f"settings.{name} is {number!r}", fix="give a positive number")
+        if self.cache_bytes < 0:
+            raise BadSettings(
+                f"settings.cache_bytes is {self.cache_bytes!r}", fix="give 0, or a positive number"
+            )
 
     def explicit_autocast(self) -> tuple[tuple[str, torch.dtype], ...]:
         """The devices and dtypes that `backward_autocast` names, if it names any.
@@ -141,8 +172,9 @@ class Settings:
         return cls.make(**options)
 
     def fingerprint(self) -> str:
-        """A hash of every setting: part of each cache key."""
+        """A hash of every setting but where and how much to keep: part of each cache key."""
         fields = dataclasses.asdict(self)
+        del fields["cache_folder"], fields["cache_bytes"]
         fields["disabled_passes"] = sorted(self.disabled_passes)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
@@ -161,6 +193,7 @@ def _parse_names(text: str) -> frozenset[str]:
 _PARSERS: dict[str, Any] = {
     "partition": str,
     "bucket_bytes": int,
+    "loss_chunk_bytes": int,
     "disabled_passes": _parse_names,
     "max_artifacts": int,
     "rank_timeout_s": float,
@@ -170,6 +203,9 @@ _PARSERS: dict[str, Any] = {
     "backward_autocast": str,
     "functional_rng": _parse_bool,
     "emulate_casts": _parse_bool,
+    "tune_kernels": _parse_bool,
+    "cache_folder": str,
+    "cache_bytes": int,
     "cuda_graphs": _parse_bool,
     "is_compiling": _parse_bool,
     "report_side_effects": _parse_bool,

@@ -11,17 +11,21 @@ import copyreg
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
 import logging
+import os
+import re
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -73,6 +77,8 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer as PythonKeyTrace
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot as _get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # Arguments and results of any nesting: flatten, unflatten, map, key paths.
 from torch.utils import _pytree as pytree  # noqa: F401
@@ -170,6 +176,27 @@ def argument_names(op: OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def schema_of(op: OpOverload) -> str:
+    """What an operator takes, returns and writes."""
+    return str(op._schema)
+
+
+def fills_uninitialized_memory() -> bool:
+    """Whether deterministic algorithms write to memory that `torch.empty` leaves as it is."""
+    return bool(torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which ways to compute attention operators may choose from."""
+    switches = torch.backends.cuda
+    return (
+        switches.flash_sdp_enabled(),
+        switches.mem_efficient_sdp_enabled(),
+        switches.math_sdp_enabled(),
+        switches.cudnn_sdp_enabled(),
+    )
+
+
 def can_decompose(op: OpOverload) -> bool:
     """Whether PyTorch itself breaks an operator up (CompositeImplicitAutograd)."""
     return torch._C._dispatch_has_kernel(op.name()) and op._can_decompose()
@@ -215,8 +242,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Generator[None]:
         setattr(owner, name, before)
 
 
-class _Patch(Generic[T]):
-    """A change of PyTorch that is made while any thread asks for it; what it does, each thread says.
+class Patch(Generic[T]):
+    """A change of others' functions, made while any thread asks for it; what it does, each thread says.
 
     Args:
         name: what it is called.
@@ -286,7 +313,7 @@ def _hook_calls(tracing: bool) -> None:
     checkpoints._is_compiling = _asks_for_tags if tracing else _checkpoint_is_compiling
 
 
-_TRACES = _Patch[bool]("calls_to_be_traced", _hook_calls)
+_TRACES = Patch[bool]("calls_to_be_traced", _hook_calls)
 
 
 def _asks_for_tags(*args: Any) -> bool:
@@ -341,7 +368,7 @@ def _hook_swaps(hearing: bool) -> None:
     torch._C._swap_tensor_impl = _tell_of_swap if hearing else _swap_bodies
 
 
-_SWAPS = _Patch[Callable[[torch.Tensor, torch.Tensor], None]]("swap_hearers", _hook_swaps)
+_SWAPS = Patch[Callable[[torch.Tensor, torch.Tensor], None]]("swap_hearers", _hook_swaps)
 
 
 def _tell_of_swap(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -364,6 +391,11 @@ def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
 def swap_contents(first: torch.Tensor, second: torch.Tensor) -> None:
     """`torch.utils.swap_tensors` without its checks."""
     swap_attributes(first, second)
+    _swap_bodies(first, second)
+
+
+def swap_histories(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange what autograd knows of two tensors that are the same in all else: history, base, views."""
     _swap_bodies(first, second)
 
 
@@ -399,7 +431,7 @@ def _hook_classes(hearing: bool) -> None:
         del tensor.as_subclass, tensor.__new__, tensor._make_subclass
 
 
-_CLASSES = _Patch[Remake]("class_hearers", _hook_classes)
+_CLASSES = Patch[Remake]("class_hearers", _hook_classes)
 
 
 def _heard(tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
@@ -666,6 +698,51 @@ def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch
     return node
 
 
+def products_of(number: torch.SymInt) -> list[tuple[int, list[torch.SymInt]]]:
+    """A symbolic whole number as a sum of products: of each its coefficient, and its factors, maybe none.
+
+    A factor is a symbol, or what is no sum of products of symbols.
+    """
+    env: Any = number.node.shape_env
+    total = env.simplify(number.node.expr).expand(deep=False)
+    products: list[tuple[int, list[torch.SymInt]]] = []
+    for product, scale in total.as_coefficients_dict().items():
+        powers = {base: power for base, power in product.as_powers_dict().items() if base != 1}
+        if not (scale.is_Integer and all(power.is_Integer and power > 0 for power in powers.values())):
+            return [(1, [number])]
+        factors = [env.create_symintnode(base, hint=None) for base in powers for _ in range(powers[base])]
+        products.append((int(scale), factors))
+    return products
+
+
+def symbols_in(number: torch.SymInt) -> list[str]:
+    """The names of the symbols that a symbolic number is made of."""
+    return sorted(map(str, number.node.expr.free_symbols))
+
+
+def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | torch.SymInt] | None:
+    """The two numbers that Python's `/` makes a symbolic one of, each known or whole; None if it does not."""
+    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
+
+    env: Any = number.node.shape_env
+    if not isinstance(number.node.expr, FloatTrueDiv | IntTrueDiv):
+        return None
+    parts: list[Any] = [part.args[0] if isinstance(part, ToFloat) else part for part in number.node.expr.args]
+    if not all(part.is_number or part.is_integer for part in parts):
+        return None
+    left, right = (
+        float(part) if part.is_number else env.create_symintnode(part, hint=None) for part in parts
+    )
+    return left, right
+
+
+def least_of(number: torch.SymInt) -> int | None:
+    """The least that a symbolic whole number may be; None if there is no such."""
+    env: Any = number.node.shape_env
+    lower = env.bound_sympy(number.node.expr).lower
+    return int(lower) if lower.is_Integer else None
+
+
 def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
     """Dimensions that `mark_dims`, or PyTorch's `mark_dynamic`, was called for."""
     return frozenset(getattr(tensor, "_dynamo_dynamic_indices", ()))
@@ -890,17 +967,46 @@ def track(fake: torch.Tensor, node: torch.fx.Node, tracer: PythonKeyTracer) -> N
 
 
 def track_number(number: Any, node: torch.fx.Node, tracer: PythonKeyTracer) -> None:
-    """From now on, a symbolic `number` stands for `node` in what PyTorch's own proxy mode records."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot, thunkify
+    """From now on, a symbolic `number` stands for `node` in what PyTorch's own proxy mode records.
 
-    if get_proxy_slot(number, tracer, None) is None:
-        set_proxy_slot(number, tracer, thunkify(tracer, lambda: torch.fx.Proxy(node, tracer)))
+    That mode reads a size off the first tensor that it met with it, by a node of its own, unless it is told.
+    """
+    from torch.fx.experimental.proxy_tensor import thunkify
+
+    tracer.symnode_tracker[number] = thunkify(tracer, lambda: torch.fx.Proxy(node, tracer))
 
 
 def node_of(fake: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Node | None:
     """The node that computed `fake`, or None when it was not recorded."""
     slot = _get_proxy_slot(fake, tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def node_here(tensor: torch.Tensor) -> torch.fx.Node:
+    """The node that computes the current value of a functional tensor, in what is recorded now."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    assert mode is not None and isinstance(tensor, FunctionalTensor), (
+        "a trace runs, and the tensor is its own"
+    )
+    node = node_of(functional_value(tensor), mode.tracer)
+    assert node is not None, "the trace made the tensor"
+    return node
+
+
+def whole_numbers(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments of an operator that are sizes, indices or the like, and not numbers to compute with."""
+    schema = func._schema.arguments
+    given = [
+        *zip(schema, args, strict=False),
+        *((arg, kwargs[arg.name]) for arg in schema if arg.name in kwargs),
+    ]
+    return [value for argument, value in given if _is_whole(argument.type)]
+
+
+def _is_whole(kind: Any) -> bool:
+    if kind.kind() in ("OptionalType", "ListType"):
+        return _is_whole(kind.getElementType())
+    return kind.kind() in ("IntType", "SymIntType")
 
 
 def next_sequence_nr() -> int:
@@ -1164,6 +1270,19 @@ def shape_environment(fake_mode: FakeTensorMode | None) -> Generator[None]:
         fake_mode.shape_env = None
 
 
+@contextmanager
+def constants_allowed(fake_mode: FakeTensorMode | None) -> Generator[None]:
+    """Let operators take the tensors that a graph holds (`torch.tensor([1.0, 2.5])`) beside fake ones."""
+    if fake_mode is None:
+        yield
+        return
+    before, fake_mode.allow_non_fake_inputs = fake_mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        fake_mode.allow_non_fake_inputs = before
+
+
 def inductor_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """The operators that Inductor has no lowering for, and what they are made of."""
     from torch._inductor.decomposition import select_decomp_table
@@ -1309,6 +1428,50 @@ def precompile_cpp_headers() -> None:
     CppPythonBindingsCodeCache.load_async("#include <torch/csrc/inductor/cpp_prefix.h>\n", "cpu")
 
 
+def extension_module(name: str, path: Path) -> ModuleType:
+    """The Python extension in a file, which may hold kernels as Inductor binds them."""
+    # Kernels find torch's own `PyObject* -> data_ptr` through the environment; Inductor sets it as it loads.
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "the name of the file ends as those of extensions do"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_OF_NO_CONSEQUENCE = re.compile(r"trace\.|worker_|compile_threads$|.*_cache$|.*cutlass_dir$")
+"""Settings of Inductor's that say how it works, and not what it generates."""
+
+
+def inductor_options() -> dict[str, Any]:
+    """Inductor's settings that what it generates depends on, as they are for this thread now."""
+    from torch._inductor import config
+
+    options = config.get_config_copy()  # type: ignore[attr-defined]  # the module is of a class of its own
+    return {name: value for name, value in options.items() if not _OF_NO_CONSEQUENCE.match(name)}
+
+
+def inductor_extensions() -> Iterator[tuple[Any, Any]]:
+    """Operators with what Inductor makes of each: PyTorch's own functions, and those that others registered.
+
+    What has not been imported, nobody has added to.
+    """
+    for module, tables in (
+        ("torch._inductor.lowering", ("lowerings",)),
+        ("torch._inductor.decomposition", ("decompositions", "extra_random_decomps")),
+    ):
+        for table in tables if module in sys.modules else ():
+            yield from getattr(sys.modules[module], table, {}).items()
+
+
+def size_of_group(name: str) -> int:
+    """How many ranks a process group has, by what PyTorch calls it in this process."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(cast("Any", name)).size()
+
+
 class CppKernelBatch(Protocol):
     """Takes over the C++ kernels of one generated module."""
 
@@ -1338,7 +1501,7 @@ def _hook_kernels(batched: bool) -> None:
     async_compile.AsyncCompile = batching if batched else original
 
 
-_KERNELS = _Patch[Callable[[], CppKernelBatch]]("kernel_batches", _hook_kernels)
+_KERNELS = Patch[Callable[[], CppKernelBatch]]("kernel_batches", _hook_kernels)
 
 
 @functools.cache
@@ -1675,13 +1838,25 @@ def under_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def node_base() -> type[Any]:
-    """The base of `torch.autograd.Function`, whose `apply` is C++ alone.
+class _Node(_SingleLevelFunction):
+    """What autograd's nodes of compiled programs are.
 
-    The public one first looks through every argument for what a `torch.func` transform left behind: 10 us
-    for 100. A compiled call under a transform does not get as far.
+    It is not `torch.autograd.Function`, whose `apply` first looks through every argument for what a
+    `torch.func` transform left behind: 10 us for 100. A compiled call under a transform does not get as far.
     """
-    return _SingleLevelFunction
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        """What tells nodes apart on a tape that is compiled; it runs the backwards of ours as they are."""
+        cls = ctx._forward_cls
+        if not hasattr(cls.backward, "_torchdynamo_orig_callable"):
+            cls.backward = staticmethod(torch.compiler.disable(cls.backward))
+        return (ctx._autograd_function_id,)
+
+
+def node_base() -> type[Any]:
+    """The base of autograd's nodes of ours, whose `apply` is C++ alone."""
+    return _Node
 
 
 def keeps_graph() -> bool:
@@ -1873,9 +2048,151 @@ def tree_of(kind: Any, context: Any, children: list[TreeSpec]) -> TreeSpec:
     return pytree.tree_structure(0) if kind is None else TreeSpec(kind, context, children)
 
 
+# --- dynamo: what graphs of Dynamo's say of their inputs, and the tape of a backward -------------------
+
+
+def dynamo_source(placeholder: torch.fx.Node) -> str:
+    """Where Dynamo reads an input of a graph (`L['x']`), or an empty string."""
+    argument = placeholder.meta.get("grapharg")
+    source = None if argument is None else argument.source
+    return "" if source is None else source.name
+
+
+def is_wrapped_number(placeholder: torch.fx.Node) -> bool:
+    """Whether an input of a graph of Dynamo's is a Python number that is passed as a tensor."""
+    argument = placeholder.meta.get("grapharg")
+    return argument is not None and argument.pass_arg_as_tensor
+
+
+def is_open(size: Any) -> bool:
+    """Whether a size is a symbol, and nothing that was found out made a number of it."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def dynamo_frame() -> str:
+    """What Dynamo compiles now: name of the function, number of the frame and of its compilation."""
+    from torch._dynamo import external_utils
+    from torch._guards import CompileContext
+
+    code = (TracingContext.get_traced_code() or [None])[0]
+    number = CompileContext.current_compile_id()
+    # Modules of PyTorch's own are called by a function of Dynamo's; tapes are modules made for it.
+    name = "forward" if code is None or code.co_filename == external_utils.__file__ else code.co_name
+    name = "backward" if name == "forward" and str(number).startswith("!") else name
+    return f"{name} [{number}]"
+
+
+_compilations = itertools.count()
+
+
+def is_tracing() -> bool:
+    """Whether somebody reads PyTorch's structured trace (`TORCH_TRACE` names a folder)."""
+    from torch._logging._internal import LazyTraceHandler, trace_log
+
+    # Without a folder a handler is there until the first message, which it is too late to make then.
+    unused = (isinstance(one, LazyTraceHandler) and one.root_dir is None for one in trace_log.handlers)
+    return not all(unused)
+
+
+def trace_artifacts(texts: Mapping[str, str]) -> None:
+    """Add texts, by name, to PyTorch's structured trace: to what Dynamo compiles now, or as a new frame.
+
+    The graphs of ahead-of-time compilation have names there that `tlparse` knows.
+    """
+    from torch._guards import CompileContext, CompileId
+    from torch._logging import trace_structured
+
+    number = CompileContext.current_compile_id()
+    if number is None:
+        number = CompileId(frame_id=next(_compilations), frame_compile_id=0)
+    for name, text in texts.items():
+        payload = functools.partial(str, text)
+        if name.endswith("_graph"):
+            trace_structured(f"aot_{name}", payload_fn=payload, compile_id=number)
+        else:
+            facts = functools.partial(dict, name=f"aotdist_{name}", encoding="string")
+            trace_structured("artifact", facts, payload_fn=payload, compile_id=number)
+
+
+def compiling_tapes(
+    compiler: Callable[[torch.fx.GraphModule], Any], *, dynamic: bool
+) -> AbstractContextManager[None]:
+    """Have `compiler` compile the backwards of this thread, each as one graph of what is on the tape.
+
+    Args:
+        compiler: from a graph to what is called in its place.
+        dynamic: whether one graph serves all sizes.
+    """
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd._enable(compiler, dynamic=dynamic)
+
+
+def forget_tapes() -> None:
+    """Forget the tapes that were compiled."""
+    torch._C._dynamo.compiled_autograd.clear_cache()
+
+
+def tapes_off() -> AbstractContextManager[None]:
+    """Backwards run as autograd runs them: a trace is not to be compiled."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
+        return nullcontext()
+    return compiled_autograd._disable()
+
+
 # --- launch: what the trainer needs ---------------------------------------------------------------
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     """Give `mesh` the product of some of its axes as one more, so that DTensor reduces over them at once."""
     mesh[axes]._flatten("_".join(axes))
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Begin, or end, to note where a GPU's memory is taken."""
+    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write what was noted, for PyTorch's memory viewer."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+# --- step: what optimizers and scalers keep to themselves -----------------------------------------
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale, and how many steps in a row did not overflow."""
+    assert scaler._scale is not None and scaler._growth_tracker is not None, "the scaler has scaled a loss"
+    return scaler._scale, scaler._growth_tracker
+
+
+def has_scaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a scaler has scaled a loss: its tensors are made then."""
+    return scaler._scale is not None
+
+
+def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer unscales gradients, and skips steps, by itself."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there are hooks of an optimizer's step, its own or of all optimizers."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def hooks_of_parameter(param: torch.Tensor) -> bool:
+    """Whether a parameter has hooks that `backward` calls."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let learning-rate schedulers know that a step was done: they warn where none was."""
+    optimizer._opt_called = True

@@ -17,7 +17,7 @@ MIB = 2.0**20
 def most_allocated_by(work: Callable[[], object]) -> float:
     """MiB, beyond what is allocated before; what `work` leaves behind counts."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         work()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")

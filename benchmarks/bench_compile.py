@@ -1,7 +1,7 @@
 """Cold and warm compile: from a fresh process with a built model to the end of its first step.
 
-Cold: the folder of Inductor's cache is empty. Warm: another fresh process finds what the cold one
-left there. Importing torch and building the model are not timed, loading a compiler is. Ranks share
+Cold: the folder of both caches, Inductor's and ours, is empty. Warm: another fresh process finds what the
+cold one left there. Importing torch and building the model are not timed, loading a compiler is. Ranks share
 one cache folder, as they do on any machine.
 """
 
@@ -79,7 +79,7 @@ def _take_turns(layout: Layout, shape: LlamaShape, rounds: int) -> dict[Temperat
 
 def _first_step_in(cache: str, temperature: Temperature, job: Job) -> float:
     label = f"{case_name(job.layout)}: {job.compiler}, {temperature}"
-    environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
+    environment = {"TORCHINDUCTOR_CACHE_DIR": cache, "AOTDIST_CACHE_FOLDER": cache}
     return workers.call(label, first_step, job, num_ranks=NUM_RANKS[job.layout], environment=environment)
 
 

@@ -60,15 +60,15 @@ def time_starts(pace: Pace) -> dict[str, list[float]]:
     jitted = launch.runner
     assert isinstance(jitted, Jitted), "nothing was loaded yet"
     function = jitted.function
-    arguments = {"XBLOCK": NUM_ELEMENTS // launch.num_blocks, "num_warps": 4, "enable_fp_fusion": True}
+    arguments = {"XBLOCK": NUM_ELEMENTS // jitted.num_blocks, "num_warps": 4, "enable_fp_fusion": True}
 
     def by_triton() -> None:
-        function[(launch.num_blocks,)](*inputs, *written, **arguments)
+        function[(jitted.num_blocks,)](*inputs, *written, **arguments)
 
     contenders = [
         Contender(TRITON, by_triton),
-        Contender(AGAIN, lambda: jitted(launch.num_blocks, inputs, written)),
-        Contender(LOADED, lambda: loaded(launch.num_blocks, inputs, written)),
+        Contender(AGAIN, lambda: jitted(inputs, written)),
+        Contender(LOADED, lambda: loaded(inputs, written)),
     ]
     return take_turns(contenders, pace)
 
@@ -81,7 +81,7 @@ def _added_up() -> tuple[Launch, Callable[..., None]]:
     fused = with_kernels(Graph(gm, ins, (Slot("output", "out"),)), keeps_casts=False, label="bench")
     (launch,) = (node.target for node in fused.graph.gm.graph.nodes if isinstance(node.target, Launch))
     (emitted,) = fused.kernels
-    return launch, unpack(pack(emitted, "sm_90"), torch.device("cpu"), frozenset())
+    return launch, unpack(pack(emitted, "sm_90"), launch.runner.num_blocks, torch.device("cpu"), frozenset())
 
 
 class _Utilities:

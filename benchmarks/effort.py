@@ -17,12 +17,12 @@ class Effort:
     Args:
         quick: seconds instead of minutes: a model of one small layer, few rounds. Quick numbers
             show that the benches run; nothing else should be read into them.
-        inductor_cache: folder that `step` and `memory` share, so that what one compiled the other
-            finds. `compile` never looks at it.
+        caches: folder that `step` and `memory` share, so that what one compiled the other finds.
+            `compile` and `cache` never look at it.
     """
 
     quick: bool
-    inductor_cache: Path
+    caches: Path
 
     @property
     def shape(self) -> LlamaShape:
@@ -32,7 +32,7 @@ class Effort:
     @property
     def environment(self) -> dict[str, str]:
         """What worker processes that share the cache are started with."""
-        return {"TORCHINDUCTOR_CACHE_DIR": str(self.inductor_cache)}
+        return dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "AOTDIST_CACHE_FOLDER"), str(self.caches))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,14 @@ from typing import Literal
 import tyro
 
 from benchmarks import (
+    bench_cache,
     bench_call,
     bench_capture,
     bench_compile,
     bench_launch,
     bench_memory,
     bench_step,
+    bench_train_step,
     bench_worlds,
 )
 from benchmarks.effort import Case, Effort
@@ -33,7 +35,7 @@ from benchmarks.tables import page, section
 from benchmarks.timing import Series
 from benchmarks.verdicts import Target
 
-Name = Literal["step", "memory", "capture", "worlds", "compile", "call", "launch"]
+Name = Literal["step", "train_step", "memory", "capture", "worlds", "compile", "cache", "call", "launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,12 @@ class Bench:
 
 BENCHES: dict[str, Bench] = {
     "step": Bench(bench_step.__doc__, bench_step.cases, bench_step.TARGETS),
+    "train_step": Bench(bench_train_step.__doc__, bench_train_step.cases, bench_train_step.TARGETS),
     "memory": Bench(bench_memory.__doc__, bench_memory.cases, bench_memory.TARGETS),
     "capture": Bench(bench_capture.__doc__, bench_capture.cases, bench_capture.TARGETS),
     "worlds": Bench(bench_worlds.__doc__, bench_worlds.cases, bench_worlds.TARGETS),
     "compile": Bench(bench_compile.__doc__, bench_compile.cases, bench_compile.TARGETS),
+    "cache": Bench(bench_cache.__doc__, bench_cache.cases, bench_cache.TARGETS),
     "call": Bench(bench_call.__doc__, bench_call.cases, bench_call.TARGETS),
     "launch": Bench(bench_launch.__doc__, bench_launch.cases, bench_launch.TARGETS),
 }

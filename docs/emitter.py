@@ -1,27 +1,41 @@
 """Writes `docs/emitter.md`: one program followed from its graph to its kernels.
 
-`python docs/emitter.py` prints the page; nothing in it is written by hand but the program and the words.
+`python docs/emitter.py` prints the page; nothing in it is written by hand but the program and the words. It
+runs kernels in Python, and has a second process compile them, `python docs/emitter.py machine`: one cannot do
+both.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import subprocess
+import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the page is made without a GPU
+sys.path.append(str(Path(__file__).parents[1]))  # for `benchmarks`, which is not installed
+
+IS_COMPILING = sys.argv[1:] == ["machine"]
+if not IS_COMPILING:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the page is made without a GPU
 
 import torch
+from torch.nn import functional as F
 
 import aotdist
 from aotdist.codegen import triton
 from aotdist.kernels.assembly import assemble
+from aotdist.kernels.compilation import compile_kernel
+from aotdist.kernels.costs import estimate
 from aotdist.kernels.emission import Fused
+from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.space import Group
 from aotdist.program import Graph
+from benchmarks.kernels.graphs import graphs_of
 
 
 def attention_scores(x, gain, weight):
@@ -36,6 +50,10 @@ def momentum_step(parameters, gradients, momenta):
     torch._foreach_mul_(momenta, 0.9)
     torch._foreach_add_(momenta, gradients)
     torch._foreach_add_(parameters, momenta, alpha=-0.1)
+
+
+def centred(x):
+    return x - x.mean(-1, keepdim=True)
 
 
 def parameters() -> tuple[list[torch.Tensor], ...]:
@@ -56,9 +74,12 @@ class Watched:
     Args:
         program: what to compile.
         args: what to call it with.
+        dynamic: whether other calls may bring other sizes.
     """
 
-    def __init__(self, program: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, program: Callable[..., object], args: tuple[Any, ...], *, dynamic: bool = False
+    ) -> None:
         fuse = triton.fuse
 
         def watching(graph: Graph, *args: object, **kwargs: object) -> Fused:
@@ -68,7 +89,7 @@ class Watched:
 
         triton.fuse = watching  # type: ignore[assignment]
         try:
-            self.compiled = aotdist.compile(program, backend="triton")
+            self.compiled = aotdist.compile(program, backend="triton", settings={"dynamic": dynamic})
             with torch.no_grad():
                 self.compiled(*args)
         finally:
@@ -136,9 +157,66 @@ def page() -> Iterator[str]:
     )
     yield code("\n".join(graph_lines(watched.fused.graph)), "text")
     yield "`compiled.explain()` says the same in short:"
-    yield code(without_seconds(str(watched.compiled.explain())), "text")  # type: ignore[attr-defined]
+    yield code(as_everywhere(str(watched.compiled.explain())), "text")  # type: ignore[attr-defined]
+    yield machine_code()
     yield from many_tensors()
+    yield from many_sizes()
     yield GUIDE
+
+
+def machine_code() -> str:
+    """The sections on what a GPU runs, by the process that compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, "machine"]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip()
+
+
+def machine_page() -> Iterator[str]:
+    """These sections."""
+    yield "## What a GPU runs"
+    yield words(
+        "Triton compiles for a GPU that is not there (`kernels/compilation.py`). This is what a thread of "
+        "the first kernel has on an H100 or H200, and its instructions that go to memory, bring something to "
+        "other threads, or compute a function. On a GPU `explain()` tells the registers, too."
+    )
+    first, *_ = kernels_of(attention_scores, *arguments())
+    binary = compile_kernel(first, "sm_90")
+    usage = f"{binary.usage.registers} registers, {binary.usage.spilled} bytes spilled"
+    counted = (
+        f"{count:>3} {name}" for name, count in sorted(binary.instructions.items()) if is_telling(name)
+    )
+    yield code("\n".join([usage, *counted]), "text")
+    yield "## How large its blocks are"
+    yield words(
+        "A model of memory (`kernels/costs.py`) tells what a way to cut a kernel into blocks should cost. It "
+        "knows how many blocks run at a time, what part of the bandwidth these can ask for, and how often a "
+        "block waits for a load. Two to four ways are kept (`kernels/configurations.py`), measured when the "
+        "kernel first runs on a GPU, and the quickest is remembered in "
+        "`Settings(cache_folder)` (`kernels/tuning.py`). These are the ways of "
+        "`rms_norm(x, (2048,))` for `x: bf16[16384, 2048]`, with what the model thinks of them:"
+    )
+    (norm,) = kernels_of(F.rms_norm, torch.zeros(16384, 2048, dtype=torch.bfloat16), (2048,))
+    yield code("\n".join(way_lines(norm)), "text")
+
+
+def kernels_of(program: Callable[..., object], *args: Any) -> Sequence[EmittedKernel]:
+    """The kernels of a program, which is not run."""
+    ((_, graph),) = graphs_of(program, *args)
+    return triton.with_kernels(graph, keeps_casts=False, label="page").kernels
+
+
+def way_lines(emitted: EmittedKernel) -> Iterator[str]:
+    """A line for each way to cut a kernel into blocks."""
+    for way in emitted.ways:
+        seconds = estimate(emitted, way).seconds
+        blocks = f"{emitted.num_blocks_in(way):,} blocks of {way.xblock} x {way.rblock}"
+        yield f"{blocks}, {way.num_warps} warps: {seconds * 1e6:.1f} us"
+
+
+def is_telling(instruction: str) -> bool:
+    """Whether an instruction goes to memory, to other threads, or computes a function."""
+    return instruction.split(".")[0] in ("LDG", "STG", "MUFU", "SHFL", "BAR", "LDS", "STS")
 
 
 def many_tensors() -> Iterator[str]:
@@ -162,14 +240,39 @@ def many_tensors() -> Iterator[str]:
     )
 
 
+def many_sizes() -> Iterator[str]:
+    """The section on sizes that differ from call to call."""
+    watched = Watched(centred, (torch.zeros(4, 64),), dynamic=True)
+    yield "## Sizes that differ from call to call"
+    yield words(
+        "With symbolic sizes, all of the above is done with sums of products of symbols in the place of "
+        "numbers (`kernels/polynomial.py`). What holds for all sizes is proved, or not made use of; "
+        "choices that any answer suits go by the sizes of the call that is traced. Each number that a "
+        "kernel names becomes an argument, which Triton looks at for whether 16 divides it."
+    )
+    yield code(inspect.getsource(centred), "python")
+    for kernel in watched.fused.kernels:
+        for form in kernel.forms:
+            yield code(form.source, "python")
+    yield words(
+        "The first form is for rows that one block holds, of the next power of two; the second goes "
+        "through longer ones. A launch is made for the sizes of a call and kept (`kernels/sized.py`): it "
+        "has the form, the arguments, the blocks and whether places need 64 bits. So a new size costs "
+        "arithmetic, and a compilation only where it is the first of its power of two, that 16 divides, "
+        "or that 16 does not. What needs to know how a size is divided is left out: sums of columns are "
+        "not cut in two, those of everything only between dimensions, and launches are not put together."
+    )
+
+
 def words(text: str) -> str:
     """A paragraph."""
     return textwrap.fill(text, width=118)
 
 
-def without_seconds(report: str) -> str:
+def as_everywhere(report: str) -> str:
     """A report without what differs from run to run."""
-    return "\n".join(line for line in report.splitlines() if "seconds:" not in line)
+    lines = (line for line in report.splitlines() if "seconds:" not in line)
+    return "\n".join(lines).replace(f"{Path(__file__).parent}{os.sep}", "")
 
 
 def code(text: str, language: str) -> str:
@@ -251,4 +354,4 @@ GUIDE = """\
 
 
 if __name__ == "__main__":
-    print("\n\n".join(page()))
+    print("\n\n".join(machine_page() if IS_COMPILING else page()))

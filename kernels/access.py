@@ -8,6 +8,7 @@ import torch
 
 from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, number, variable
 from aotdist.kernels.ir import Kernel
+from aotdist.kernels.polynomial import divided, divides
 
 VECTOR_BYTES = 16
 """The most that one instruction reads or writes."""
@@ -73,10 +74,10 @@ def _run_length(variables: tuple[Var, ...], index: Index, most: int) -> int:
 
 def _is_run(index: Index, fastest: Var, length: int) -> bool:
     """Whether every `length` places from an even one on lie one after the other, from an even one on."""
-    if fastest.size % length:
+    if not divides(length, fastest.size):
         return False
     inside = Var(fastest.axis, -1, length)
-    outside = Var(fastest.axis, -2, fastest.size // length)
+    outside = Var(fastest.axis, -2, divided(fastest.size, length)[0])
     first = index.substitute({fastest: variable(outside) * length + variable(inside)}) - variable(inside)
     return inside not in first.variables() and first % length == number(0)
 

@@ -11,8 +11,9 @@ from aotdist.kernels.columns import rows_folded
 from aotdist.kernels.fusion import Plan
 from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, offset, unflat, variable
 from aotdist.kernels.ir import Kernel, Store
+from aotdist.kernels.polynomial import Whole, divided, hint_of
 from aotdist.kernels.reading import KernelReader
-from aotdist.kernels.rule import Point, val_of
+from aotdist.kernels.rule import Point, strides_of, val_of
 from aotdist.kernels.space import Group
 from aotdist.kernels.tiling import tiled
 
@@ -35,7 +36,7 @@ def assemble(plan: Plan, group: Group, number: int, *, keeps_casts: bool) -> Ker
     stores = [
         Store(
             node.name,
-            offset(place, val_of(node).stride()),
+            offset(place, strides_of(node)),
             reader.read(node, Point(place)),
             val_of(node).dtype,
         )
@@ -61,13 +62,13 @@ def _by_stride(kernel: Kernel) -> Kernel:
     """With the variable last along which the largest store is contiguous."""
     largest = max(kernel.stores, key=lambda store: len(store.index.variables()))
     stride = {atom: scale for atom, scale in largest.index.terms if isinstance(atom, Var)}
-    x = tuple(sorted(kernel.x, key=lambda var: -stride.get(var, 0)))
+    x = tuple(sorted(kernel.x, key=lambda var: -hint_of(stride.get(var, 0))))
     return kernel.substitute({}, x, kernel.r)
 
 
-def _in_parts(kernel: Kernel, rows: int) -> Kernel:
+def _in_parts(kernel: Kernel, rows: Whole) -> Kernel:
     """With its rows cut in parts of so many."""
-    p, x = Var("p", 0, kernel.num_results // rows), Var("x", 0, rows)
+    p, x = Var("p", 0, divided(kernel.num_results, rows)[0]), Var("x", 0, rows)
     row = unflat(variable(p) * rows + variable(x), [var.size for var in kernel.x])
     return replace(kernel.substitute(dict(zip(kernel.x, row, strict=True)), (x,), kernel.r), p=p)
 
@@ -80,7 +81,7 @@ def collapsed(kernel: Kernel) -> Kernel:
 
 
 def _collapsed_along(kernel: Kernel, axis: Axis) -> Kernel:
-    left = [var for var in getattr(kernel, axis) if var.size > 1]
+    left = [var for var in getattr(kernel, axis) if var.size != 1]
     kernel = _with_variables(kernel, axis, left)
     at = len(left) - 2
     while at >= 0:

@@ -8,8 +8,9 @@ in order, and each block begins by choosing the tensors and numbers of the membe
 Everything that is chosen stands in the launch's own arguments and code, so nothing is copied to the GPU for
 it, results do not differ from run to run, and pointers stay as aligned as they were.
 
-No launch waits for long: its members hold nothing large for each other, or are read by one node. And none
-makes a fixed node wait.
+No launch waits for long: its members hold nothing large for each other, are read by one node, or copy parts
+of what one collective gave, which is held until the last of them is copied. None makes a fixed node wait, or
+waits itself for a collective that some of its members do not need.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.fx import Node
 from aotdist.kernels.access import reads, vector_length, writes
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import Config, is_persistent, num_blocks_of
+from aotdist.kernels.polynomial import at_most
 from aotdist.kernels.printing import BLOCK_NUMBER, LARGE, Printed
 from aotdist.kernels.rule import val_of
 from aotdist.kernels.scheduling import Schedule, Step
@@ -56,9 +58,13 @@ def bundles(schedule: Schedule, kernels: Sequence[EmittedKernel], fixed: Sequenc
     """
     order = _Order(schedule, fixed)
     by_likeness: dict[_Likeness, list[EmittedKernel]] = {}
+    found: list[Bundle] = []
     for kernel in kernels:
+        if kernel.is_sized:
+            found.append((kernel,))  # its blocks are counted in each call
+            continue
         by_likeness.setdefault(_likeness(kernel, schedule.by_name), []).append(kernel)
-    found = [bundle for alike in by_likeness.values() for bundle in _bundles(order, alike)]
+    found += [bundle for alike in by_likeness.values() for bundle in _bundles(order, alike)]
     return sorted(found, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
 
 
@@ -102,7 +108,7 @@ def _without_sizes(emitted: EmittedKernel) -> Config:
     kernel, config = emitted.kernel, emitted.config
     if kernel.p is not None:
         return config
-    if kernel.r and is_persistent(kernel) and kernel.num_results <= FEW_RESULTS:
+    if kernel.r and is_persistent(kernel) and at_most(kernel.num_results, FEW_RESULTS):
         return replace(config, xblock=1, rblock=1, num_warps=1)
     return replace(config, xblock=1)
 
@@ -151,8 +157,11 @@ class _Order:
         steps = (*one, *other)
         if any(step not in self._position for step in steps):
             return False  # of what nobody reads
+        if len({self._received(step) for step in steps}) > 1:
+            return False
         is_read_together = bool(self._readers(one) & self._readers(other))
-        if not is_read_together and not all(self._holds_little(step) for step in steps):
+        are_parts = all(self._received(step) >= self._large_inputs(step) != frozenset() for step in steps)
+        if not (is_read_together or are_parts or all(self._holds_little(step) for step in steps)):
             return False
         last = max(self._position[step] for step in steps)
         later = set[Step]()
@@ -181,6 +190,14 @@ class _Order:
             step for step in self._following(bundle) if isinstance(step, EmittedKernel) or step.op != "output"
         }
 
+    def _received(self, kernel: EmittedKernel) -> frozenset[Node]:
+        """What a kernel reads of what collectives gave: who waits for one is a step behind it."""
+        read = frozenset(self._schedule.reads(kernel))
+        return frozenset(node for node in read if not self._fixed.isdisjoint(node.all_input_nodes))
+
+    def _large_inputs(self, kernel: EmittedKernel) -> frozenset[Node]:
+        return frozenset(node for node in self._schedule.reads(kernel) if not _is_small(node))
+
     def _holds_little(self, kernel: EmittedKernel) -> bool:
         """Whether a kernel could as well run first or last: what is large is an argument, or a result."""
         read, written = (
@@ -207,7 +224,7 @@ def one_launch(bundle: Bundle) -> EmittedKernel:
     members = tuple(member for emitted in bundle for member in emitted.members)
     nodes = tuple(sorted(node for emitted in bundle for node in emitted.nodes))
     return EmittedKernel(
-        members, _printed(bundle, config), config, nodes, sum(emitted.num_bytes for emitted in bundle)
+        members, _printed(bundle, config), (config,), nodes, sum(emitted.num_bytes for emitted in bundle)
     )
 
 
@@ -233,6 +250,7 @@ def _printed(bundle: Bundle, config: Config) -> Printed:
         tuple(dict.fromkeys(name for emitted in bundle for name in emitted.printed.inputs)),
         tuple(name for emitted in bundle for name in emitted.printed.outputs),
         first.blocks,
+        (),
         (
             f"launched = {BLOCK_NUMBER}",
             *_choice(starts, choices),

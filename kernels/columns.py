@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from aotdist.kernels.ir import held
 from aotdist.kernels.launching import MAX_PERSISTENT
+from aotdist.kernels.polynomial import Whole, at_most
 from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import is_reducing, obstacle
@@ -65,12 +66,15 @@ class Cut:
             graph.erase_node(gone)
 
 
-def rows_folded(node: Node) -> int:
+def rows_folded(node: Node) -> Whole:
     """How many rows each result of a sum adds up, if a kernel that reduces rows may fold them; else 0."""
     if node.target is not aten.sum.dim_IntList:
         return 0
     sizes, dims = reduced_dims(node)
-    return sizes[1] if dims == (1,) and len(sizes) > 2 and MIN_PARTS <= sizes[0] <= MAX_PARTS else 0
+    if dims != (1,) or len(sizes) < 3:
+        return 0
+    parts, rows = sizes[:2]
+    return rows if at_most(MIN_PARTS, parts) and at_most(parts, MAX_PARTS) else 0
 
 
 def cut_columns(graph: Graph) -> list[Cut]:
@@ -83,7 +87,7 @@ def cut_columns(graph: Graph) -> list[Cut]:
     return [cut for node in list(graph.nodes) if (cut := _cut(graph, node, rows)) is not None]
 
 
-def _rows(node: Node) -> tuple[int, int] | None:
+def _rows(node: Node) -> tuple[Whole, Whole] | None:
     """How many rows a node reduces, and how long they are; None if it reduces other dimensions."""
     sizes, dims = reduced_dims(node)
     kept = len(sizes) - len(dims)
@@ -91,10 +95,13 @@ def _rows(node: Node) -> tuple[int, int] | None:
     return (math.prod(sizes[:kept]), math.prod(sizes[kept:])) if is_last else None
 
 
-def _cut(graph: Graph, node: Node, rows: Collection[tuple[int, int] | None]) -> Cut | None:
+def _cut(graph: Graph, node: Node, rows: Collection[tuple[Whole, Whole] | None]) -> Cut | None:
     if node.target is not aten.sum.dim_IntList or obstacle(node) is not None:
         return None
-    sizes, dims = reduced_dims(node)
+    all_sizes, dims = reduced_dims(node)
+    sizes = [size for size in all_sizes if isinstance(size, int)]
+    if len(sizes) < len(all_sizes):
+        return None  # what divides them differs from call to call
     count, columns = math.prod(sizes[: len(dims)]), sizes[len(dims) :]
     if dims != tuple(range(len(dims))) or not columns or (count, math.prod(columns)) not in rows:
         return None

@@ -12,7 +12,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -21,10 +20,11 @@ from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.access import VECTOR_BYTES, axes_of, axis_of, reads, vector_length, writes
 from aotdist.kernels.device_functions import HELPERS
-from aotdist.kernels.emission import loaded
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.index import Index
-from aotdist.kernels.launching import blocks_of
+from aotdist.kernels.loading import loaded
+from aotdist.kernels.polynomial import hint_of
+from aotdist.kernels.sized import form_of
 
 Target: TypeAlias = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 """A generation of GPUs: A100, H100 and H200, B200; MI300."""
@@ -49,6 +49,19 @@ _AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a thread has.
+
+    Args:
+        registers: 32 bits each.
+        spilled: bytes that found no register.
+    """
+
+    registers: int
+    spilled: int
+
+
+@dataclass(frozen=True, slots=True)
 class Binary:
     """A kernel as a GPU runs it.
 
@@ -56,8 +69,7 @@ class Binary:
         name: of the kernel, and of its symbol.
         target: what it runs on.
         code: a cubin or an hsaco.
-        registers: of a thread, 32 bits each.
-        spilled: bytes of a thread that found no register.
+        usage: what a thread has.
         shared: bytes of shared memory of a block.
         instructions: how often each stands in it, by its full name (`LDG.E.128`).
     """
@@ -65,8 +77,7 @@ class Binary:
     name: str
     target: Target
     code: bytes
-    registers: int
-    spilled: int
+    usage: Usage
     shared: int
     instructions: Mapping[str, int]
 
@@ -87,27 +98,32 @@ def compile_kernel(emitted: EmittedKernel, target: Target) -> Binary:
     Raises:
         BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.
     """
-    made, name = compiled_for(emitted, target), emitted.printed.name
-    return _nvidia(name, target, made) if target.startswith("sm_") else _amd(name, target, made)
+    made = compiled_for(emitted, target)
+    code: bytes = made.asm["cubin" if target.startswith("sm_") else "hsaco"]
+    usage, shared = usage_of(made, target), made.metadata.shared
+    instructions = _instructions(made, target)
+    return Binary(emitted.printed.name, target, code, usage, shared, instructions)
 
 
 def compiled_for(emitted: EmittedKernel, target: Target) -> Any:
-    """The same kernel as Triton has it.
+    """The same kernel as Triton has it; if its sizes differ from call to call, for those of the traced one.
 
     Raises:
         BadSettings: as for `compile_kernel`.
     """
     check(target)
-    name = emitted.printed.name
-    function = loaded(f"{HELPERS}\n\n{emitted.printed.source}", f"{name} {target}")[name]
+    form = form_of(emitted, None)
+    name = form.printed.name
+    function = loaded(f"{HELPERS}\n\n{form.printed.source}", f"{name} {target}")[name]
     backend, arch = ("cuda", int(target[3:])) if target.startswith("sm_") else ("hip", target)
     return triton_seam.compiled(
         function,
         pointers_of(emitted),
-        blocks_of(emitted.kernel, emitted.config),
+        form.sizes,
+        form.constants,
         backend=backend,
         arch=arch,
-        options=emitted.config.options,
+        options=form.options,
     )
 
 
@@ -162,7 +178,7 @@ def num_vectors(emitted: EmittedKernel) -> tuple[int, int]:
 
 def _num_vectors(emitted: EmittedKernel, accesses: Iterable[tuple[Index, torch.dtype]]) -> int:
     config, total = emitted.config, 0
-    rblock = min(config.rblock, *(member.num_reduced for member in emitted.members))
+    rblock = min(config.rblock, *(hint_of(member.num_reduced) for member in emitted.members))
     for index, dtype in accesses:
         axes, length = axes_of(index), vector_length(emitted.kernel, index, dtype)
         block = (config.xblock if "x" in axes else 1) * (rblock if "r" in axes else 1)
@@ -171,41 +187,37 @@ def _num_vectors(emitted: EmittedKernel, accesses: Iterable[tuple[Index, torch.d
     return total
 
 
-def _nvidia(name: str, target: Target, made: Any) -> Binary:
-    code: bytes = made.asm["cubin"]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{name}.cubin"
-        file.write_bytes(code)
-        usage = _output("cuobjdump", "--dump-resource-usage", file)
-        text = _output("nvdisasm", file)
-    return Binary(
-        name,
-        target,
-        code,
-        registers=_number(r"\bREG:(\d+)", usage),
-        # A stack is where what has no register goes; no kernel of ours calls a function.
-        spilled=_number(r"\bSTACK:(\d+)", usage) + _number(r"\bLOCAL:(\d+)", usage),
-        shared=made.metadata.shared,
-        instructions=Counter(_NVIDIA_INSTRUCTION.findall(text)),
-    )
+def usage_of(made: Any, target: Target) -> Usage:
+    """What a thread of a compiled kernel has.
+
+    Args:
+        made: the kernel as Triton has it.
+        target: what it is compiled for.
+    """
+    if not target.startswith("sm_"):
+        text: str = made.asm["amdgcn"]
+        return Usage(
+            _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
+        )
+    usage = _output(made.asm["cubin"], "cuobjdump", "--dump-resource-usage")
+    # A stack is where what has no register goes; no kernel of ours calls a function.
+    spilled = _number(r"\bSTACK:(\d+)", usage) + _number(r"\bLOCAL:(\d+)", usage)
+    return Usage(_number(r"\bREG:(\d+)", usage), spilled)
 
 
-def _amd(name: str, target: Target, made: Any) -> Binary:
-    text: str = made.asm["amdgcn"]
-    return Binary(
-        name,
-        target,
-        made.asm["hsaco"],
-        registers=_number(r"\.vgpr_count:\s+(\d+)", text),
-        spilled=_number(r"\.private_segment_fixed_size:\s+(\d+)", text),
-        shared=made.metadata.shared,
-        instructions=Counter(_AMD_INSTRUCTION.findall(text)),
-    )
+def _instructions(made: Any, target: Target) -> Mapping[str, int]:
+    if target.startswith("sm_"):
+        return Counter(_NVIDIA_INSTRUCTION.findall(_output(made.asm["cubin"], "nvdisasm")))
+    return Counter(_AMD_INSTRUCTION.findall(made.asm["amdgcn"]))
 
 
-def _output(tool: str, *arguments: str | Path) -> str:
-    command = [triton_seam.nvidia_tools() / tool, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _output(cubin: bytes, tool: str, *options: str) -> str:
+    """What one of NVIDIA's tools says of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton_seam.nvidia_tools() / tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:

@@ -20,6 +20,19 @@ def product(a, b):
 
 
 @triton.jit
+def remainder(number, by):
+    """What `by` leaves of a number, never below 0; Triton's own has the number's sign."""
+    left = number % by
+    return tl.where(left < 0, left + by, left)
+
+
+@triton.jit
+def quotient(number, by):
+    """How often `by` is in a number, rounded down; Triton's own is rounded towards 0."""
+    return (number - remainder(number, by)) // by
+
+
+@triton.jit
 def one_more_exponential(total, greatest, value):
     """A sum of exponentials of what values are less than the greatest so far, and that: with another."""
     now = tl.maximum(greatest, value, propagate_nan=tl.PropagateNan.ALL)

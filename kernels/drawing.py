@@ -12,18 +12,15 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.ir import Expr
-from aotdist.kernels.rule import NotEmitted, Point, Pointwise, Reader, constant, elementwise
-from aotdist.kernels.shaping import position
+from aotdist.kernels.rule import Point, Pointwise, Reader, counted, elementwise, number_of, position
 
 WORDS_IN_A_BLOCK = 4
 
 
 def _word(reader: Reader, node: Node, point: Point) -> Expr:
-    seed, offset, start = cast("tuple[Node, Node, int]", node.args[:3])
-    if isinstance(start, Node):
-        raise NotEmitted("a number that differs from call to call")
+    seed, offset, start = cast("tuple[Node, Node, int | Node]", node.args[:3])
     (index,) = point.indices
-    first = elementwise("add", reader.read(offset, point.to(())), constant(start, torch.int64))
+    first = elementwise("add", reader.read(offset, point.to(())), counted(number_of(start), torch.int64))
     block = elementwise("add", first, position(index // WORDS_IN_A_BLOCK))
     which = position(index % WORDS_IN_A_BLOCK)
     return elementwise("philox", reader.read(seed, point.to(())), block, which)

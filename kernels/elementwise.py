@@ -22,7 +22,7 @@ from aotdist.kernels.rule import (
     operand,
     val_of,
 )
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam import OpOverload, hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -35,7 +35,7 @@ def _pointwise(formula: Formula, operands: int, *, is_cheap: bool = False) -> Po
 
     def value(reader: Reader, node: Node, point: Point) -> Expr:
         dtype: torch.dtype = val_of(node).dtype
-        if any(isinstance(arg, Node) for arg in node.args[operands:]):
+        if any(isinstance(arg, Node) for arg in (*node.args[operands:], *node.kwargs.values())):
             raise NotEmitted("a number that differs from call to call")
         given = [operand(reader, arg, point, dtype) for arg in node.args[:operands]]
         return reader.rounded(formula(*given, *node.args[operands:], **node.kwargs), dtype)
@@ -55,7 +55,7 @@ def _test(formula: Formula) -> Pointwise:
 
 
 def _value(argument: Any) -> Any:
-    return val_of(argument) if isinstance(argument, Node) else argument
+    return hint(val_of(argument)) if isinstance(argument, Node) else argument
 
 
 def _word(op: str) -> Formula:

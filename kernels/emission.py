@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import linecache
 import operator
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,22 +14,28 @@ from aotdist.kernels import triton_seam
 from aotdist.kernels.assembly import assemble
 from aotdist.kernels.bundling import bundles, one_launch
 from aotdist.kernels.columns import cut_columns
+from aotdist.kernels.configurations import configurations
 from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.in_place import overwritten, stored_over
+from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Launch, Result, blocks_of, config_of, is_persistent
+from aotdist.kernels.loading import loaded
 from aotdist.kernels.online import online
+from aotdist.kernels.polynomial import Polynomial
 from aotdist.kernels.printing import Printed, print_kernel
-from aotdist.kernels.rule import val_of
-from aotdist.kernels.running import Jitted
+from aotdist.kernels.rule import sizes_of, strides_of, val_of
+from aotdist.kernels.running import Jitted, Runner
 from aotdist.kernels.scheduling import Schedule, Step
+from aotdist.kernels.sized import SizedLaunch, SizedResult, names_needed
 from aotdist.kernels.space import Group
+from aotdist.kernels.symbols import told
 from aotdist.kernels.traffic import bytes_moved
+from aotdist.kernels.tuning import Tuned, Tuner, likeness
+from aotdist.kernels.uses import num_elements
 from aotdist.program import Graph
 from aotdist.torch_seam import graph_module
-
-_serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ class Fused:
     reasons: Mapping[Node, str]
 
 
-def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) -> Fused:
+def fuse(
+    graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str, tuner: Tuner | None = None
+) -> Fused:
     """Put kernels in the place of nodes.
 
     Args:
@@ -60,26 +65,41 @@ def fuse(graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str) 
         fixed: nodes that keep their order: what draws random numbers, collectives.
         keeps_casts: round to narrow floating point wherever the graph does.
         label: a word for the file name that tracebacks show.
+        tuner: chooses blocks by measuring; None to leave it at what they should cost.
     """
     chosen = _planned(graph.gm.graph, fixed)
-    num_elements = {
-        node.name: node.meta["val"].numel()
+    counts = {
+        node.name: num_elements(node)
         for node in graph.gm.graph.nodes
         if isinstance(node.meta.get("val"), torch.Tensor)
     }
     kernels = [
-        _emit(chosen, group, at, num_elements, keeps_casts=keeps_casts)
-        for at, group in enumerate(chosen.groups)
+        _emit(chosen, group, at, counts, keeps_casts=keeps_casts) for at, group in enumerate(chosen.groups)
     ]
     kernels = _launches(graph, kernels, fixed)
+    if not triton_seam.is_interpreting():
+        kernels = [
+            kernel if kernel.is_sized else replace(kernel, ways=configurations(kernel)) for kernel in kernels
+        ]
     schedule = Schedule(graph, kernels, fixed)
-    source = "\n\n".join([HELPERS, *(one.printed.source for one in kernels)])
+    source = "\n\n".join([HELPERS, *(form.source for one in kernels for form in one.forms)])
     functions = loaded(source, label)
-    copies = _Copies(schedule.by_name, functions)
+    copies = _Copies(graph, schedule.by_name, functions, tuner)
     for step in schedule.in_order():
         copies.add(step)
     gm = graph_module(graph.gm, copies.graph)
     return Fused(Graph(gm, graph.ins, graph.outs), kernels, source, chosen.reasons)
+
+
+def without_kernels(graph: Graph, reason: str) -> Fused:
+    """A graph as it is.
+
+    Args:
+        graph: what to run.
+        reason: why all its nodes are left to the library.
+    """
+    nodes = [node for node in graph.gm.graph.nodes if node.op == "call_function"]
+    return Fused(graph, (), "", dict.fromkeys(nodes, reason))
 
 
 def _planned(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
@@ -97,15 +117,25 @@ def _planned(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
 
 
 def _emit(
-    chosen: Plan, group: Group, number: int, num_elements: Mapping[str, int], *, keeps_casts: bool
+    chosen: Plan, group: Group, number: int, counts: Mapping[str, int], *, keeps_casts: bool
 ) -> EmittedKernel:
     kernel = assemble(chosen, group, number, keeps_casts=keeps_casts)
-    fits_a_block = is_persistent(kernel)
+    differs = isinstance(kernel.num_reduced, Polynomial) and not kernel.is_tiled
+    fits_a_block = differs or is_persistent(kernel)
+    looped = _in_loops(kernel) if differs else None
     kernel = kernel if fits_a_block else online(kernel)
     printed = print_kernel(kernel, is_persistent=fits_a_block)
     config = config_of(kernel, is_interpreted=triton_seam.is_interpreting(), contracts=not keeps_casts)
     nodes = tuple(sorted(group.nodes()))
-    return EmittedKernel((kernel,), printed, config, nodes, bytes_moved(kernel, num_elements))
+    num_bytes = bytes_moved(kernel, counts)
+    return EmittedKernel((kernel,), printed, (config,), nodes, num_bytes, looped)
+
+
+def _in_loops(kernel: Kernel) -> Printed:
+    """The form of a kernel for calls in which it reduces more than a block holds."""
+    in_loops = replace(online(kernel), name=f"{kernel.name}_looped")
+    inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))  # both forms are called alike
+    return replace(print_kernel(in_loops, is_persistent=False), inputs=inputs)
 
 
 def _launches(graph: Graph, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]) -> list[EmittedKernel]:
@@ -116,27 +146,15 @@ def _launches(graph: Graph, kernels: Sequence[EmittedKernel], fixed: Sequence[No
     return [one_launch([stored_over(kernel, old_of) for kernel in bundle]) for bundle in found]
 
 
-def loaded(source: str, label: str) -> Mapping[str, Any]:
-    """The functions of a module of kernels.
-
-    Args:
-        source: the module.
-        label: a word for the file name that tracebacks show.
-    """
-    filename = f"<aotdist {label} kernels {next(_serial)}>"
-    # Triton reads the source of a function through `linecache`, and an mtime of None keeps it there.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace = triton_seam.namespace() | {"__name__": filename}  # Triton asks functions for their module
-    exec(compile(source, filename, "exec"), namespace)
-    weakref.finalize(namespace["product"], linecache.cache.pop, filename, None)  # gone with the rest
-    return namespace
-
-
 class _Copies:
     """A new graph, step by step."""
 
-    def __init__(self, by_name: Mapping[str, Node], functions: Mapping[str, Any]) -> None:
+    def __init__(
+        self, graph: Graph, by_name: Mapping[str, Node], functions: Mapping[str, Any], tuner: Tuner | None
+    ) -> None:
         self.graph = torch.fx.Graph()
+        self._sizes = graph.named_sizes()
+        self._tuner = tuner
         self._by_name = by_name
         self._functions = functions
         self._copy_of: dict[Node, Node] = {}
@@ -148,10 +166,12 @@ class _Copies:
             return
         written = [self._by_name[name] for name in step.printed.outputs]
         inputs = tuple(self._copy_of[self._by_name[name]] for name in step.printed.inputs)
+        results = [_result(node, step.printed) for node in written]
+        names = names_needed(step, results)
         call = self.graph.create_node(
             "call_function",
-            self._launch(step, written),
-            inputs,
+            self._launch(step, names, results, val_of(written[0]).device),
+            (*inputs, *(self._copy_of[size] for size in told(names, self._sizes))),
             name=written[0].name if len(written) == 1 else step.printed.name,
         )
         call.meta = {key: value for key, value in step.nodes[-1].meta.items() if key != "val"}
@@ -165,15 +185,27 @@ class _Copies:
             pick.meta = dict(node.meta)
             self._copy_of[node] = pick
 
-    def _launch(self, step: EmittedKernel, written: Sequence[Node]) -> Launch:
-        function, device = self._functions[step.printed.name], val_of(written[0]).device
-        results = [_result(node, step.printed) for node in written]
-        blocks, options = blocks_of(step.kernel, step.config), step.config.options
-        runner = Jitted(function, blocks, options, device)
-        return Launch(step.printed.name, runner, step.num_blocks, results, device)
+    def _launch(
+        self, step: EmittedKernel, names: Sequence[str], results: Sequence[SizedResult], device: torch.device
+    ) -> Launch | SizedLaunch:
+        if names:
+            return SizedLaunch(step, self._functions, names, results, device)
+        known = [result.at(None) for result in results]
+        return Launch(step.printed.name, self._runner(step, device, known), known, device)
+
+    def _runner(self, step: EmittedKernel, device: torch.device, results: Sequence[Result]) -> Runner:
+        function, tuner = self._functions[step.printed.name], self._tuner
+        ways = {
+            way: Jitted(function, step.num_blocks_in(way), blocks_of(step.kernel, way), way.options, device)
+            for way in step.ways
+        }
+        if tuner is None or len(ways) == 1 or not tuner.may_tune(step):
+            return ways[step.config]
+        overwritten = frozenset(result.into for result in results if result.into is not None)
+        return Tuned(ways, likeness(step), device, overwritten, tuner)
 
 
-def _result(node: Node, printed: Printed) -> Result:
+def _result(node: Node, printed: Printed) -> SizedResult:
     val, old = val_of(node), printed.over.get(node.name)
     into = None if old is None else printed.inputs.index(old)
-    return Result(tuple(val.shape), tuple(val.stride()), val.dtype, into)
+    return SizedResult(sizes_of(node), strides_of(node), val.dtype, into)

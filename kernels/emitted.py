@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Config, num_blocks_of
+from aotdist.kernels.polynomial import Whole
 from aotdist.kernels.printing import Printed
 
 
@@ -18,16 +19,28 @@ class EmittedKernel:
     Args:
         members: what it computes: a kernel, or several that differ in nothing but their tensors and numbers.
         printed: its source.
-        config: its blocks.
+        ways: how it may be cut into blocks, best first by what it should cost.
         nodes: the nodes that it computes, in order.
         num_bytes: what it reads and writes.
+        looped: its source in loops, where a call decides if all that it reduces fits into one block.
     """
 
     members: tuple[Kernel, ...]
     printed: Printed
-    config: Config
+    ways: tuple[Config, ...]
     nodes: tuple[Node, ...]
     num_bytes: int
+    looped: Printed | None = None
+
+    @property
+    def forms(self) -> list[Printed]:
+        """All its sources, of which a call runs one."""
+        return [self.printed] if self.looped is None else [self.printed, self.looped]
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether it takes sizes, which differ from call to call."""
+        return any(form.sizes for form in self.forms)
 
     @property
     def kernel(self) -> Kernel:
@@ -35,11 +48,20 @@ class EmittedKernel:
         return self.members[0]
 
     @property
-    def num_blocks(self) -> int:
-        """How many blocks run side by side."""
-        return sum(num_blocks_of(member, self.config) for member in self.members)
+    def config(self) -> Config:
+        """How it is cut where nothing was measured."""
+        return self.ways[0]
 
     @property
-    def num_results(self) -> int:
+    def num_blocks(self) -> int:
+        """How many blocks run side by side."""
+        return self.num_blocks_in(self.config)
+
+    def num_blocks_in(self, way: Config) -> int:
+        """The same where it is cut otherwise."""
+        return sum(num_blocks_of(member, way) for member in self.members)
+
+    @property
+    def num_results(self) -> Whole:
         """Places along `x`, of all members."""
         return sum(member.num_results for member in self.members)

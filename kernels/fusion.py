@@ -27,9 +27,10 @@ from torch.fx import Node
 from aotdist.kernels.columns import rows_folded
 from aotdist.kernels.index import Axis, Var, offset, unflat
 from aotdist.kernels.launching import MAX_PERSISTENT
+from aotdist.kernels.polynomial import at_most
 from aotdist.kernels.recomputing import recompute, stored_nodes
 from aotdist.kernels.reductions import reduced_dims
-from aotdist.kernels.rule import sizes_of, val_of
+from aotdist.kernels.rule import sizes_of, strides_of
 from aotdist.kernels.rules import is_reducing
 from aotdist.kernels.space import Group, Place, Space, space_of
 from aotdist.kernels.units import Unit, Units
@@ -179,7 +180,7 @@ def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
     if not (uses.agrees(group) and _shares(uses, host, guest, group)):
         return None
     if group.folds:
-        is_held = host.space.num_reduced <= MAX_PERSISTENT
+        is_held = at_most(host.space.num_reduced, MAX_PERSISTENT)
         return group if is_held and _fast_axes(uses, group) == {"r"} else None
     return None if guest.space.r and len(_fast_axes(uses, group)) > 1 else group
 
@@ -201,7 +202,7 @@ def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
         for read, at in uses.reads(node, place, group):
             if read in group.places:
                 continue
-            index = offset(at.indices, val_of(read).stride())
+            index = offset(at.indices, strides_of(read))
             if len({var.axis for var in index.variables()}) == 2:
                 found.update(atom.axis for atom, scale in index.terms if isinstance(atom, Var) and scale == 1)
     return found

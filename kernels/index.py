@@ -3,6 +3,9 @@
 An `Index` is a sum of atoms, each with a whole coefficient. Reshapes divide and take remainders, and
 consumers put together again what their producers took apart; the sums are kept in a form in which both
 cancel: `(i // 4) * 4 + i % 4` is `i`. So views cost nothing, and a contiguous access shows as one.
+
+Sizes and strides may differ from call to call (`aotdist.kernels.polynomial`): `(i // s0) * s0 + i % s0` is
+`i` as well. What cancels does so in every call; what cannot be shown to is computed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
+
+from aotdist.kernels.polynomial import (
+    NotProved,
+    Whole,
+    at_most,
+    common_divisor,
+    divided,
+    divides,
+    floor,
+    floor_bounds,
+    hint_of,
+    is_below,
+)
 
 Axis = Literal["p", "x", "r"]
 """Which side of an iteration space a variable runs over: results (`x`), or what is reduced to one (`r`).
@@ -26,7 +42,7 @@ class Var:
 
     axis: Axis
     number: int
-    size: int
+    size: Whole
 
     def __str__(self) -> str:
         return f"{self.axis}{self.number}"
@@ -37,7 +53,7 @@ class Quotient:
     """`of // by`, rounded down."""
 
     of: Index
-    by: int
+    by: Whole
 
     def __str__(self) -> str:
         return f"({self.of} // {self.by})"
@@ -48,7 +64,7 @@ class Remainder:
     """`of % by`, never negative."""
 
     of: Index
-    by: int
+    by: Whole
 
     def __str__(self) -> str:
         return f"({self.of} % {self.by})"
@@ -71,7 +87,7 @@ class Looked:
     """A number that the kernel computes, to index with: `0 <= of < size`."""
 
     of: Number
-    size: int
+    size: Whole
 
     def __str__(self) -> str:
         return f"[{self.of}]"
@@ -89,12 +105,12 @@ class Index:
         constant: the rest.
     """
 
-    terms: tuple[tuple[Atom, int], ...]
-    constant: int
+    terms: tuple[tuple[Atom, Whole], ...]
+    constant: Whole
 
     def __str__(self) -> str:
-        parts = [str(atom) if scale == 1 else f"{scale}*{atom}" for atom, scale in self.terms]
-        if self.constant or not parts:
+        parts = [str(atom) if scale == 1 else f"{_factor(scale)}*{atom}" for atom, scale in self.terms]
+        if self.constant != 0 or not parts:
             parts.append(str(self.constant))
         return " + ".join(parts)
 
@@ -106,17 +122,33 @@ class Index:
         return self._hash
 
     @cached_property
-    def bounds(self) -> tuple[int, int]:
-        """The least and the greatest value that it may take, or a little beyond."""
+    def bounds(self) -> tuple[Whole, Whole]:
+        """The least and the greatest value that it may take, or a little beyond.
+
+        Raises:
+            NotProved: it has a coefficient of either sign.
+        """
         low = high = self.constant
         for atom, scale in self.terms:
-            ends = [scale * end for end in _bounds(atom)]
-            low, high = low + min(ends), high + max(ends)
+            least, most = (end * scale for end in _bounds(atom))
+            if not at_most(0, scale):
+                if not at_most(scale, 0):
+                    raise NotProved(f"the sign of {scale}")
+                least, most = most, least
+            low, high = low + least, high + most
         return low, high
 
-    def __add__(self, other: Index | int) -> Index:
-        if isinstance(other, int):
-            return Index(self.terms, self.constant + other) if other else self
+    @property
+    def is_natural(self) -> bool:
+        """Whether it is never below 0, as far as can be proved."""
+        try:
+            return at_most(0, self.bounds[0])
+        except NotProved:
+            return False
+
+    def __add__(self, other: Index | Whole) -> Index:
+        if not isinstance(other, Index):
+            return Index(self.terms, self.constant + other) if other != 0 else self
         if not other.terms:
             return self + other.constant
         scales = dict(self.terms)
@@ -124,30 +156,29 @@ class Index:
             scales[atom] = scales.get(atom, 0) + scale
         return _joined(scales, self.constant + other.constant)
 
-    def __sub__(self, other: Index | int) -> Index:
-        return self + (-other if isinstance(other, int) else other * -1)
+    def __sub__(self, other: Index | Whole) -> Index:
+        return self + other * -1
 
-    def __mul__(self, scale: int) -> Index:
+    def __mul__(self, scale: Whole) -> Index:
         if scale == 1:
             return self
         if scale == 0:
             return number(0)
         return Index(tuple((atom, scale * own) for atom, own in self.terms), scale * self.constant)
 
-    def __floordiv__(self, by: int) -> Index:
+    def __floordiv__(self, by: Whole) -> Index:
         outside, inside = self._split(by)
-        quotient = Index(tuple((atom, scale // by) for atom, scale in outside.terms), outside.constant // by)
-        return quotient + _quotient(inside, by)
+        return _divided(outside, by) + _quotient(inside, by)
 
-    def __mod__(self, by: int) -> Index:
+    def __mod__(self, by: Whole) -> Index:
         _, inside = self._split(by)
         return _remainder(inside, by)
 
-    def _split(self, by: int) -> tuple[Index, Index]:
-        """A multiple of `by`, and the rest, which has a constant of less than `by`."""
-        whole = tuple((atom, scale) for atom, scale in self.terms if scale % by == 0)
-        rest = tuple((atom, scale) for atom, scale in self.terms if scale % by)
-        left = self.constant % by
+    def _split(self, by: Whole) -> tuple[Index, Index]:
+        """A multiple of `by`, and the rest, whose constant, if it is a known number, is less than `by`."""
+        whole = tuple(term for term in self.terms if divides(by, term[1]))
+        rest = tuple(term for term in self.terms if not divides(by, term[1]))
+        left = divided(self.constant, by)[1]
         return Index(whole, self.constant - left), Index(rest, left)
 
     def atoms(self) -> Iterator[Atom]:
@@ -177,7 +208,7 @@ class Index:
         return total
 
 
-def number(value: int) -> Index:
+def number(value: Whole) -> Index:
     """An index that is the same everywhere."""
     return Index((), value)
 
@@ -192,18 +223,18 @@ def of_atom(atom: Atom) -> Index:
     return Index(((atom, 1),), 0)
 
 
-def num_places(indices: Iterable[Index]) -> int:
+def num_places(indices: Iterable[Index]) -> Whole:
     """How many places of a space some indices tell apart."""
     variables = set[Var]().union(*(index.variables() for index in indices))
     return math.prod(var.size for var in variables)
 
 
-def flat(indices: Sequence[Index], sizes: Sequence[int]) -> Index:
+def flat(indices: Sequence[Index], sizes: Sequence[Whole]) -> Index:
     """The place of an element among all those of a tensor, in row-major order."""
     return offset(indices, contiguous_strides(sizes))
 
 
-def offset(indices: Sequence[Index], strides: Sequence[int]) -> Index:
+def offset(indices: Sequence[Index], strides: Sequence[Whole]) -> Index:
     """Where an element lies, counted in elements from the first."""
     total = number(0)
     for index, stride in zip(indices, strides, strict=True):
@@ -211,7 +242,7 @@ def offset(indices: Sequence[Index], strides: Sequence[int]) -> Index:
     return total
 
 
-def unflat(place: Index, sizes: Sequence[int]) -> tuple[Index, ...]:
+def unflat(place: Index, sizes: Sequence[Whole]) -> tuple[Index, ...]:
     """The inverse of `flat`."""
     strides = contiguous_strides(sizes)
     return tuple(
@@ -220,21 +251,21 @@ def unflat(place: Index, sizes: Sequence[int]) -> tuple[Index, ...]:
     )
 
 
-def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(sizes: Sequence[Whole]) -> tuple[Whole, ...]:
     """Strides of a tensor whose elements follow each other in row-major order."""
-    strides: list[int] = []
-    step = 1
+    strides: list[Whole] = []
+    step: Whole = 1
     for size in reversed(sizes):
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
 
 
-def visits_each_once(indices: Sequence[Index], sizes: Sequence[int], space: Iterable[Var]) -> bool:
+def visits_each_once(indices: Sequence[Index], sizes: Sequence[Whole], space: Iterable[Var]) -> bool:
     """Whether a space reaches every element of a tensor exactly once; False where it is not plain to see."""
-    place, left = flat(indices, sizes), {var for var in space if var.size > 1}
-    step = 1
-    for atom, scale in sorted(place.terms, key=lambda term: term[1]):
+    place, left = flat(indices, sizes), {var for var in space if var.size != 1}
+    step: Whole = 1
+    for atom, scale in sorted(place.terms, key=lambda term: hint_of(term[1])):
         if not isinstance(atom, Var) or scale != step or atom not in left:
             return False
         left.remove(atom)
@@ -242,16 +273,16 @@ def visits_each_once(indices: Sequence[Index], sizes: Sequence[int], space: Iter
     return not left and place.constant == 0 and step == math.prod(sizes)
 
 
-def _bounds(atom: Atom) -> tuple[int, int]:
+def _bounds(atom: Atom) -> tuple[Whole, Whole]:
     match atom:
         case Var(_, _, size) | Looked(_, size):
             return 0, size - 1
         case Quotient(of, by):
-            low, high = of.bounds
-            return low // by, high // by
+            return floor_bounds(*of.bounds, by)
         case Remainder(of, by):
             low, high = of.bounds
-            return (0, min(high, by - 1)) if low >= 0 else (0, by - 1)
+            is_itself = at_most(0, low) and at_most(high, by - 1)
+            return 0, high if is_itself else by - 1
 
 
 def _substituted(atom: Atom, places: Mapping[Var, Index]) -> Index:
@@ -266,9 +297,9 @@ def _substituted(atom: Atom, places: Mapping[Var, Index]) -> Index:
             return of_atom(Looked(of.substitute(places), size))
 
 
-def _joined(scales: dict[Atom, int], constant: int) -> Index:
+def _joined(scales: dict[Atom, Whole], constant: Whole) -> Index:
     """The sum, with quotients and remainders of one index put together where they make a whole."""
-    scales = {atom: scale for atom, scale in scales.items() if scale}
+    scales = {atom: scale for atom, scale in scales.items() if scale != 0}
     for atom, scale in scales.items():
         if not isinstance(atom, Remainder):
             continue
@@ -281,23 +312,23 @@ def _joined(scales: dict[Atom, int], constant: int) -> Index:
     return Index(tuple(sorted(scales.items(), key=lambda term: str(term[0]))), constant)
 
 
-def _quotient(of: Index, by: int) -> Index:
+def _quotient(of: Index, by: Whole) -> Index:
     """`of // by` where no coefficient is a multiple of `by`."""
-    low, high = of.bounds
-    if low // by == high // by:
-        return number(low // by)
+    same = floor(*of.bounds, by)
+    if same is not None:
+        return number(same)
     high_part, _, unit = _digits(of, by)
-    if unit > 1:  # by is a multiple of unit, and the low part is below it: it never carries
-        return _divided(high_part, unit) // (by // unit)
+    if unit != 1:  # by is a multiple of unit, and the low part is below it: it never carries
+        return _divided(high_part, unit) // divided(by, unit)[0]
     return _quotient_of_one(of, by)
 
 
-def _quotient_of_one(of: Index, by: int) -> Index:
+def _quotient_of_one(of: Index, by: Whole) -> Index:
     if by == 1:
         return of
     match of.terms:
-        case ((Remainder(inner, size), 1),) if of.constant == 0 and size % by == 0:
-            return (inner // by) % (size // by)
+        case ((Remainder(inner, size), 1),) if of.constant == 0 and divides(by, size):
+            return (inner // by) % divided(size, by)[0]
         case _:
             pass
     for atom, scale in of.terms:
@@ -306,43 +337,50 @@ def _quotient_of_one(of: Index, by: int) -> Index:
     return of_atom(Quotient(of, by))
 
 
-def _remainder(of: Index, by: int) -> Index:
+def _remainder(of: Index, by: Whole) -> Index:
     """`of % by` where no coefficient is a multiple of `by`."""
-    low, high = of.bounds
-    if low // by == high // by:
-        return of - low // by * by
+    same = floor(*of.bounds, by)
+    if same is not None:
+        return of - same * by
     high_part, low_part, unit = _digits(of, by)
-    if unit > 1:
-        return _divided(high_part, unit) % (by // unit) * unit + low_part
+    if unit != 1:
+        return _divided(high_part, unit) % divided(by, unit)[0] * unit + low_part
     return _remainder_of_one(of, by)
 
 
-def _remainder_of_one(of: Index, by: int) -> Index:
+def _remainder_of_one(of: Index, by: Whole) -> Index:
     if by == 1:
         return number(0)
     match of.terms:
-        case ((Remainder(inner, size), 1),) if of.constant == 0 and size % by == 0:
+        case ((Remainder(inner, size), 1),) if of.constant == 0 and divides(by, size):
             return inner % by
         case _:
             return of_atom(Remainder(of, by))
 
 
-def _digits(of: Index, by: int) -> tuple[Index, Index, int]:
+def _digits(of: Index, by: Whole) -> tuple[Index, Index, Whole]:
     """A multiple of some unit that divides `by`, and a rest that lies between 0 and that unit.
 
     Of all such units the largest; 1 if there is none.
     """
-    for unit in sorted({math.gcd(scale, by) for _, scale in of.terms}, reverse=True):
+    for unit in sorted({common_divisor(scale, by) for _, scale in of.terms}, key=hint_of, reverse=True):
         if unit == 1:
-            break
-        left = of.constant % unit
-        rest = Index(tuple(term for term in of.terms if term[1] % unit), left)
+            continue
+        left = divided(of.constant, unit)[1]
+        rest = Index(tuple(term for term in of.terms if not divides(unit, term[1])), left)
         low, high = rest.bounds
-        if 0 <= low and high < unit:
-            whole = Index(tuple(term for term in of.terms if term[1] % unit == 0), of.constant - left)
+        if at_most(0, low) and is_below(high, unit):
+            whole = Index(tuple(term for term in of.terms if divides(unit, term[1])), of.constant - left)
             return whole, rest, unit
     return of, number(0), 1
 
 
-def _divided(of: Index, unit: int) -> Index:
-    return Index(tuple((atom, scale // unit) for atom, scale in of.terms), of.constant // unit)
+def _divided(of: Index, unit: Whole) -> Index:
+    """`of // unit` where all of it is a multiple."""
+    terms = tuple((atom, divided(scale, unit)[0]) for atom, scale in of.terms)
+    return Index(terms, divided(of.constant, unit)[0])
+
+
+def _factor(scale: Whole) -> str:
+    """A coefficient as text that something can be multiplied with."""
+    return str(scale) if isinstance(scale, int) or len(scale.terms) == 1 else f"({scale})"

@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from aotdist.kernels.index import Axis, Index, Var
+from aotdist.kernels.polynomial import Whole
 
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 NARROW = frozenset({torch.bfloat16, torch.float16}) | FLOAT8
@@ -224,17 +225,17 @@ class Kernel:
     p: Var | None = None
 
     @property
-    def num_results(self) -> int:
+    def num_results(self) -> Whole:
         """Places along `x`, of all parts."""
         return self.num_in_part * (1 if self.p is None else self.p.size)
 
     @property
-    def num_in_part(self) -> int:
+    def num_in_part(self) -> Whole:
         """Places along `x`, of one part."""
         return math.prod(var.size for var in self.x)
 
     @property
-    def num_reduced(self) -> int:
+    def num_reduced(self) -> Whole:
         """Places along `r`; 1 if there is no such."""
         return math.prod(var.size for var in self.r)
 
@@ -257,6 +258,10 @@ class Kernel:
             yield store.index
         for part in self.parts():
             yield from part.own_indices()
+
+    def ends(self) -> set[Whole]:
+        """The last places that it goes to, of its space and in memory."""
+        return {self.num_results, *(index.bounds[1] for index in self.indices())}
 
     def substitute(self, places: Mapping[Var, Index], x: tuple[Var, ...], r: tuple[Var, ...]) -> Kernel:
         """The same kernel over other variables."""

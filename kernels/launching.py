@@ -10,20 +10,23 @@ import torch
 
 from aotdist.kernels.access import fast_axis, reads, writes
 from aotdist.kernels.ir import Kernel
+from aotdist.kernels.polynomial import Values, hint_of, number_at
 from aotdist.kernels.running import Runner
 
 MAX_PERSISTENT = 8192
 """Places along what is reduced that one block may hold: 32 registers a thread and value with 8 warps."""
 MAX_PERSISTENT_COLUMN = 128
 """The same where neighbours lie along the results, of which a block needs some beside each other."""
+MIN_COLUMNS = 16
+"""Such neighbours: 32 bytes, the least that memory is read by, of the narrowest floating point but float8."""
+NUM_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 
 _BLOCK = 1024
 _MANY = 8  # tensors: with 8 elements of each, a thread of more takes over 64 registers
 _LOOPED_BLOCK = 2048
 _COLUMNS_BLOCK = 4096
-_MIN_COLUMNS = 16  # 32 bytes, the least that memory is read by, of the narrowest floating point but float8
 _MAX_COLUMNS = 64
-_NUM_MULTIPROCESSORS = 132  # of an H100 or H200
 _TILE = 64
 _INTERPRETED_TILE = 256
 _INTERPRETED_BLOCK = 2**17  # the interpreter pays by the block and not by the element
@@ -51,32 +54,48 @@ class Config:
         return {"num_warps": self.num_warps, "enable_fp_fusion": self.contracts}
 
 
-def is_persistent(kernel: Kernel) -> bool:
-    """Whether all that a kernel reduces is held in one block; one that adds up rows must."""
+def is_persistent(kernel: Kernel, values: Values | None = None) -> bool:
+    """Whether all that a kernel reduces is held in one block; one that adds up rows must.
+
+    Args:
+        kernel: which.
+        values: of symbols, see `number_at`.
+    """
     most = MAX_PERSISTENT if fast_axis(kernel) == "r" else MAX_PERSISTENT_COLUMN
-    return kernel.p is not None or kernel.num_reduced <= most
+    return kernel.p is not None or number_at(kernel.num_reduced, values) <= most
 
 
-def config_of(kernel: Kernel, *, is_interpreted: bool, contracts: bool = True) -> Config:
+def config_of(
+    kernel: Kernel,
+    *,
+    is_interpreted: bool,
+    contracts: bool = True,
+    values: Values | None = None,
+) -> Config:
     """The blocks of a kernel.
 
     Args:
         kernel: which.
         is_interpreted: whether it runs in Python.
         contracts: whether a product and a sum may be rounded once.
+        values: of symbols, see `number_at`. How many results there are then changes nothing: a few would
+            have blocks of their own.
     """
-    return replace(_blocks(kernel, is_interpreted=is_interpreted), contracts=contracts)
+    reduced = number_at(kernel.num_reduced, values)
+    blocks = _blocks(kernel, reduced, is_persistent(kernel, values), is_interpreted=is_interpreted)
+    return replace(blocks, contracts=contracts)
 
 
-def _blocks(kernel: Kernel, *, is_interpreted: bool) -> Config:
-    results = _power_of_two(kernel.num_in_part)
+def _blocks(kernel: Kernel, reduced: int, is_held: bool, *, is_interpreted: bool) -> Config:
+    count = kernel.num_in_part
+    results = _power_of_two(count) if isinstance(count, int) else _INTERPRETED_BLOCK
     if not kernel.r:
         block = _INTERPRETED_BLOCK if is_interpreted else _pointwise_block(kernel)
         return Config(min(results, block), 1, 4)
     if kernel.is_tiled:
         side = _INTERPRETED_TILE if is_interpreted else _TILE
-        return Config(min(results, side), min(_power_of_two(kernel.num_reduced), side), 4)
-    rblock = _power_of_two(kernel.num_reduced) if is_persistent(kernel) else _LOOPED_BLOCK
+        return Config(min(results, side), min(_power_of_two(reduced), side), 4)
+    rblock = _power_of_two(reduced) if is_held else _LOOPED_BLOCK
     if is_interpreted:
         return Config(max(1, min(results, _INTERPRETED_BLOCK // rblock)), rblock, 4)
     if fast_axis(kernel) == "x":
@@ -95,8 +114,9 @@ def _pointwise_block(kernel: Kernel) -> int:
 
 def _column_blocks(kernel: Kernel, rblock: int) -> Config:
     """Blocks as wide along the results as still gives every multiprocessor one."""
-    xblock = min(_power_of_two(kernel.num_results), _MAX_COLUMNS)
-    while xblock > _MIN_COLUMNS and kernel.num_results < xblock * _NUM_MULTIPROCESSORS:
+    num_results = hint_of(kernel.num_results)
+    xblock = min(_power_of_two(num_results), _MAX_COLUMNS)
+    while xblock > MIN_COLUMNS and num_results < xblock * NUM_MULTIPROCESSORS:
         xblock //= 2
     rblock = min(rblock, _COLUMNS_BLOCK // xblock)
     return Config(xblock, rblock, 8 if xblock * rblock >= _COLUMNS_BLOCK else 4)
@@ -112,12 +132,18 @@ def blocks_of(kernel: Kernel, config: Config) -> dict[str, int]:
     return {"XBLOCK": config.xblock} | ({"RBLOCK": config.rblock} if kernel.r else {})
 
 
-def num_blocks_of(kernel: Kernel, config: Config) -> int:
-    """How many blocks run side by side: one for each part, if there are some."""
+def num_blocks_of(kernel: Kernel, config: Config, values: Values | None = None) -> int:
+    """How many blocks run side by side: one for each part, if there are some.
+
+    Args:
+        kernel: which.
+        config: its blocks.
+        values: of symbols, see `number_at`.
+    """
     if kernel.p is not None:
-        return kernel.p.size
-    num_columns = -(-kernel.num_reduced // config.rblock) if kernel.is_tiled else 1
-    return -(-kernel.num_results // config.xblock) * num_columns
+        return number_at(kernel.p.size, values)
+    num_columns = -(-number_at(kernel.num_reduced, values) // config.rblock) if kernel.is_tiled else 1
+    return -(-number_at(kernel.num_results, values) // config.xblock) * num_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +170,12 @@ class Launch:
     Args:
         name: of the kernel.
         runner: starts it.
-        num_blocks: how many run; none for results without elements.
         results: what it writes.
         device: where.
     """
 
     name: str
     runner: Runner
-    num_blocks: int
     results: Sequence[Result]
     device: torch.device
 
@@ -159,6 +183,11 @@ class Launch:
     def __name__(self) -> str:
         """What it is called where it is printed."""
         return self.name
+
+    @property
+    def registers(self) -> int | None:
+        """Of a thread; None before it is known."""
+        return self.runner.registers
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Launch it on what it reads."""
@@ -168,8 +197,8 @@ class Launch:
             else inputs[result.into]
             for result in self.results
         )
-        if self.num_blocks:
+        if self.runner.num_blocks:
             pairs = zip(written, self.results, strict=True)
             own = [tensor for tensor, result in pairs if result.into is None]
-            self.runner(self.num_blocks, inputs, own)
+            self.runner(inputs, own)
         return written[0] if len(written) == 1 else written

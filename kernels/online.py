@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from aotdist.kernels.accumulation import greatest_of
-from aotdist.kernels.ir import Constant, Expr, Kernel, Reduce, every_part
-from aotdist.kernels.rule import constant, elementwise
+from aotdist.kernels.ir import Expr, Kernel, Reduce, every_part
+from aotdist.kernels.polynomial import Whole
+from aotdist.kernels.rule import constant, counted, elementwise
 
 
 def online(kernel: Kernel) -> Kernel:
@@ -28,7 +29,7 @@ def online(kernel: Kernel) -> Kernel:
     return replace(kernel, stores=stores)
 
 
-def _paired(expr: Expr, count: int) -> Expr | None:
+def _paired(expr: Expr, count: Whole) -> Expr | None:
     if expr.op != Reduce("sum"):
         return None
     match expr.args[0]:
@@ -59,10 +60,10 @@ def _exponentials(value: Expr, most: Expr) -> Expr | None:
     return elementwise("where", is_infinite, of_infinite, total, dtype=value.dtype)
 
 
-def _is_mean(expr: Expr, value: Expr, count: int) -> bool:
+def _is_mean(expr: Expr, value: Expr, count: Whole) -> bool:
     """Whether an expression is the mean of so many values."""
     match expr:
-        case Expr("div", (Expr(op, args), Expr(Constant(divisor)))):
-            return op == Reduce("sum") and args == (value,) and divisor == count
+        case Expr("div", (Expr(op, args), divisor)):
+            return op == Reduce("sum") and args == (value,) and divisor == counted(count, expr.dtype)
         case _:
             return False

@@ -31,11 +31,14 @@ from aotdist.kernels.ir import (
     Store,
     every_part,
 )
+from aotdist.kernels.polynomial import Polynomial, Values, Whole, number_at
 from aotdist.kernels.spelling import TYPES, block_of, number, spelled
 
 BLOCK_NUMBER = "tl.program_id(0)"
 LARGE = 2**31
 """Beyond 32 bits."""
+IS_LARGE = "IS_LARGE"
+"""The argument that says whether places lie there, of kernels that a call decides it for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Printed:
         inputs: names of the tensors that it reads, in the order of its arguments.
         outputs: names of those that it writes, after them.
         blocks: its last arguments, which are constants.
+        sizes: what it is given before them: numbers that differ from call to call.
         body: its lines.
         over: outputs that are no arguments, as they are stored over an input, and which that is.
     """
@@ -55,6 +59,7 @@ class Printed:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     blocks: tuple[str, ...]
+    sizes: tuple[Polynomial, ...]
     body: tuple[str, ...]
     over: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -67,9 +72,26 @@ class Printed:
     @property
     def source(self) -> str:
         """A function for `triton.jit`, with its decorator."""
-        arguments = ", ".join([*self.tensors, *(f"{block}: tl.constexpr" for block in self.blocks)])
-        header = f"@triton.jit\ndef {self.name}({arguments}):"
-        return "\n".join([header, *(f"    {line}" for line in self.body)]) + "\n"
+        names = [name_of_size(at) for at in range(len(self.sizes))]
+        blocks = (f"{block}: tl.constexpr" for block in self.blocks)
+        header = f"@triton.jit\ndef {self.name}({', '.join([*self.tensors, *names, *blocks])}):"
+        meanings = [f"# {name} = {size}" for name, size in zip(names, self.sizes, strict=True)]
+        return "\n".join([header, *(f"    {line}" for line in (*meanings, *self.body))]) + "\n"
+
+
+def name_of_size(at: int) -> str:
+    """What a kernel calls one of its sizes."""
+    return f"size{at}"
+
+
+def is_large(ends: Iterable[Whole], values: Values | None) -> bool:
+    """Whether places lie beyond 32 bits.
+
+    Args:
+        ends: the last ones.
+        values: of symbols, see `number_at`.
+    """
+    return any(number_at(end, values) >= LARGE for end in ends)
 
 
 def print_kernel(kernel: Kernel, *, is_persistent: bool) -> Printed:
@@ -81,9 +103,10 @@ def print_kernel(kernel: Kernel, *, is_persistent: bool) -> Printed:
     """
     inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))
     outputs = tuple(store.buffer for store in kernel.stores)
-    blocks = ("XBLOCK", "RBLOCK") if kernel.r else ("XBLOCK",)
-    body = tuple(_body(_Writer(kernel), is_persistent=is_persistent))
-    return Printed(kernel.name, inputs, outputs, blocks, body)
+    writer = _Writer(kernel)
+    body = tuple(_body(writer, is_persistent=is_persistent))
+    blocks = ("XBLOCK", *(("RBLOCK",) if kernel.r else ()), *((IS_LARGE,) if writer.may_be_large else ()))
+    return Printed(kernel.name, inputs, outputs, blocks, tuple(writer.sizes), body)
 
 
 def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
@@ -99,7 +122,7 @@ def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
         for store in kernel.stores:
             yield from writer.store(store)
     elif is_persistent:
-        yield "r = tl.arange(0, RBLOCK)[None, :]"
+        yield f"r = {writer.block_of_r()}"
         yield from writer.r()
         for store in kernel.stores:
             yield from writer.store(store)
@@ -143,40 +166,58 @@ class _Writer:
             for axis, variables in (("p", (kernel.p,) if kernel.p else ()), ("x", kernel.x), ("r", kernel.r))
             for var in variables
         }
-        largest = max((index.bounds[1] for index in kernel.indices()), default=0)
-        self._is_large = max(largest, kernel.num_results) >= LARGE
+        self.sizes: dict[Polynomial, str] = {}
+        """Numbers that differ from call to call, and what they are called."""
+        ends = kernel.ends()
+        self._is_large = is_large((end for end in ends if isinstance(end, int)), None)
+        self.may_be_large = not self._is_large and any(isinstance(end, Polynomial) for end in ends)
+        """Whether a call decides if places lie beyond 32 bits."""
 
     def x(self) -> Iterator[str]:
         """The places of the block's results."""
-        yield f"x = {self._program()} * XBLOCK + tl.arange(0, XBLOCK){'[:, None]' if self.kernel.r else ''}"
+        column = "[:, None]" if self.kernel.r else ""
+        yield f"x = {self._wide(BLOCK_NUMBER)} * XBLOCK + tl.arange(0, XBLOCK){column}"
         yield from self._x_digits()
 
     def _x_digits(self) -> Iterator[str]:
-        if self.kernel.num_in_part > 1:
-            yield f"xmask = x < {self.kernel.num_in_part}"
+        if self.kernel.num_in_part != 1:
+            yield f"xmask = x < {self._number(self.kernel.num_in_part)}"
         yield from self._digits("x", self.kernel.x)
 
-    def _program(self) -> str:
-        return f"{BLOCK_NUMBER}.to(tl.int64)" if self._is_large else BLOCK_NUMBER
+    def _wide(self, places: str) -> str:
+        """Places with as many bits as the kernel needs."""
+        if self.may_be_large:
+            return f"{places}.to(tl.int64 if {IS_LARGE} else tl.int32)"
+        return f"{places}.to(tl.int64)" if self._is_large else places
+
+    def _number(self, number: Whole) -> str:
+        if isinstance(number, int):
+            return str(number)
+        return self.sizes.setdefault(number, name_of_size(len(self.sizes)))
+
+    def block_of_r(self) -> str:
+        """Places of a block along what is reduced, from the first."""
+        return self._wide("tl.arange(0, RBLOCK)[None, :]")
 
     def r(self) -> Iterator[str]:
         """The places of the block along what is reduced."""
-        yield f"rmask = r < {self.kernel.num_reduced}"
+        yield f"rmask = r < {self._number(self.kernel.num_reduced)}"
         yield from self._digits("r", self.kernel.r)
 
     def _digits(self, name: Axis, variables: Sequence[Var]) -> Iterator[str]:
         if len(variables) == 1:
             return  # it is the place itself
-        step = 1
+        step: Whole = 1
         for var in reversed(variables):
-            quotient = name if step == 1 else f"{name} // {step}"
-            yield f"{var} = {quotient}" if var is variables[0] else f"{var} = {quotient} % {var.size}"
+            quotient = name if step == 1 else f"{name} // {self._number(step)}"
+            size = "" if var is variables[0] else f" % {self._number(var.size)}"
+            yield f"{var} = {quotient}{size}"
             step *= var.size
 
     def rows_of_a_part(self) -> Iterator[str]:
         """A loop over the rows of a part, and what they are added up to."""
-        yield f"p = {self._program()}"
-        yield "r = tl.arange(0, RBLOCK)[None, :]"
+        yield f"p = {self._wide(BLOCK_NUMBER)}"
+        yield f"r = {self.block_of_r()}"
         yield from self.r()
         sums = [store for store in self.kernel.stores if _is_fold(store.value)]
         rows = [store for store in self.kernel.stores if not _is_fold(store.value)]
@@ -187,7 +228,7 @@ class _Writer:
         fixed = [expr for expr in every_part(values, self._names) if "x" not in expr.axes]
         yield from self._values(fixed, self._names)
         inner = dict(self._names)
-        yield f"for start in range(0, {self.kernel.num_in_part}, XBLOCK):"
+        yield f"for start in range(0, {self._number(self.kernel.num_in_part)}, XBLOCK):"
         body = ["x = start + tl.arange(0, XBLOCK)[:, None]", *self._x_digits()]
         body += [*self._values(values, inner), *(self._stored(store, inner) for store in rows)]
         mask = self._mask({"x", "r"})
@@ -200,8 +241,8 @@ class _Writer:
 
     def tile(self) -> Iterator[str]:
         """All of a kernel of tiles: neighbouring blocks have neighbouring columns."""
-        num_columns = f"tl.cdiv({self.kernel.num_reduced}, RBLOCK)"
-        yield f"block = {self._program()}"
+        num_columns = f"tl.cdiv({self._number(self.kernel.num_reduced)}, RBLOCK)"
+        yield f"block = {self._wide(BLOCK_NUMBER)}"
         yield f"x = block // {num_columns} * XBLOCK + tl.arange(0, XBLOCK)[:, None]"
         yield from self._x_digits()
         yield f"r = block % {num_columns} * RBLOCK + tl.arange(0, RBLOCK)[None, :]"
@@ -262,8 +303,8 @@ class _Writer:
         yield from self._values(fixed, self._names)
 
     def _loop(self, body: Iterable[str]) -> Iterator[str]:
-        yield f"for start in range(0, {self.kernel.num_reduced}, RBLOCK):"
-        for line in ("r = start + tl.arange(0, RBLOCK)[None, :]", *self.r(), *body):
+        yield f"for start in range(0, {self._number(self.kernel.num_reduced)}, RBLOCK):"
+        for line in (f"r = start + {self.block_of_r()}", *self.r(), *body):
             yield f"    {line}"
 
     def _values(self, roots: Iterable[Expr], names: dict[Expr, str]) -> Iterator[str]:
@@ -336,7 +377,7 @@ class _Writer:
 
     def _mask(self, axes: Set[Axis]) -> str:
         """Where a block has places, along some axes; empty for everywhere."""
-        masks = ["xmask"] if "x" in axes and self.kernel.num_in_part > 1 else []
+        masks = ["xmask"] if "x" in axes and self.kernel.num_in_part != 1 else []
         masks += ["rmask"] if "r" in axes and self.kernel.r else []
         return " & ".join(masks)
 
@@ -352,20 +393,24 @@ class _Writer:
 
     def _index(self, index: Index, names: Mapping[Expr, str]) -> str:
         terms = [
-            self._atom(atom, names) if scale == 1 else f"{self._atom(atom, names)} * {scale}"
+            self._atom(atom, names) if scale == 1 else f"{self._atom(atom, names)} * {self._number(scale)}"
             for atom, scale in index.terms
         ]
-        if index.constant or not terms:
-            terms.append(str(index.constant))
+        if index.constant != 0 or not terms:
+            terms.append(self._number(index.constant))
         return " + ".join(terms)
 
     def _atom(self, atom: Atom, names: Mapping[Expr, str]) -> str:
         match atom:
             case Var():
                 return self._variables[atom]
+            case Quotient(of, by) if of.is_natural:
+                return f"(({self._index(of, names)}) // {self._number(by)})"
             case Quotient(of, by):
-                return f"(({self._index(of, names)}) // {by})"
+                return f"quotient({self._index(of, names)}, {self._number(by)})"
+            case Remainder(of, by) if of.is_natural:
+                return f"(({self._index(of, names)}) % {self._number(by)})"
             case Remainder(of, by):
-                return f"(({self._index(of, names)}) % {by})"
+                return f"remainder({self._index(of, names)}, {self._number(by)})"
             case Looked(of):
                 return names[of]  # type: ignore[index]

@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from aotdist.kernels.index import Index, offset, unflat
 from aotdist.kernels.ir import FLOAT8, NARROW, Expr, Load, Reduce, Round, held
-from aotdist.kernels.rule import Point, View, cast, sizes_of, val_of
+from aotdist.kernels.polynomial import Whole
+from aotdist.kernels.rule import Point, View, cast, sizes_of, strides_of, val_of
 from aotdist.kernels.rules import rule_of
 from aotdist.kernels.space import Space
 
@@ -61,7 +62,7 @@ class KernelReader:
             return self._folded(node, point) if node in self._folds else rule.value(self, node, point)
         val = val_of(node)
         guard = () if point.guard is None else (point.guard,)
-        load = Load(node.name, offset(point.indices, val.stride()), val.dtype)
+        load = Load(node.name, offset(point.indices, strides_of(node)), val.dtype)
         return Expr(load, guard, held(val.dtype))
 
     def _folded(self, node: Node, point: Point) -> Expr:
@@ -71,7 +72,7 @@ class KernelReader:
         value = cast(self.read(source, point.to((part, row, *columns))), val_of(node).dtype)
         return Expr(Reduce("sum", "x"), (value,), value.dtype)
 
-    def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
+    def reduced(self, sizes: Sequence[Whole]) -> tuple[Index, ...]:
         """The place along what is reduced, as indices of dimensions of `sizes`."""
         return unflat(self._space.column(), sizes)
 

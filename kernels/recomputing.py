@@ -14,11 +14,12 @@ from torch.fx import Node
 
 from aotdist.kernels.index import Index, num_places
 from aotdist.kernels.ir import every_part
+from aotdist.kernels.polynomial import hint_of
 from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, val_of
 from aotdist.kernels.rules import rule_of
 from aotdist.kernels.space import Group, space_of
-from aotdist.kernels.uses import Uses, num_bytes
+from aotdist.kernels.uses import Uses, num_bytes, num_elements
 
 MAX_CHAIN = 8
 """Nodes that are computed again for one."""
@@ -75,7 +76,7 @@ def _recomputing(
         return {}
     chain, leaves = found
     num_read = sum(_elements_read(uses, group, node) for group in readers.values())
-    if RARE * num_read > val_of(node).numel() and not _is_little_work(uses, chain, node):
+    if RARE * num_read > num_elements(node) and not _is_little_work(uses, chain, node):
         return {}
     changed = {k: _absorbing(group, chain) for k, group in readers.items()}
     written = sum(num_bytes(leaf) for leaf in leaves if leaf in own and leaf not in stored)
@@ -117,12 +118,12 @@ def _bytes_read(uses: Uses, group: Group) -> int:
     """Bytes that a group reads, those of each tensor once."""
     elements: dict[Node, int] = {}
     for read, place in _reads(uses, group):
-        elements[read] = elements.get(read, 0) + num_places(place)
-    return sum(min(count, val_of(n).numel()) * val_of(n).element_size() for n, count in elements.items())
+        elements[read] = elements.get(read, 0) + hint_of(num_places(place))
+    return sum(min(count, num_elements(n)) * val_of(n).element_size() for n, count in elements.items())
 
 
 def _elements_read(uses: Uses, group: Group, node: Node) -> int:
-    return sum(num_places(place) for read, place in _reads(uses, group) if read is node)
+    return sum(hint_of(num_places(place)) for read, place in _reads(uses, group) if read is node)
 
 
 def _reads(uses: Uses, group: Group) -> set[tuple[Node, tuple[Index, ...]]]:

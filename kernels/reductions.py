@@ -11,7 +11,18 @@ from torch.fx import Node
 
 from aotdist.kernels.index import Index
 from aotdist.kernels.ir import Expr, Reduce, Reduction, held
-from aotdist.kernels.rule import Point, Reader, Reducing, constant, elementwise, sizes_of, val_of
+from aotdist.kernels.polynomial import Whole, at_most
+from aotdist.kernels.rule import (
+    NotEmitted,
+    Point,
+    Reader,
+    Reducing,
+    constant,
+    counted,
+    elementwise,
+    sizes_of,
+    val_of,
+)
 from aotdist.kernels.rule import cast as converted
 from aotdist.torch_seam import OpOverload
 
@@ -46,7 +57,7 @@ def _element(reader: Reader, node: Node, point: Point) -> Expr:
     return reader.read(source, point.to(indices))
 
 
-def _reduce(kind: Reduction, value: Expr, count: int) -> Expr:
+def _reduce(kind: Reduction, value: Expr, count: Whole) -> Expr:
     return value if count == 1 else Expr(Reduce(kind), (value,), value.dtype)
 
 
@@ -66,25 +77,35 @@ def _reducing(kind: Reduction) -> Reducing:
 def _mean(reader: Reader, node: Node, point: Point) -> Expr:
     dtype: torch.dtype = val_of(node).dtype
     element = converted(_element(reader, node, point), dtype)
-    return reader.rounded(_divided(_reduce("sum", element, _count(node)), _count(node)), dtype)
+    return reader.rounded(_mean_of(element, _count(node)), dtype)
 
 
-def _count(node: Node) -> int:
+def _count(node: Node) -> Whole:
     return math.prod(sizes_of(_source(node))[dim] for dim in _dims(node))
 
 
-def _divided(value: Expr, by: float) -> Expr:
-    return elementwise("div", value, constant(by, value.dtype))
+def _mean_of(value: Expr, count: Whole) -> Expr:
+    return elementwise("div", _reduce("sum", value, count), counted(count, value.dtype))
 
 
 def _moments(reader: Reader, node: Node, point: Point) -> tuple[Expr, Expr]:
     """Variance and mean, in two passes: the second takes the mean off, so that nothing is cancelled."""
     dtype: torch.dtype = held(val_of(_source(node)).dtype)
     element = converted(_element(reader, node, point), dtype)
-    mean = _divided(_reduce("sum", element, _count(node)), _count(node))
+    mean = _mean_of(element, _count(node))
     off = elementwise("sub", element, mean)
     squares = _reduce("sum", elementwise("mul", off, off), _count(node))
-    return _divided(squares, max(0.0, _count(node) - _correction(node))), mean
+    return elementwise("div", squares, _freedom(node, dtype)), mean
+
+
+def _freedom(node: Node, dtype: torch.dtype) -> Expr:
+    """What a sum of squares is divided by."""
+    count, correction = _count(node), _correction(node)
+    if isinstance(count, int):
+        return constant(max(0.0, count - correction), dtype)
+    if not correction.is_integer() or not at_most(int(correction), count):
+        raise NotEmitted("a correction that may be more than there are elements")
+    return counted(count - int(correction), dtype)
 
 
 def _correction(node: Node) -> float:
@@ -126,7 +147,7 @@ RULES: dict[OpOverload, Reducing] = {
 }
 
 
-def reduced_dims(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def reduced_dims(node: Node) -> tuple[tuple[Whole, ...], tuple[int, ...]]:
     """Sizes of the operand of a reduction, and the dimensions that are reduced."""
     own = _source(node) if node.target is operator.getitem else node
     return sizes_of(_source(own)), _dims(own)

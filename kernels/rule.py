@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -10,7 +11,10 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.index import Index, number
-from aotdist.kernels.ir import Constant, Expr, held
+from aotdist.kernels.ir import Constant, Expr, Position, held
+from aotdist.kernels.polynomial import Whole, at_most, is_below
+from aotdist.kernels.symbols import natural, whole
+from aotdist.torch_seam import SYMBOLIC, quotient_of
 
 
 class NotEmitted(Exception):
@@ -51,7 +55,7 @@ class Reader(Protocol):
         """An element of what `node` computes."""
         ...
 
-    def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
+    def reduced(self, sizes: Sequence[Whole]) -> tuple[Index, ...]:
         """The place along the kernel's reduced variables, as indices of dimensions of `sizes`."""
         ...
 
@@ -113,9 +117,43 @@ def val_of(node: Node) -> Any:
     return node.meta["val"]
 
 
-def sizes_of(node: Node) -> tuple[int, ...]:
+def sizes_of(node: Node) -> tuple[Whole, ...]:
     """The sizes of a node's result."""
-    return tuple(val_of(node).shape)
+    return tuple(map(natural, val_of(node).shape))
+
+
+def strides_of(node: Node) -> tuple[Whole, ...]:
+    """How many elements of a node's result lie between neighbours along each dimension."""
+    return tuple(map(natural, val_of(node).stride()))
+
+
+def number_of(argument: Any) -> Whole:
+    """A whole number among the arguments of an operator, which may differ from call to call.
+
+    Raises:
+        NotEmitted: it is none.
+    """
+    given = val_of(argument) if isinstance(argument, Node) else argument
+    if not isinstance(given, (int, torch.SymInt)):
+        raise NotEmitted("a number that differs from call to call")
+    return whole(given)
+
+
+def from_start(place: Whole, size: Whole) -> Whole:
+    """A place along a dimension of so many: one below 0 is counted from its end, `sys.maxsize` is its end.
+
+    Raises:
+        NotEmitted: which of both it is differs from call to call.
+    """
+    if place == sys.maxsize:
+        return size
+    if at_most(0, place):
+        return place
+    if is_below(place, 0) and at_most(0, place + size):
+        return place + size
+    if isinstance(place, int) and isinstance(size, int):
+        return 0
+    raise NotEmitted("a place that differs from call to call")
 
 
 def elementwise(op: str, *args: Expr, dtype: torch.dtype | None = None) -> Expr:
@@ -135,6 +173,16 @@ def constant(value: float | int | bool, dtype: torch.dtype) -> Expr:
     return Expr(Constant(value), (), dtype)
 
 
+def position(index: Index) -> Expr:
+    """An index as a value."""
+    return Expr(Position(index), (), torch.int64)
+
+
+def counted(count: Whole, dtype: torch.dtype) -> Expr:
+    """A whole number, known or not, in a register for values of `dtype`."""
+    return constant(count, dtype) if isinstance(count, int) else cast(position(number(count)), dtype)
+
+
 def cast(value: Expr, dtype: torch.dtype) -> Expr:
     """`value` in a register for values of `dtype`; rounding to a narrow dtype is not done here."""
     dtype = held(dtype)
@@ -145,14 +193,35 @@ def cast(value: Expr, dtype: torch.dtype) -> Expr:
     return elementwise("cast", value, dtype=dtype)
 
 
-def broadcast(indices: Sequence[Index], sizes: Sequence[int]) -> tuple[Index, ...]:
+def broadcast(indices: Sequence[Index], sizes: Sequence[Whole]) -> tuple[Index, ...]:
     """The indices of an operand of `sizes` for an element of a result that it is broadcast to."""
     own = indices[len(indices) - len(sizes) :]
     return tuple(number(0) if size == 1 else index for index, size in zip(own, sizes, strict=True))
 
 
+def _quotient(number: torch.SymFloat, dtype: torch.dtype) -> Expr:
+    """A number that sizes are divided to, as Python divides: in 64 bits."""
+    parts = quotient_of(number)
+    if parts is None:
+        raise NotEmitted("a number that differs from call to call")
+    wide = torch.float64
+    left, right = (
+        constant(part, wide) if isinstance(part, float) else counted(whole(part), wide) for part in parts
+    )
+    return cast(elementwise("div", left, right), dtype)
+
+
 def operand(reader: Reader, argument: Any, point: Point, dtype: torch.dtype) -> Expr:
-    """An operand of an elementwise operator: a node, broadcast, or a number."""
+    """An operand of an elementwise operator: a node, broadcast, or a number.
+
+    Raises:
+        NotEmitted: it is a number that differs from call to call, and neither a size nor made of one by `/`.
+    """
+    given = val_of(argument) if isinstance(argument, Node) else argument
+    if isinstance(given, torch.SymFloat):
+        return _quotient(given, dtype)
+    if isinstance(given, SYMBOLIC):
+        return counted(number_of(given), dtype)
     if not isinstance(argument, Node):
         return constant(argument, dtype)
     return cast(reader.read(argument, point.to(broadcast(point.indices, sizes_of(argument)))), dtype)

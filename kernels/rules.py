@@ -12,6 +12,7 @@ from torch.fx import Node
 from aotdist.kernels import drawing, elementwise, reductions, shaping, views
 from aotdist.kernels.index import Index, Var, unflat, variable
 from aotdist.kernels.ir import Constant, Expr
+from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
 from aotdist.kernels.spelling import TYPES
 from aotdist.torch_seam import OpOverload
@@ -43,9 +44,12 @@ def obstacle(node: Node) -> str | None:
         return "it draws eager's numbers, unless functional_rng=True" if is_draw else "no rule"
     try:
         _check_values(node)
-        if not isinstance(rule, View):
-            rule.value(_Trial(), node, Point(_anywhere(sizes_of(node))))
-    except NotEmitted as reason:
+        somewhere = _anywhere(sizes_of(node))
+        if isinstance(rule, View):
+            rule.place(node, somewhere)
+        else:
+            rule.value(_Trial(), node, Point(somewhere))
+    except (NotEmitted, NotProved) as reason:
         return str(reason)
     return None
 
@@ -53,11 +57,11 @@ def obstacle(node: Node) -> str | None:
 def _check_values(node: Node) -> None:
     values = [val_of(node), *(val_of(source) for source in _sources(node))]
     for value in values:
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            continue
         if not isinstance(value, torch.Tensor):
             raise NotEmitted("a number that differs from call to call")
-        if not all(type(size) is int for size in (*value.shape, *value.stride())):
-            raise NotEmitted("sizes that differ from call to call")
-        if value.numel() == 0:
+        if any(type(size) is int and size == 0 for size in value.shape):
             raise NotEmitted("no elements")
         if value.dtype not in TYPES:
             raise NotEmitted(f"{value.dtype}".removeprefix("torch."))
@@ -76,7 +80,7 @@ def _sources(node: Node) -> Iterator[Node]:
             yield source
 
 
-def _anywhere(sizes: Sequence[int]) -> tuple[Index, ...]:
+def _anywhere(sizes: Sequence[Whole]) -> tuple[Index, ...]:
     return tuple(variable(Var("x", at, size)) for at, size in enumerate(sizes))
 
 
@@ -86,7 +90,7 @@ class _Trial:
     def read(self, node: Node, point: Point) -> Expr:
         return Expr(Constant(0), (), held(val_of(node).dtype))
 
-    def reduced(self, sizes: Sequence[int]) -> tuple[Index, ...]:
+    def reduced(self, sizes: Sequence[Whole]) -> tuple[Index, ...]:
         return unflat(variable(Var("r", 0, math.prod(sizes))), sizes)
 
     def rounded(self, value: Expr, dtype: torch.dtype) -> Expr:

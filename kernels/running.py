@@ -17,13 +17,20 @@ ALIGNMENT = 16
 class Runner(Protocol):
     """Starts a kernel."""
 
-    def __call__(
-        self, num_blocks: int, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-    ) -> None:
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks run; none for results without elements."""
+        ...
+
+    @property
+    def registers(self) -> int | None:
+        """Of a thread, 32 bits each; None before it is known."""
+        ...
+
+    def __call__(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """Start it.
 
         Args:
-            num_blocks: how many blocks run.
             inputs: what it reads, of any alignment; some it may write.
             written: what else it writes, fresh from PyTorch's allocator.
         """
@@ -38,32 +45,42 @@ class Jitted:
 
     Args:
         function: the kernel, of `triton.jit`.
+        num_blocks: how many blocks run.
         blocks: `XBLOCK`, `RBLOCK`.
         options: of Triton's.
         device: where it runs.
     """
 
     def __init__(
-        self, function: Any, blocks: Mapping[str, int], options: Mapping[str, Any], device: torch.device
+        self,
+        function: Any,
+        num_blocks: int,
+        blocks: Mapping[str, int],
+        options: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         self.function = function
+        self.num_blocks = num_blocks
         self._arguments = {**blocks, **options}
         self._constants = tuple(blocks.values())
         self._device = device
         self._direct: Direct | None = None
 
-    def __call__(
-        self, num_blocks: int, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-    ) -> None:
+    @property
+    def registers(self) -> int | None:
+        """See `Runner`."""
+        return self._direct.registers if self._direct else None
+
+    def __call__(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """See `Runner`."""
         is_aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in inputs)
         if is_aligned and self._direct is not None:
-            self._direct(num_blocks, (*inputs, *written))
+            self._direct((*inputs, *written))
             return
         with on_device(self._device):
-            made = self.function[(num_blocks,)](*inputs, *written, **self._arguments)
+            made = self.function[(self.num_blocks,)](*inputs, *written, **self._arguments)
         if is_aligned and made is not None:  # an interpreted kernel is none
-            self._direct = Direct(made, self._constants, self._device)
+            self._direct = Direct(made, self.num_blocks, self._constants, self._device)
 
 
 class Loaded:
@@ -71,23 +88,33 @@ class Loaded:
 
     Args:
         kernel: as Triton loads it.
+        num_blocks: how many blocks run.
         constants: its blocks.
         device: where it runs.
         overwritten: positions of the inputs that it writes.
     """
 
     def __init__(
-        self, kernel: Any, constants: tuple[int, ...], device: torch.device, overwritten: frozenset[int]
+        self,
+        kernel: Any,
+        num_blocks: int,
+        constants: tuple[int, ...],
+        device: torch.device,
+        overwritten: frozenset[int],
     ) -> None:
-        self._direct = Direct(kernel, constants, device)
+        self.num_blocks = num_blocks
+        self._direct = Direct(kernel, num_blocks, constants, device)
         self._overwritten = overwritten
 
-    def __call__(
-        self, num_blocks: int, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-    ) -> None:
+    @property
+    def registers(self) -> int | None:
+        """See `Runner`."""
+        return self._direct.registers
+
+    def __call__(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """See `Runner`."""
         given = [*map(aligned, inputs)]
-        self._direct(num_blocks, (*given, *written))
+        self._direct((*given, *written))
         for position in self._overwritten:
             if given[position] is not inputs[position]:
                 inputs[position].copy_(given[position])
@@ -98,27 +125,36 @@ class Direct:
 
     Args:
         kernel: compiled.
+        num_blocks: how many blocks run.
         constants: its blocks, which come last among its arguments.
         device: where it runs.
     """
 
-    def __init__(self, kernel: Any, constants: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, kernel: Any, num_blocks: int, constants: tuple[int, ...], device: torch.device
+    ) -> None:
         self._kernel = kernel
+        self._num_blocks = num_blocks
         self._constants = constants
         self._device = device
         self._process = process = triton_seam.Process.here()
         self._index = device.index if device.type == "cuda" else process.current_device()
 
-    def __call__(self, num_blocks: int, tensors: Sequence[torch.Tensor]) -> None:
+    @property
+    def registers(self) -> int | None:
+        """See `Runner`: Triton reads them off when it puts the code on the GPU."""
+        return getattr(self._kernel, "n_regs", None)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start it on the current stream of its device."""
         if self._process.current_device() == self._index:
-            self._start(num_blocks, tensors)
+            self._start(tensors)
         else:
             with on_device(self._device):
-                self._start(num_blocks, tensors)
+                self._start(tensors)
 
-    def _start(self, num_blocks: int, tensors: Sequence[torch.Tensor]) -> None:
-        kernel, process = self._kernel, self._process
+    def _start(self, tensors: Sequence[torch.Tensor]) -> None:
+        kernel, process, num_blocks = self._kernel, self._process, self._num_blocks
         if process.is_watched():
             kernel[(num_blocks, 1, 1)](*tensors, *self._constants)
             return
@@ -133,8 +169,11 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy of the same strides, that begins at a multiple of 16 bytes."""
-    if tensor.data_ptr() % ALIGNMENT == 0:
-        return tensor
+    """`tensor`, or a copy of it that begins at a multiple of 16 bytes."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else copied(tensor)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides."""
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.index import Index, Looked, number, of_atom
-from aotdist.kernels.ir import Expr, Position
+from aotdist.kernels.ir import Expr
+from aotdist.kernels.polynomial import Whole, at_most, is_below
 from aotdist.kernels.rule import (
     NotEmitted,
     Point,
@@ -19,8 +20,12 @@ from aotdist.kernels.rule import (
     Rule,
     broadcast,
     constant,
+    counted,
     elementwise,
+    from_start,
+    number_of,
     operand,
+    position,
     sizes_of,
     val_of,
 )
@@ -30,13 +35,8 @@ from aotdist.torch_seam import OpOverload
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def position(index: Index) -> Expr:
-    """An index as a value."""
-    return Expr(Position(index), (), torch.int64)
-
-
-def _compared(test: str, index: Index, bound: int) -> Expr:
-    return elementwise(test, position(index), constant(bound, torch.int64), dtype=torch.bool)
+def _compared(test: str, index: Index, bound: Whole) -> Expr:
+    return elementwise(test, position(index), counted(bound, torch.int64), dtype=torch.bool)
 
 
 def _both(conditions: Sequence[Expr]) -> Expr | None:
@@ -46,11 +46,11 @@ def _both(conditions: Sequence[Expr]) -> Expr | None:
     return found
 
 
-def _within(index: Index, start: int, end: int) -> list[Expr]:
+def _within(index: Index, start: Whole, end: Whole) -> list[Expr]:
     """What must hold for `start <= index < end`, and does not hold anyway."""
     low, high = index.bounds
-    after = [_compared("ge", index, start)] if low < start else []
-    return after + ([_compared("lt", index, end)] if high >= end else [])
+    after = [] if at_most(start, low) else [_compared("ge", index, start)]
+    return after + ([] if is_below(high, end) else [_compared("lt", index, end)])
 
 
 def _chosen(condition: Expr | None, value: Expr, other: Expr) -> Expr:
@@ -86,7 +86,7 @@ def _padded(reader: Reader, node: Node, point: Point) -> Expr:
     indices, conditions, sizes = list(point.indices), list[Expr](), sizes_of(source)
     for pair in range(len(pads) // 2):
         dim = len(sizes) - 1 - pair
-        indices[dim] = indices[dim] - pads[2 * pair]
+        indices[dim] = indices[dim] - number_of(pads[2 * pair])
         conditions += _within(indices[dim], 0, sizes[dim])
     condition = _both(conditions)
     return _chosen(condition, _guarded(reader, source, point.to(indices), condition, dtype), fill)
@@ -97,8 +97,10 @@ def _slice_written(reader: Reader, node: Node, point: Point) -> Expr:
     names = ("dim", "start", "end", "step")
     given = dict(zip(names, rest, strict=False)) | dict(node.kwargs)
     dim = int(cast("int", given.get("dim", 0))) % len(point.indices)
-    bounds = slice(*(cast("Any", given.get(name)) for name in names[1:]))
-    start, end, step = bounds.indices(sizes_of(node)[dim])
+    step = number_of(given.get("step", 1))
+    size = sizes_of(node)[dim]
+    start = from_start(number_of(given.get("start") or 0), size)
+    end = from_start(number_of(given.get("end", size)), size)
     index = point.indices[dim]
     conditions = _within(index, start, end)
     if step != 1:
@@ -109,10 +111,11 @@ def _slice_written(reader: Reader, node: Node, point: Point) -> Expr:
 
 
 def _selection_written(reader: Reader, node: Node, point: Point) -> Expr:
-    whole, part, dim, index = cast("tuple[Node, Node, int, int]", node.args)
+    whole, part, dim, index = cast("tuple[Node, Node, int, int | Node]", node.args)
     dim %= len(point.indices)
     at = point.to((*point.indices[:dim], *point.indices[dim + 1 :]))
-    conditions = [_compared("eq", point.indices[dim], index % sizes_of(node)[dim])]
+    place = from_start(number_of(index), sizes_of(node)[dim])
+    conditions = [_compared("eq", point.indices[dim], place)]
     return _put(reader, node, (whole, part), point, at, conditions)
 
 
@@ -158,9 +161,8 @@ def _scalar(reader: Reader, node: Node, point: Point) -> Expr:
 
 
 def _known(node: Node, value: Any) -> Expr:
-    if isinstance(value, Node):
-        raise NotEmitted("a number that differs from call to call")
-    return constant(value, val_of(node).dtype)
+    dtype: torch.dtype = val_of(node).dtype
+    return counted(number_of(value), dtype) if isinstance(value, Node) else constant(value, dtype)
 
 
 def _filled(value: float) -> Pointwise:
@@ -168,13 +170,11 @@ def _filled(value: float) -> Pointwise:
 
 
 def _counted(reader: Reader, node: Node, point: Point) -> Expr:
-    start, step = (cast("Any", node.kwargs.get(name)) for name in ("start", "step"))
-    if isinstance(start, Node) or isinstance(step, Node):
-        raise NotEmitted("a number that differs from call to call")
+    start, step = (number_of(node.kwargs.get(name)) for name in ("start", "step"))
     return converted(position(point.indices[0] * step + start), val_of(node).dtype)
 
 
-def _looked_up(reader: Reader, index: Node, point: Point, size: int, *, wraps: bool) -> Index:
+def _looked_up(reader: Reader, index: Node, point: Point, size: Whole, *, wraps: bool) -> Index:
     """Which of `size` elements a tensor of indices names; one below 0 counts from the end."""
     dtype: torch.dtype = val_of(index).dtype
     if dtype not in (torch.int32, torch.int64):
@@ -182,7 +182,7 @@ def _looked_up(reader: Reader, index: Node, point: Point, size: int, *, wraps: b
     value = operand(reader, index, point, dtype)
     if wraps:
         is_negative = elementwise("lt", value, constant(0, dtype), dtype=torch.bool)
-        from_end = elementwise("add", value, constant(size, dtype))
+        from_end = elementwise("add", value, counted(size, dtype))
         value = elementwise("where", is_negative, from_end, value, dtype=dtype)
     return of_atom(Looked(value, size))
 
@@ -253,6 +253,7 @@ RULES: dict[OpOverload, Rule] = {
     aten.slice_scatter.default: Pointwise(_slice_written),
     aten.select_scatter.default: Pointwise(_selection_written),
     aten.flip.default: Pointwise(_flipped),
+    prims.rev.default: Pointwise(_flipped),
     aten.repeat.default: Pointwise(_repeated),
     aten.full.default: Pointwise(_full, is_cheap=True),
     aten.full_like.default: Pointwise(_full, is_cheap=True),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from aotdist.kernels.index import Index, Var, flat, unflat, variable, visits_each_once
+from aotdist.kernels.polynomial import Whole
 from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of
 from aotdist.kernels.rules import is_reducing
@@ -32,15 +33,15 @@ class Space:
     r: tuple[Var, ...]
     results: Place
     elements: Place
-    sizes: tuple[int, ...]
+    sizes: tuple[Whole, ...]
 
     @property
-    def num_results(self) -> int:
+    def num_results(self) -> Whole:
         """Places along `x`."""
         return math.prod(var.size for var in self.x)
 
     @property
-    def num_elements(self) -> int:
+    def num_elements(self) -> Whole:
         """Places altogether."""
         return math.prod(self.sizes)
 
@@ -49,7 +50,7 @@ class Space:
         return self.num_results == other.num_results and self.num_elements == other.num_elements
 
     @property
-    def num_reduced(self) -> int:
+    def num_reduced(self) -> Whole:
         """Places along `r`."""
         return math.prod(var.size for var in self.r)
 
@@ -61,7 +62,7 @@ class Space:
         """Which result a place belongs to, counted in order."""
         return flat(self.results, [var.size for var in self.x])
 
-    def row_major(self, sizes: Sequence[int], *, reduces: bool) -> Place | None:
+    def row_major(self, sizes: Sequence[Whole], *, reduces: bool) -> Place | None:
         """The indices of a tensor of `sizes` that goes through the space in order; None if there is no such.
 
         Args:
@@ -75,7 +76,7 @@ class Space:
             return unflat(self.row(), sizes)
         return None
 
-    def fits(self, place: Place, sizes: Sequence[int]) -> bool:
+    def fits(self, place: Place, sizes: Sequence[Whole]) -> bool:
         """Whether a tensor of `sizes` is visited once at `place`."""
         count = math.prod(sizes)
         over = (*self.x, *self.r) if count == self.num_elements else self.x

@@ -8,16 +8,21 @@ The order of the additions is fixed by the sizes, so results do not differ from 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch import fx
+from torch.fx import Node
 
 from aotdist.kernels.ir import held
+from aotdist.kernels.polynomial import names_in
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import obstacle
-from aotdist.torch_seam import OpOverload
+from aotdist.kernels.symbols import told, whole
+from aotdist.kernels.uses import num_elements
+from aotdist.program import Graph
+from aotdist.torch_seam import OpOverload, hint, spell_number
 
 aten = torch.ops.aten
 
@@ -38,44 +43,61 @@ _EXTREMES = {
 }
 
 
-def split_reductions(gm: GraphModule) -> None:
+def split_reductions(graph: Graph) -> None:
     """Cut the large reductions of a graph in two, in place.
 
     Args:
-        gm: a private copy of a functional graph, whose nodes carry `val`.
+        graph: a private copy, functional.
+
+    Raises:
+        NotProved: a part is made of a symbol that no argument of the graph is.
     """
-    for node in list(gm.graph.nodes):
-        parts = _num_parts(node)
-        if parts > 1:
-            with gm.graph.inserting_before(node):
-                result = _in_two(gm.graph, node, parts)
+    nodes, sizes = graph.gm.graph, graph.named_sizes()
+    for node in list(graph.gm.graph.nodes):
+        cut = _cut(node)
+        if cut is not None:
+            with nodes.inserting_before(node):
+                result = _in_two(nodes, node, cut, sizes)
             node.replace_all_uses_with(result)
-            gm.graph.erase_node(node)
+            nodes.erase_node(node)
 
 
-def _num_parts(node: Node) -> int:
-    """In how many parts to reduce: a divisor of the number of elements; 1 to leave the node as it is."""
+def _cut(node: Node) -> list[Any] | None:
+    """How many parts to reduce, and how many elements of each; None to leave the node as it is."""
     if node.target not in _SUMS and node.target not in _EXTREMES:
-        return 1
-    source, result = val_of(node.all_input_nodes[0]), val_of(node)
+        return None
+    source_of = node.all_input_nodes[0]
+    source = val_of(source_of)
     if not isinstance(source, torch.Tensor) or obstacle(node) is not None:
-        return 1
-    count = math.prod(source.shape)
-    if count < MIN_ELEMENTS or math.prod(result.shape) != 1:
-        return 1
-    row = source.shape[-1]
-    if row in ROW_LENGTHS and count // row <= MAX_ROWS:
-        return count // row
-    return max(parts for parts in range(1, MAX_PARTS + 1) if count % parts == 0)
+        return None
+    if num_elements(source_of) < MIN_ELEMENTS or math.prod(sizes_of(node)) != 1:
+        return None
+    sizes: Sequence[Any] = source.shape
+    *rows, row = sizes
+    count: Any = math.prod(sizes)
+    of_rows = math.prod(rows)
+    if hint(row) in ROW_LENGTHS and hint(of_rows) <= MAX_ROWS:
+        return [of_rows, row] if hint(of_rows) > 1 else None
+    if isinstance(count, int):
+        parts = max(parts for parts in range(1, MAX_PARTS + 1) if count % parts == 0)
+        return [parts, count // parts] if parts > 1 else None
+    return _along_dimensions(sizes)
 
 
-def _in_two(graph: Graph, node: Node, parts: int) -> Node:
+def _along_dimensions(sizes: Sequence[Any]) -> list[Any] | None:
+    """The most parts that are made of whole dimensions: what else divides them differs from call to call."""
+    cuts = [[math.prod(sizes[:at]), math.prod(sizes[at:])] for at in range(1, len(sizes))]
+    few = [cut for cut in cuts if 1 < hint(cut[0]) <= MAX_ROWS]
+    return max(few, key=lambda cut: hint(cut[0]), default=None)
+
+
+def _in_two(graph: fx.Graph, node: Node, cut: list[Any], symbols: Mapping[str, Node]) -> Node:
     source = node.all_input_nodes[0]
-    count, sizes = math.prod(sizes_of(source)), list(sizes_of(node))
+    (parts, _), count, sizes = cut, math.prod(cut), list(val_of(node).shape)
     dtype: torch.dtype = val_of(node).dtype
-    cut = [parts, count // parts]
     like = val_of(node)
-    view = call_like(graph, node, aten.view.default, (source, cut), empty_like(val_of(source), cut))
+    spelled = [_spelled(graph, number, symbols) for number in (*cut, count)]
+    view = call_like(graph, node, aten.view.default, (source, spelled[:2]), empty_like(val_of(source), cut))
     if node.target in _EXTREMES:
         op, of_parts = _EXTREMES[cast("OpOverload", node.target)], dtype
     else:
@@ -83,16 +105,24 @@ def _in_two(graph: Graph, node: Node, parts: int) -> Node:
     first = call_like(graph, node, op, (view, [1]), empty_like(like, [parts], of_parts))
     total = call_like(graph, node, op, (first, [0]), empty_like(like, []))
     if node.target is aten.mean.default:
-        total = call_like(graph, node, aten.div.Tensor, (total, count), empty_like(like, []))
+        total = call_like(graph, node, aten.div.Tensor, (total, spelled[2]), empty_like(like, []))
     return call_like(graph, node, aten.view.default, (total, sizes), like) if sizes else total
 
 
-def empty_like(val: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+def _spelled(graph: fx.Graph, number: Any, symbols: Mapping[str, Node]) -> Any:
+    """A number as an argument of a node."""
+    if isinstance(number, int):
+        return number
+    told(sorted(names_in([whole(number)])), symbols)
+    return spell_number(number, symbols, graph)
+
+
+def empty_like(val: torch.Tensor, sizes: Sequence[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
     """A fake tensor of other sizes."""
     return val.new_empty(sizes, dtype=dtype)
 
 
-def call_like(graph: Graph, like: Node, op: OpOverload, args: tuple[Any, ...], val: torch.Tensor) -> Node:
+def call_like(graph: fx.Graph, like: Node, op: OpOverload, args: tuple[Any, ...], val: torch.Tensor) -> Node:
     """A step of what `like` computes; kernels give it the dtype of `val`."""
     made = graph.call_function(op, args)
     made.meta = {**like.meta, "val": val}

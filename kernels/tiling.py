@@ -11,6 +11,7 @@ from __future__ import annotations
 from aotdist.kernels.access import reads, writes
 from aotdist.kernels.index import Index, Var, variable
 from aotdist.kernels.ir import Kernel
+from aotdist.kernels.polynomial import hint_of
 
 MIN_SIDE = 16
 """Elements of a dimension that is worth a side: 32 bytes, the least that memory is read by, of bfloat16."""
@@ -45,4 +46,4 @@ def _sides(kernel: Kernel) -> list[Var]:
 def _side(index: Index) -> Var | None:
     """The variable along which an index goes in steps of one element."""
     steps = (atom for atom, scale in index.terms if isinstance(atom, Var) and scale == 1)
-    return next((var for var in steps if var.size >= MIN_SIDE), None)
+    return next((var for var in steps if hint_of(var.size) >= MIN_SIDE), None)

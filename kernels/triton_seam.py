@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 
 def is_installed() -> bool:
     """Whether Triton can be imported."""
@@ -44,7 +46,8 @@ def namespace() -> dict[str, Any]:
 def compiled(
     function: Any,
     pointers: Mapping[str, str],
-    blocks: Mapping[str, int],
+    sizes: Mapping[str, int],
+    constants: Mapping[str, int],
     *,
     backend: Literal["cuda", "hip"],
     arch: int | str,
@@ -56,7 +59,9 @@ def compiled(
         function: the kernel, of `triton.jit` in a process that does not interpret.
         pointers: its tensors in the order of its arguments, with their types (`*fp32`); all of them lie at
             multiples of 16 bytes, as what PyTorch allocates does.
-        blocks: its other arguments, which are constants.
+        sizes: its next arguments, whole numbers. It is compiled for all that it cannot tell from these: it
+            knows whether 16 divides them, whether 32 bits hold them, and whether they are 1.
+        constants: its last arguments.
         backend: who made the GPU.
         arch: its generation: 90 for `sm_90`, or `gfx942`.
         options: of Triton's.
@@ -65,13 +70,16 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = dict(pointers) | dict.fromkeys(blocks, "constexpr")
+    constants = {name: size for name, size in sizes.items() if size == 1} | dict(constants)
+    widths = {name: "i64" if size >= 2**31 else "i32" for name, size in sizes.items()}
+    signature = dict(pointers) | widths | dict.fromkeys(constants, "constexpr")
     places = {name: (at,) for at, name in enumerate(signature)}
+    aligned = [*pointers, *(name for name, size in sizes.items() if size % 16 == 0)]
     source = ASTSource(
         fn=function,
         signature=signature,
-        constexprs={places[name]: value for name, value in blocks.items()},
-        attrs={places[name]: [["tt.divisibility", 16]] for name in pointers},
+        constexprs={places[name]: value for name, value in constants.items()},
+        attrs={places[name]: [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
     return triton.compile(source, target=target, options=dict(options))
@@ -145,6 +153,37 @@ class Process:
         """Whether somebody is to be told of launches: a profiler."""
         first, last = self.settings.launch_enter_hook, self.settings.launch_exit_hook
         return bool(getattr(first, "calls", first)) or bool(getattr(last, "calls", last))
+
+
+def seconds_of(start: Callable[[], object]) -> float:
+    """The median of what a GPU needs for something, its cache emptied each time.
+
+    Args:
+        start: starts it.
+    """
+    from triton.testing import do_bench
+
+    milliseconds: Any = do_bench(start, warmup=2, rep=10, return_mode="median")
+    return milliseconds / 1e3
+
+
+def too_large() -> type[Exception]:
+    """What Triton raises for blocks that a GPU has no room for."""
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources
+
+
+def gpu_and_version() -> tuple[str, str]:
+    """The GPU that is current, and Triton's version: what the speed of a kernel depends on."""
+    import triton
+
+    return torch.cuda.get_device_name(), triton.__version__
+
+
+def is_recording() -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def nvidia_tools() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Container, Iterator
 from typing import Any, TypeAlias
@@ -13,6 +14,7 @@ from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, View, val_of
 from aotdist.kernels.rules import is_reducing, obstacle, rule_of
 from aotdist.kernels.space import Group, Place
+from aotdist.torch_seam import SYMBOLIC, hint
 
 Reads: TypeAlias = list[tuple[Node, Point]]
 
@@ -45,6 +47,8 @@ class Uses:
 
     def _classify(self, node: Node) -> None:
         rule, val = rule_of(node), node.meta.get("val")
+        if isinstance(val, SYMBOLIC):
+            return
         if not isinstance(val, torch.Tensor):
             if not all(obstacle(user) is None for user in node.users):
                 self.reasons[node] = "no rule"
@@ -81,6 +85,8 @@ class Uses:
 
     def _behind(self, node: Node, *, is_kernel: bool) -> Iterator[Node]:
         for source in node.all_input_nodes:
+            if is_kernel and isinstance(source.meta.get("val"), SYMBOLIC):
+                continue  # a kernel is given the symbols that it needs
             if self.is_transparent(source) or (is_kernel and source in self.inlined):
                 yield from self._behind(source, is_kernel=is_kernel)
             else:
@@ -135,4 +141,9 @@ class Uses:
 def num_bytes(node: Node) -> int:
     """Bytes of a node's result; of one that is no tensor, none."""
     val = val_of(node)
-    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
+    return num_elements(node) * val.element_size() if isinstance(val, torch.Tensor) else 0
+
+
+def num_elements(node: Node) -> int:
+    """Elements of a tensor that a node makes, in the call that is traced."""
+    return math.prod(hint(size) for size in val_of(node).shape)

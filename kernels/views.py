@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.index import Index, flat, number, unflat
-from aotdist.kernels.rule import View, broadcast, sizes_of, val_of
+from aotdist.kernels.rule import View, broadcast, from_start, number_of, sizes_of, val_of
+from aotdist.kernels.symbols import natural
 from aotdist.torch_seam import OpOverload
 
 aten = torch.ops.aten
@@ -57,23 +58,22 @@ def _reordered(indices: Indices, order: list[int]) -> Indices:
 
 def _selected(node: Node, indices: Indices) -> Indices:
     sizes = sizes_of(_viewed(node))
-    dim, index = (int(cast("int", arg)) for arg in node.args[1:])
-    dim %= len(sizes)
-    return (*indices[:dim], number(index % sizes[dim]), *indices[dim:])
+    dim = cast("int", node.args[1]) % len(sizes)
+    return (*indices[:dim], number(from_start(number_of(node.args[2]), sizes[dim])), *indices[dim:])
 
 
 def _sliced(node: Node, indices: Indices) -> Indices:
     sizes = sizes_of(_viewed(node))
     dim = _argument(node, 1, "dim", 0) % len(sizes)
-    chosen = slice(_argument(node, 2, "start"), _argument(node, 3, "end"), _argument(node, 4, "step", 1))
-    start, _, step = chosen.indices(sizes[dim])
+    start = from_start(number_of(_argument(node, 2, "start") or 0), sizes[dim])
+    step = number_of(_argument(node, 4, "step", 1))
     return (*indices[:dim], indices[dim] * step + start, *indices[dim + 1 :])
 
 
 def _part(node: Node, indices: Indices) -> Indices:
     split, pick = cast("tuple[Node, int]", node.args)
     dim = _argument(split, 2, "dim", 0) % len(indices)
-    starts = [0, *accumulate(part.shape[dim] for part in val_of(split))]
+    starts = [0, *accumulate(natural(part.shape[dim]) for part in val_of(split))]
     return (*indices[:dim], indices[dim] + starts[pick % len(val_of(split))], *indices[dim + 1 :])
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import tyro
 
@@ -20,6 +23,12 @@ Train a Llama-style decoder, byte by byte, on the sources of Python's own standa
 Runs as it is (`python -m aotdist.launch.train`) or on several ranks (`torchrun --nproc-per-node 2 -m
 aotdist.launch.train`): FSDP2 by default, HSDP and tensor parallelism on request; gloo on CPUs, NCCL and bf16
 on GPUs."""
+
+CONFIG_FILE = "config.json"
+"""Where a run's folder keeps its options."""
+
+AUTO = "auto"
+"""What `--resume` may be instead of a folder."""
 
 
 def _require(holds: bool, what: str, fix: str) -> None:
@@ -265,12 +274,53 @@ class CompileOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """What is saved, and how often; see docs/checkpoints.md.
+
+    Args:
+        every: steps between checkpoints; another is made at the end, and when a signal ends the run. 0 for
+            none at all.
+        keep: checkpoints that are kept, the latest ones; 0 for all.
+        asynchronous: let a thread write while training goes on.
+    """
+
+    every: int = 100
+    keep: int = 2
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        _require_not_negative(self, "every", "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """Which steps are looked at closely; files go to the run's folder, one of each rank.
+
+    Args:
+        first_step: the first of them; the steps before it compile and warm up.
+        steps: how many; 0 for none.
+        memory: also write a snapshot of the GPU's memory (pytorch.org/memory_viz shows it).
+    """
+
+    first_step: int = 5
+    steps: int = 0
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "first_step")
+        _require_not_negative(self, "steps")
+        fits = self.steps > 0 or not self.memory
+        _require(fits, "--profile.memory is of no step", "say of how many: --profile.steps")
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """The run itself: where it writes, how often, and what makes it repeatable.
 
     Args:
         folder: where run folders are made.
         name: name of this run's folder; by default the time of its start.
+        loggers: what else is told of everything that is recorded, beside the run's own files.
         seed: decides the initial parameters, the order of the data and the sample.
         log_every: steps between reports; every step is recorded in any case.
         validate_every: steps between validations; 0 for only the two at the start and at the end.
@@ -283,6 +333,7 @@ class RunOptions:
 
     folder: Path = Path("runs")
     name: str | None = None
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     seed: int = 0
     log_every: int = 1
     validate_every: int = 50
@@ -312,7 +363,11 @@ class JobOptions:
         parallel: the ranks.
         float8: the FP8 recipe.
         compile: the compiler.
+        checkpoint: what is saved.
+        profile: what is profiled.
         run: the run.
+        resume: the folder of a run to go on with, from its last good checkpoint and with its options, but
+            for those that are given; or `auto`: the run of --run.name if there is one, else a new one.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -322,11 +377,16 @@ class JobOptions:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     float8: Float8Options = field(default_factory=Float8Options)
     compile: CompileOptions = field(default_factory=CompileOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    profile: ProfileOptions = field(default_factory=ProfileOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    resume: str | None = None
 
 
 def parse_options(arguments: Sequence[str] | None, *, speaks: bool) -> JobOptions:
     """Options from the command line (`sys.argv` when `arguments` is None).
+
+    With `--resume FOLDER`, what is not given is as that run had it.
 
     Args:
         arguments: the words after the program's name.
@@ -334,6 +394,56 @@ def parse_options(arguments: Sequence[str] | None, *, speaks: bool) -> JobOption
 
     Raises:
         SystemExit: 0 after `--help`, 2 when an option is unknown or does not parse.
-        BadSettings: options contradict each other.
+        BadSettings: options contradict each other, or the folder of `--resume` holds no run.
     """
-    return tyro.cli(JobOptions, prog=PROGRAM, description=DESCRIPTION, args=arguments, console_outputs=speaks)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    resume = _resumed_folder(words)
+    default = JobOptions() if resume is None else read_options(resume / CONFIG_FILE)
+    return tyro.cli(
+        JobOptions, prog=PROGRAM, description=DESCRIPTION, args=words, default=default, console_outputs=speaks
+    )
+
+
+def _resumed_folder(words: Sequence[str]) -> Path | None:
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--resume", nargs="?")  # without a value, tyro is to say so
+    folder: str | None = finder.parse_known_args(words)[0].resume
+    return None if folder is None or folder == AUTO else Path(folder)
+
+
+def read_options(config: Path) -> JobOptions:
+    """The options that a run wrote down.
+
+    Raises:
+        BadSettings: there is no such file, or it is of other options than this version has.
+    """
+    fix = "name the folder of a run, as --run.folder and --run.name made it"
+    try:
+        document: Any = json.loads(config.read_text())["options"]
+    except OSError as error:
+        raise BadSettings(f"--resume: {config} cannot be read: {error.strerror}", fix=fix) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadSettings(f"--resume: {config} is damaged", fix=fix) from error
+    try:
+        return JobOptions(
+            **{
+                section.name: _section(section.default_factory, document.get(section.name, {}))
+                for section in dataclasses.fields(JobOptions)
+                if section.default_factory is not dataclasses.MISSING
+            }
+        )
+    except TypeError as error:
+        what = f"--resume: the options in {config} are not those of this version: {error}"
+        raise BadSettings(what, fix="resume it with the version that began it") from error
+
+
+def _section(kind: Any, values: dict[str, Any]) -> Any:
+    """One group of options; JSON has neither paths nor tuples."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _typed(value, str(hints.get(name))) for name, value in values.items()})
+
+
+def _typed(value: Any, hint: str) -> Any:
+    if isinstance(value, str) and "Path" in hint:
+        return Path(value)
+    return tuple(value) if isinstance(value, list) else value

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aotdist.launch.config import CONFIG_FILE
 from aotdist.launch.metrics import METRICS_FILE, StepRecord, ValidationRecord, read_metrics
-from aotdist.launch.run_folder import CONFIG_FILE, CURVE_FILE
+from aotdist.launch.run_folder import CURVE_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

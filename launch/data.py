@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from aotdist.errors import BadSettings
+from aotdist.files import write_whole
 from aotdist.launch.config import DataOptions
+from aotdist.settings import default_cache_folder
 
 SEPARATOR = b"\0"
 """Stands between files: a byte that no Python source contains."""
@@ -96,8 +98,7 @@ def _require_a_window(text: Tensor, root: Path, seq_len: int, purpose: str) -> N
 
 
 def _cache_folder(options: DataOptions) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = options.cache_folder or base / "aotdist"
+    folder = options.cache_folder or Path(default_cache_folder())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -124,10 +125,7 @@ def _listing_hash(root: Path, paths: Iterable[Path]) -> str:
 
 
 def _write_joined(root: Path, paths: Iterable[Path], joined: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=joined.parent, prefix=joined.stem, delete=False) as file:
-        for path in paths:
-            file.write((root / path).read_bytes() + SEPARATOR)
-    os.replace(file.name, joined)
+    write_whole(joined, ((root / path).read_bytes() + SEPARATOR for path in paths))
 
 
 def _mapped(path: Path) -> Tensor:

@@ -8,20 +8,26 @@ from contextlib import closing
 
 import torch
 
+from aotdist.launch.checkpoints.manifest import CHECKPOINTS_FOLDER
+from aotdist.launch.checkpoints.resume import resume
+from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.compiling import compile_model, uncompiled
 from aotdist.launch.config import JobOptions
 from aotdist.launch.conversion import convert_model
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
-from aotdist.launch.loop import Trainer, TrainState
-from aotdist.launch.metrics import EndRecord
+from aotdist.launch.loggers import make_loggers, require_loggers
+from aotdist.launch.loop import Trainer
+from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
 from aotdist.launch.model import Decoder, build_decoder, num_parameters
 from aotdist.launch.optim import build_optimizer
 from aotdist.launch.parallel import Place, World, join, spread
+from aotdist.launch.profiling import PROFILE_FOLDER, StepProfiler, require_gpu_for_snapshots
 from aotdist.launch.progress import Reporter, make_reporter
 from aotdist.launch.recorder import RecordingReporter, SilentReporter
-from aotdist.launch.run_folder import make_run_folder, write_config
+from aotdist.launch.run_folder import RunFolder, claim_run_folder, write_config
 from aotdist.launch.sample import write_sample
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
+from aotdist.launch.state import NEVER, TrainState
 
 
 def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
@@ -35,7 +41,9 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     started = time.perf_counter()
     torch.manual_seed(options.run.seed)
     torch.use_deterministic_algorithms(options.run.deterministic)
+    require_loggers(options)
     world = join(options.parallel, place)
+    require_gpu_for_snapshots(options.profile, world.device)
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
     facts = _facts(options, world, corpus, model)
@@ -43,9 +51,18 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     spread(model, world, options)
     compile_model(model, options.compile)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
-    with closing(_reporter(options, world, facts)) as reporter, naming_lost_ranks():
+    text = _text_facts(options, corpus)
+    run = world.from_rank_0(lambda: claim_run_folder(options, place))
+    checkpoints = run.path / CHECKPOINTS_FOLDER
+    resumed = None if run.is_new else resume(state, checkpoints, world, text)
+    if resumed is not None:
+        facts["going on"] = str(resumed)
+    saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
+    with closing(_reporter(options, world, run, facts, state.step)) as reporter, naming_lost_ranks(), saver:
         held_out = Windows(corpus.validation, options.data.seq_len)
-        finished = Trainer(options, world, held_out, stop, reporter).run(state)
+        profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank, world.device)
+        with closing(profiler):
+            finished = Trainer(options, world, held_out, stop, reporter, saver, profiler).run(state)
         if finished and options.run.sample_bytes:
             # Inductor takes longer to compile the logits (8 s) than eager does to write 240 bytes (5 s).
             with uncompiled(options.compile):
@@ -55,6 +72,15 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
         reporter.record(EndRecord(status, state.step, time.perf_counter() - started))
     if not finished:
         raise Interrupted(stop.signal_number or signal.SIGINT)
+
+
+def _text_facts(options: JobOptions, corpus: Corpus) -> dict[str, int]:
+    """What a position in the text counts in: the same position means the same bytes where these are equal."""
+    return {
+        "seq_len": options.data.seq_len,
+        "num_bytes": len(corpus.training),
+        "seed": options.run.seed,
+    }
 
 
 def _training_stream(options: JobOptions, world: World, corpus: Corpus) -> ByteStream:
@@ -67,13 +93,16 @@ def _training_stream(options: JobOptions, world: World, corpus: Corpus) -> ByteS
     )
 
 
-def _reporter(options: JobOptions, world: World, facts: dict[str, str]) -> Reporter:
+def _reporter(
+    options: JobOptions, world: World, run: RunFolder, facts: dict[str, str], first_step: int
+) -> Reporter:
     if world.place.rank != 0:
         return SilentReporter()
-    folder = make_run_folder(options.run)
-    write_config(folder, options, world)
-    reporter = RecordingReporter(folder, make_reporter())
-    reporter.start({**facts, "run folder": str(folder)}, options.optim.steps)
+    if not run.is_new:
+        cut_metrics(run.path / METRICS_FILE, first_step)
+    write_config(run.path, options, world)
+    reporter = RecordingReporter(run.path, [make_reporter(), *make_loggers(options, run.path, first_step)])
+    reporter.start({**facts, "run folder": str(run.path)}, options.optim.steps)
     return reporter
 
 

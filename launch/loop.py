@@ -13,35 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from aotdist.errors import AotdistError
+from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.compiling import compile_summary
 from aotdist.launch.config import JobOptions
-from aotdist.launch.data import Batch, ByteStream, Windows, validation_batches
+from aotdist.launch.data import Batch, Windows, validation_batches
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
 from aotdist.launch.parallel import World, sync_gradients
+from aotdist.launch.profiling import StepProfiler
 from aotdist.launch.progress import Reporter
 from aotdist.launch.shutdown import StopRequest
+from aotdist.launch.state import TrainState
 
 
 class TrainingDiverged(AotdistError):
     """The loss is no longer a number."""
-
-
-@dataclass(slots=True)
-class TrainState:
-    """All that training changes: what a checkpoint has to hold.
-
-    Args:
-        model: its parameters.
-        optimizer: its moments.
-        stream: its position in the text.
-        step: optimizer steps taken.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    stream: ByteStream
-    step: int = 0
 
 
 class StepTensors(NamedTuple):
@@ -72,6 +58,8 @@ class Trainer:
         held_out: the validation text.
         stop: asks for an early end.
         reporter: is told of everything that is measured.
+        saver: makes the checkpoints.
+        profiler: looks at some steps closely.
     """
 
     options: JobOptions
@@ -79,29 +67,61 @@ class Trainer:
     held_out: Windows
     stop: StopRequest
     reporter: Reporter
+    saver: Saver
+    profiler: StepProfiler
 
     def run(self, state: TrainState) -> bool:
         """Trains to the last step; False when it was stopped earlier, all ranks after the same step.
 
         Raises:
             TrainingDiverged: the loss is no longer finite.
+            CheckpointFailed: the last checkpoint could not be written.
         """
-        if state.step == 0:
+        finished = self._train(state)
+        if self.saver.has_save:
+            self.reporter.record(self.saver.collect())
+        last = self.saver.save_last(state)
+        if last is not None:
+            self.reporter.record(last)
+        return finished
+
+    def _train(self, state: TrainState) -> bool:
+        if self._owes_validation(state):
             self._validate(state)
         unreported, first_step = Unreported(), state.step + 1
         while state.step < self.options.optim.steps:
-            unreported.steps.append(self._take_step(state))
-            is_first, is_last = state.step == first_step, state.step == self.options.optim.steps
-            if not (is_first or is_last or _divides(self.options.run.log_every, state.step)):
+            with self.profiler.around(state.step + 1):
+                unreported.steps.append(self._take_step(state))
+            if not (state.step == first_step or self._reports_after(state.step)):
                 continue
             if self._report(state, unreported):
                 return False
-            if is_first:
+            if state.step == first_step:
                 self._show_compile_summary(state)
-            if is_last or _divides(self.options.run.validate_every, state.step):
+            if self._owes_validation(state):
                 self._validate(state)
+            if self.saver.is_due(state.step) and state.step < self.options.optim.steps:
+                self._save(state)
             unreported = Unreported()
         return True
+
+    def _reports_after(self, step: int) -> bool:
+        """Whether what was measured is looked at after a step, which waits for it."""
+        run = self.options.run
+        is_last = step == self.options.optim.steps
+        seen = _divides(run.log_every, step) or _divides(run.validate_every, step)
+        return is_last or seen or self.saver.is_due(step)
+
+    def _owes_validation(self, state: TrainState) -> bool:
+        """Whether the model is to be validated now; a run that was stopped may have left it to the next."""
+        is_end = state.step in (0, self.options.optim.steps)
+        is_due = is_end or _divides(self.options.run.validate_every, state.step)
+        return is_due and state.validated < state.step
+
+    def _save(self, state: TrainState) -> None:
+        if self.saver.has_save:
+            self.reporter.record(self.saver.collect())
+        self.saver.start(state)
 
     def _take_step(self, state: TrainState) -> StepTensors:
         optim = self.options.optim
@@ -127,15 +147,19 @@ class Trainer:
     def _report(self, state: TrainState, unreported: Unreported) -> bool:
         """Records the steps, and returns whether any rank was asked to stop.
 
-        The answer travels with the losses, so that all ranks stop after the same step at no cost.
+        The answer travels with the losses, so that all ranks stop after the same step at no cost; and so
+        does whether their save is done, so that all hear of its end, or its failure, after the same step.
         """
-        asked = torch.tensor(float(self.stop.signal_number is not None), device=self.world.device)
-        told = torch.stack([*(tensors.loss for tensors in unreported.steps), asked])
-        *losses, stopping = self.world.mean(told).tolist()
+        asks = [float(self.stop.signal_number is not None), float(self.saver.is_writing)]
+        told = torch.stack([tensors.loss for tensors in unreported.steps])
+        told = torch.cat([told, torch.tensor(asks, device=self.world.device)])
+        *losses, stopping, writing = self.world.mean(told).tolist()
         seconds = (time.perf_counter() - unreported.since) / len(unreported.steps)
         first = state.step - len(unreported.steps) + 1
         for step, (loss, tensors) in enumerate(zip(losses, unreported.steps, strict=True), start=first):
             self._record_step(step, loss, float(tensors.grad_norm), seconds)
+        if self.saver.has_save and not writing:
+            self.reporter.record(self.saver.collect())
         return stopping > 0
 
     def _record_step(self, step: int, loss: float, grad_norm: float, seconds: float) -> None:
@@ -176,6 +200,7 @@ class Trainer:
         )
         losses = torch.stack([self._loss(state.model, batch) for batch in batches])
         loss = float(self.world.mean(losses.double().mean()))
+        state.validated = state.step
         self.reporter.record(ValidationRecord(state.step, loss, state.step * self._tokens_per_step()))
 
     def _show_compile_summary(self, state: TrainState) -> None:

@@ -52,6 +52,25 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """A save that came to its end.
+
+    Args:
+        step: of the checkpoint.
+        num_bytes: that it has on disk, of all ranks.
+        seconds: from the step's end until it was there as a whole.
+        waited_s: seconds of these in which training stood still.
+        failure: why there is no checkpoint; empty when there is.
+    """
+
+    step: int
+    num_bytes: int
+    seconds: float
+    waited_s: float
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EndRecord:
     """How the run ended, after `step` steps and `seconds` of wall time, start-up included."""
 
@@ -60,11 +79,12 @@ class EndRecord:
     seconds: float
 
 
-Record: TypeAlias = StepRecord | ValidationRecord | EndRecord
+Record: TypeAlias = StepRecord | ValidationRecord | CheckpointRecord | EndRecord
 
 _KINDS: dict[str, Callable[..., Record]] = {
     "step": StepRecord,
     "validation": ValidationRecord,
+    "checkpoint": CheckpointRecord,
     "end": EndRecord,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
@@ -118,3 +138,12 @@ def read_metrics(path: Path) -> list[Record]:
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
     return [from_line(line) for line in lines]
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Leaves out what was recorded after a step, since it will be recorded again; in one move."""
+    records = read_metrics(path) if path.exists() else []
+    kept = [record for record in records if record.step <= step]
+    shorter = path.with_suffix(".tmp")
+    shorter.write_text("".join(to_line(record) + "\n" for record in kept))
+    os.replace(shorter, path)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,10 +26,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from aotdist.errors import BadSettings
+from aotdist.errors import AotdistError, BadSettings
 from aotdist.launch.config import JobOptions, ParallelOptions
 from aotdist.launch.model import Decoder
-from aotdist.torch_seam import flatten_axes
+from aotdist.torch_seam import PrefixStore, flatten_axes
+
+T = TypeVar("T")
 
 REPLICATE_AXIS, SHARD_AXIS, TP_AXIS = "replicate", "shard", "tp"
 
@@ -40,12 +45,16 @@ class Place:
         local_rank: among those of this machine.
         world_size: processes of the job.
         launched: whether torchrun (or the like) started it, so that there is a group to join.
+        launch_id: names the torchrun, if there is one; the same in all its restarts.
+        restarts: how often torchrun has started the ranks again after a failure.
     """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     launched: bool = False
+    launch_id: str = ""
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Place:
@@ -54,7 +63,14 @@ class Place:
             return cls()
         rank = int(environ["RANK"])
         local_rank = int(environ.get("LOCAL_RANK", rank))
-        return cls(rank=rank, local_rank=local_rank, world_size=int(environ["WORLD_SIZE"]), launched=True)
+        return cls(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=int(environ["WORLD_SIZE"]),
+            launched=True,
+            launch_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+            restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +85,11 @@ class Layout:
     def num_dp_ranks(self) -> int:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Replicas, shards, tensor parallel."""
+        return self.dp_replicate, self.dp_shard, self.tp
 
     @classmethod
     def of(cls, options: ParallelOptions, world_size: int) -> Layout:
@@ -104,6 +125,7 @@ class World:
         dp_mesh: the mesh to shard the parameters over, if they are to be.
         tp_mesh: the mesh to split matrices over, if they are to be.
         dp_rank: place among the ranks that read different data.
+        timeout_s: seconds that a collective waits for a missing rank.
     """
 
     place: Place
@@ -113,6 +135,7 @@ class World:
     dp_mesh: DeviceMesh | None
     tp_mesh: DeviceMesh | None
     dp_rank: int
+    timeout_s: float
 
     def autocast(self) -> AbstractContextManager[object]:
         """For a model without FSDP2, whose mixed precision is not a policy's business."""
@@ -127,6 +150,33 @@ class World:
             dist.all_reduce(total)
         return total / self.place.world_size
 
+    def from_rank_0(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, for every rank.
+
+        Raises:
+            AotdistError: on every rank, when `make` raised it on rank 0.
+        """
+        if not self.place.launched:
+            return make()
+        told: list[Any] = [None]
+        if self.place.rank == 0:
+            try:
+                told = [make()]
+            except AotdistError as error:
+                told = [error]
+        dist.broadcast_object_list(told)
+        if isinstance(told[0], AotdistError):
+            raise told[0]
+        return told[0]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order, for every rank."""
+        if not self.place.launched:
+            return [value]
+        values: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(values, value)
+        return values
+
 
 def join(options: ParallelOptions, place: Place) -> World:
     """Enters the process group, if there is one, and lays the meshes out.
@@ -138,11 +188,13 @@ def join(options: ParallelOptions, place: Place) -> World:
     device = _device(options, place)
     precision = options.precision if options.precision != "auto" else _DEFAULT_PRECISION[device.type]
     if not place.launched:
-        return World(place, layout, device, _DTYPES[precision], dp_mesh=None, tp_mesh=None, dp_rank=0)
-    _join_group(device, options.timeout_s)
+        # PyTorch's checkpoints say so each time, and then do what is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        return World(place, layout, device, _DTYPES[precision], None, None, 0, options.timeout_s)
+    _join_group(device, options.timeout_s, place)
     dp_mesh, tp_mesh = _meshes(layout, device)
     dp_rank = place.rank // layout.tp  # the TP axis is the innermost one
-    return World(place, layout, device, _DTYPES[precision], dp_mesh, tp_mesh, dp_rank)
+    return World(place, layout, device, _DTYPES[precision], dp_mesh, tp_mesh, dp_rank, options.timeout_s)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -164,12 +216,22 @@ def _device(options: ParallelOptions, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _join_group(device: torch.device, timeout_s: float) -> None:
+def _join_group(device: torch.device, timeout_s: float, place: Place) -> None:
+    """Joins the process group, in a corner of the store that is this start's own.
+
+    torchrun keeps the store when it starts the ranks again: they would meet the addresses, and the notices,
+    of those that are gone (torch 2.13: "Connection refused" in two of three restarts).
+    """
     timeout = timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(f"start-{place.restarts}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def leave() -> None:

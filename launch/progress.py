@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from aotdist.launch.metrics import EndRecord, Record, StepRecord, ValidationRecord
+from aotdist.launch.metrics import CheckpointRecord, EndRecord, Record, StepRecord, ValidationRecord
 
 _PLAIN_LINES = 50
 """Step lines that a whole run prints where there is no terminal."""
@@ -62,6 +62,16 @@ def describe_validation(record: ValidationRecord) -> str:
     return f"held-out loss {record.loss:6.4f} nats ({bits_per_byte(record.loss):.3f} bits) a byte"
 
 
+def describe_checkpoint(record: CheckpointRecord) -> str:
+    """How a save went, and what it cost."""
+    if record.failure:
+        return f"checkpoint FAILED, training goes on: {record.failure}"
+    return (
+        f"checkpoint, {record.num_bytes / 1e6:.1f} MB in {record.seconds:.2f} s, "
+        f"{record.waited_s:.2f} s of it waited for"
+    )
+
+
 def describe_end(record: EndRecord) -> str:
     """How it ended."""
     return f"{record.status} after {record.step} steps, {record.seconds:.1f} s"
@@ -89,6 +99,8 @@ class PlainReporter:
                     self._print_step(step, f"{describe_step(record)}  {_describe_slope(record)}")
             case ValidationRecord():
                 self._print_step(record.step, describe_validation(record))
+            case CheckpointRecord():
+                self._print_step(record.step, describe_checkpoint(record))
             case EndRecord():
                 print(describe_end(record), flush=True)
 
@@ -132,6 +144,9 @@ class LiveReporter:
                 line = Text(f"step {record.step:>5}  {describe_validation(record)}")
                 line.highlight_words([f"{record.loss:6.4f}".strip()], style="bold cyan")
                 self._console.print(line)
+            case CheckpointRecord():
+                line = f"step {record.step:>5}  {describe_checkpoint(record)}"
+                self._console.print(Text(line, style="bold red" if record.failure else "dim"))
             case EndRecord():
                 self._bar.stop()
                 self._console.print(Text(describe_end(record), style="bold"))

@@ -4,27 +4,72 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from aotdist.errors import BadSettings
-from aotdist.launch.config import JobOptions, RunOptions
-from aotdist.launch.parallel import World
+from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, RunOptions
+from aotdist.launch.parallel import Place, World
 
-CONFIG_FILE = "config.json"
 CURVE_FILE = "loss.png"
+_UNFINISHED_CONFIG = f"{CONFIG_FILE}.tmp"
 
 
-def make_run_folder(options: RunOptions) -> Path:
-    """A new folder, called after the run or after the time.
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where a run writes.
+
+    Args:
+        path: the folder.
+        is_new: whether this process made it; otherwise the run that began there goes on.
+    """
+
+    path: Path
+    is_new: bool
+
+
+def claim_run_folder(options: JobOptions, place: Place) -> RunFolder:
+    """The folder of the run that the options mean: a new one, or that of a run that is to go on.
+
+    That is the one that `--resume` names, or the one that this torchrun made before it started the ranks
+    again. Only rank 0 may do this.
 
     Raises:
-        BadSettings: the name is taken, or the folder cannot be made.
+        BadSettings: the name is taken, the folder cannot be made, or there is no such run.
     """
+    run = options.run
+    if options.resume is not None and options.resume != AUTO:
+        return RunFolder(Path(options.resume), is_new=False)
+    if options.resume == AUTO:
+        if run.name is None:
+            fix = "give the run a name that the next start knows too: --run.name"
+            raise BadSettings("--resume auto does not know which run is meant", fix=fix)
+        if (run.folder / run.name / CONFIG_FILE).exists():
+            return RunFolder(run.folder / run.name, is_new=False)
+    if place.restarts:
+        before = _folder_of_launch(run, place.launch_id)
+        if before is not None:
+            return RunFolder(before, is_new=False)
+    return RunFolder(_new_folder(run), is_new=True)
+
+
+def _folder_of_launch(options: RunOptions, launch_id: str) -> Path | None:
+    """The latest folder that this torchrun has made, of the run's name if it has one."""
+    configs = options.folder.glob(f"{options.name or '*'}/{CONFIG_FILE}")
+    for config in sorted(configs, key=lambda path: path.stat().st_mtime, reverse=True):
+        if json.loads(config.read_text())["environment"].get("launch_id") == launch_id:
+            return config.parent
+    return None
+
+
+def _new_folder(options: RunOptions) -> Path:
+    """A new folder, called after the run or after the time."""
     name = options.name or time.strftime("%Y-%m-%d-%H%M%S")
     candidates = [name] if options.name else [name, *(f"{name}-{n}" for n in range(2, 100))]
     for candidate in candidates:
@@ -32,15 +77,22 @@ def make_run_folder(options: RunOptions) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            continue
+            if not _died_at_birth(folder):
+                continue
         except OSError as error:
             what = f"the run folder {folder} cannot be made: {error.strerror}"
             raise BadSettings(what, fix="choose another place with --run.folder") from error
         return folder
     raise BadSettings(
         f"a run called {name!r} exists already in {options.folder}",
-        fix="choose another --run.name, or remove that folder",
+        fix="choose another --run.name, remove that folder, or go on with that run: --resume "
+        f"{options.folder / name}",
     )
+
+
+def _died_at_birth(folder: Path) -> bool:
+    """Whether a process made the folder and was gone before it had written down its options."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {_UNFINISHED_CONFIG}
 
 
 def write_config(folder: Path, options: JobOptions, world: World) -> None:
@@ -53,9 +105,12 @@ def write_config(folder: Path, options: JobOptions, world: World) -> None:
         "ranks": world.place.world_size,
         "layout": str(world.layout),
         "compute_dtype": str(world.compute_dtype).removeprefix("torch."),
+        "launch_id": world.place.launch_id,
     }
     document = {"options": dataclasses.asdict(options), "environment": environment}
-    (folder / CONFIG_FILE).write_text(json.dumps(document, indent=2, default=_jsonable) + "\n")
+    written = folder / _UNFINISHED_CONFIG
+    written.write_text(json.dumps(document, indent=2, default=_jsonable) + "\n")
+    os.replace(written, folder / CONFIG_FILE)  # a run can go on only if this file is whole
 
 
 def _device_name(device: torch.device) -> str:

@@ -7,7 +7,7 @@ expect of a tangent, and the conversion of one that is laid out otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -87,6 +87,14 @@ class _DTensorRule(WrapperRule):
     def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
         # Where only what is inside requires grad, the constructor warns.
         return make_dtensor(inner, _spec(recipe), requires_grad=inner.requires_grad).requires_grad_(False)
+
+    def unflattener(self, recipe: Wrapper) -> Callable[[Mapping[str, Any], tuple[int, ...]], torch.Tensor]:
+        # The class's own fails where views have made strided shards (torch 2.13).
+        def put_together(inner: Mapping[str, Any], stride: tuple[int, ...]) -> torch.Tensor:
+            spec = dtensor_spec(recipe.context, inner.get("device_mesh"), recipe.size, stride)
+            return make_dtensor(inner["_local_tensor"], spec)
+
+        return put_together
 
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
         inner = dict(recipe.attributes)["_local_tensor"]

@@ -18,7 +18,8 @@ Source: torchao's `precompute_float8_dynamic_scale_for_fsdp`, which is called by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +31,15 @@ from torch.distributed.tensor import DTensor
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.float8_tensor import E4M3, Float8Tensor, amax_of, on_local, quantise, scale_for
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import local_part, local_tensor, make_dtensor, pytree, retyped_spec, writes_arguments
+from aotdist.torch_seam import (
+    local_part,
+    local_tensor,
+    make_dtensor,
+    pytree,
+    retyped_spec,
+    writes_arguments,
+    written_by,
+)
 
 aten = torch.ops.aten
 
@@ -92,9 +101,12 @@ class Float8GatherWeight(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run `func` on the weights themselves."""
+        kwargs = kwargs or {}
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        bare_args, bare_kwargs = pytree.tree_map_only(cls, lambda t: t.weight, (args, kwargs or {}))
-        result = func(*bare_args, **bare_kwargs)
+        written = [t.weight for t in written_by(func, args, kwargs) if isinstance(t, cls) and is_real(t)]
+        bare_args, bare_kwargs = pytree.tree_map_only(cls, lambda t: t.weight, (args, kwargs))
+        with _counted(written):
+            result = func(*bare_args, **bare_kwargs)
         if writes_arguments(func):  # whoever writes a weight holds it still
             return args[0] if isinstance(args[0], torch.Tensor) else result
         if func not in _CUTS or (func is aten._to_copy.default and result.dtype != first.dtype):
@@ -162,6 +174,16 @@ _CUTS = frozenset(
     }
 )
 """Operators of which FSDP2, `distribute_tensor`, autograd and `Module.to` expect the same class."""
+
+
+@contextmanager
+def _counted(written: Sequence[torch.Tensor]) -> Generator[None]:
+    """Writes inside show in version counters; those of fused optimizers would not (torch 2.13)."""
+    before = [weight._version for weight in written]
+    yield
+    for weight, version in zip(written, before, strict=True):
+        if weight._version == version:
+            torch.autograd.graph.increment_version(weight)
 
 
 class WeightScales:

@@ -181,14 +181,14 @@ def _assembler(recipe: Recipe) -> Callable[[Iterator[torch.Tensor]], Any]:
             return next
         case Constant(value=value):
             return lambda _: value
-        case Wrapper(cls=cls, context=context, size=size, stride=stride):
-            unflatten: Callable[..., torch.Tensor] = cls.__tensor_unflatten__  # type: ignore[attr-defined]
+        case Wrapper(cls=cls, stride=stride):
+            unflatten = wrapper_rule(cls).unflattener(recipe)
             parts = [(name, _assembler(part)) for name, part in recipe.attributes]
             alike = _part_laid_out_alike(recipe)
 
             def assemble(remaining: Iterator[torch.Tensor]) -> torch.Tensor:
                 inner = {name: part(remaining) for name, part in parts}
-                return unflatten(inner, context, size, stride if alike is None else inner[alike].stride())
+                return unflatten(inner, stride if alike is None else inner[alike].stride())
 
             return assemble
 
@@ -264,6 +264,15 @@ class WrapperRule:
     def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
         """A wrapper without grad around `inner`, which may have some; see `around_one`."""
         return rebuild(recipe, [inner])
+
+    def unflattener(self, recipe: Wrapper) -> Callable[[Mapping[str, Any], tuple[int, ...]], torch.Tensor]:
+        """Puts a wrapper together of what is in it, by name, and with such strides."""
+        unflatten: Callable[..., torch.Tensor] = recipe.cls.__tensor_unflatten__  # type: ignore[attr-defined]
+
+        def put_together(inner: Mapping[str, Any], stride: tuple[int, ...]) -> torch.Tensor:
+            return unflatten(inner, recipe.context, recipe.size, stride)
+
+        return put_together
 
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
         """A quick `(*plains) -> wrapper`; the printed runtime calls it."""

@@ -28,6 +28,7 @@ from aotdist.subclasses.sparse24_packing import (
     magnitude_mask,
     unpack,
 )
+from aotdist.subclasses.sparse24_slots import choose_by_slots, compress_by_slots
 from aotdist.torch_seam import OpOverload, views_unnoticed
 
 Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]
@@ -207,13 +208,17 @@ _define(
 
 
 def _made_of_choice(dense: torch.Tensor, transposable: bool) -> torch.Tensor:
-    return NotImplemented if transposable else _run_choose(dense, transposable)
+    return NotImplemented if transposable else choose_by_slots(dense)
+
+
+def _made_of_compression(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    return compress_by_slots(dense.contiguous(), meta)
 
 
 MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
     torch.ops.aotdist.choose_24.default: _made_of_choice,
     torch.ops.aotdist.mask_24.default: decode,
-    torch.ops.aotdist.compress_24.default: _run_compress,
+    torch.ops.aotdist.compress_24.default: _made_of_compression,
     torch.ops.aotdist.unpack_24.default: unpack,
 }
-"""What operators are made of, for a compiler that fuses: then three kernels choose and pack."""
+"""What operators are made of, for a compiler that fuses: then one kernel chooses and packs."""

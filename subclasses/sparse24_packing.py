@@ -95,23 +95,33 @@ def magnitude_mask(dense: torch.Tensor, mask: MaskKind = "row") -> torch.Tensor:
 
 
 def _row_mask(dense: torch.Tensor) -> torch.Tensor:
-    a, b, c, d = _groups(_magnitude(dense))
+    return torch.stack(two_largest(*_groups(magnitude(dense))), -1).flatten(-2)
+
+
+def two_largest(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Whether each is one of the two largest, elementwise; of equal ones, the first are."""
     ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
-    kept = (
+    return (
         _two_of_three(ab, ac, ad),
         _two_of_three(~ab, bc, bd),
         _two_of_three(~ac, ~bc, cd),
         _two_of_three(~ad, ~bd, ~cd),
     )
-    return torch.stack(kept, -1).flatten(-2)
 
 
-def _magnitude(dense: torch.Tensor) -> torch.Tensor:
+def magnitude(dense: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the magnitudes: the bits of a float without its sign are."""
     if dense.dtype == torch.int8:
         return dense.to(torch.int16).abs()  # -128 has no magnitude in int8
-    integer = _INTEGER_OF_SIZE[dense.dtype.itemsize]
-    return dense.view(integer) & torch.iinfo(integer).max
+    integers = bits(dense)
+    return integers & torch.iinfo(integers.dtype).max
+
+
+def bits(dense: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers; int8 as it is."""
+    return dense if dense.dtype == torch.int8 else dense.view(_INTEGER_OF_SIZE[dense.dtype.itemsize])
 
 
 def _two_of_three(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What holds for every test: search profiles, markers that skip or group, a clean environment."""
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -12,7 +13,7 @@ if not torch.cuda.is_available():
 
 REPEATABLE = hypothesis.settings(deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
-hypothesis.settings.register_profile("ci", REPEATABLE, max_examples=25)
+hypothesis.settings.register_profile("ci", REPEATABLE, max_examples=16)
 hypothesis.settings.register_profile("second-torch", REPEATABLE, max_examples=8)
 hypothesis.settings.register_profile("sweep", max_examples=1250, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -25,6 +26,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("ranks"))
     if item.get_closest_marker("device") and not torch.cuda.is_available():
         item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one test compiles may be there for the next, but nothing of the developer's own runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,16 @@ def test_alone(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
-    build = ("-m", "aotdist.launch.command", "build", "train.py:make", "--world-size", "2", "-o", "step.aot")
+    build = (
+        "-m",
+        "aotdist.launch.commands.main",
+        "build",
+        "train.py:make",
+        "--world-size",
+        "2",
+        "-o",
+        "step.aot",
+    )
     assert "for cpu and 2 ranks: one record" in run(tmp_path, *build)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
     assert run(tmp_path, *launch).count("[(128, 64), (128,), (5, 256), (5,)]") == 2

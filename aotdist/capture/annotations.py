@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 
 _MODULE: ContextVar[str] = ContextVar("aotdist_module", default="")
+_LINE: ContextVar[str] = ContextVar("aotdist_line", default="")
 _NO_TAGS: Mapping[str, str] = MappingProxyType({})
 _TAGS: ContextVar[Mapping[str, str]] = ContextVar("aotdist_tags", default=_NO_TAGS)
 
@@ -29,6 +30,16 @@ def current_tags() -> Mapping[str, str]:
 def set_current_module(path: str) -> None:
     """Say whose forward runs from now on."""
     _MODULE.set(path)
+
+
+def current_line() -> str:
+    """The user's line that a graph was made of which runs in its place, if one does."""
+    return _LINE.get()
+
+
+def set_current_line(line: str) -> None:
+    """Say which of the user's lines runs from now on, where the stack does not tell."""
+    _LINE.set(line)
 
 
 @contextlib.contextmanager

@@ -37,14 +37,14 @@ class GraphList(list[dict[str, torch.fx.GraphModule]]):
 class Explain:
     """Calls the report of a module's compiled call."""
 
-    def __init__(self, report: Callable[[], Any] | None = None) -> None:
+    def __init__(self, report: Callable[..., Any] | None = None) -> None:
         self._report = report
 
-    def __call__(self) -> Any:
+    def __call__(self, **options: Any) -> Any:
         """The module's report, see `aotdist.explain`."""
-        return (
-            "not compiled: this module is a copy of one that was" if self._report is None else self._report()
-        )
+        if self._report is None:
+            return "not compiled: this module is a copy of one that was"
+        return self._report(**options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Explain, ())

@@ -12,6 +12,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
 from aotdist.torch_seam import class_functions_on, marked_dims, pytree, said_to_be_compiling
+
+NO_DIMS: Mapping[int, frozenset[int]] = MappingProxyType({})
+"""No dimension is dynamic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,7 @@ def capture(
     kwargs: Mapping[str, Any],
     settings: Settings,
     scope: contextlib.ExitStack,
+    dims: Mapping[int, frozenset[int]] = NO_DIMS,
 ) -> Captured:
     """Describe one call as a program.
 
@@ -191,6 +196,8 @@ def capture(
         settings: how to compile.
         scope: from when the program runs until this closes, stand-ins hang in the modules and their
             hooks are replaced. It must outlast the backward, whose hooks may run a forward again.
+        dims: dimensions whose size may differ from call to call, by the identity of the tensor; besides those
+            that carry a mark, or that `settings` names.
 
     Raises:
         UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
@@ -211,7 +218,7 @@ def capture(
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
     name = getattr(target, "__name__", type(target).__name__)
-    dims = _dynamic_dims(tensors if settings.dynamic else (), examples)
+    dims = {**_dynamic_dims(tensors if settings.dynamic else (), examples), **dims}
     return Captured(program, arguments, environment, ambient(), _closed_over(environment), name, dims)
 
 

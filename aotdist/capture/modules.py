@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from aotdist.capture.annotations import set_current_module
+from aotdist.capture.annotations import set_current_line, set_current_module
 from aotdist.capture.attached import PrintedSource
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.source import Source
@@ -159,6 +159,7 @@ def following_modules(modules: Mapping[str, nn.Module]) -> Generator[None]:
         yield
     finally:
         set_current_module("")
+        set_current_line("")
         for handle in handles:
             handle.remove()
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
+import re
 from types import FrameType, TracebackType
 
 import torch
 
 from aotdist import program
+from aotdist.capture.annotations import current_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TORCH_MODULES = os.path.join(_TORCH, "nn") + os.sep
 _OURS = os.path.dirname(program.__file__) + os.sep
-# The trainer that ships with aotdist is a user like any other: its lines are worth showing.
+# The trainer that ships with aotdist is a user like any other: its lines are worth showing. Commands are not.
 _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
+_COMMANDS = os.path.join(_EXAMPLES, "commands") + os.sep
+_FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
 def is_user_file(filename: str) -> bool:
     """Whether code in `filename` belongs to the user: neither torch's, nor ours, nor generated."""
     if filename.startswith((_TORCH, "<")):
         return False
-    return not filename.startswith(_OURS) or filename.startswith(_EXAMPLES)
+    if filename.startswith(_EXAMPLES):
+        return not filename.startswith(_COMMANDS)
+    return not filename.startswith(_OURS)
 
 
 class Origins:
@@ -33,7 +39,12 @@ class Origins:
         self._lines: dict[tuple[str, int], str] = {}
 
     def current(self) -> str:
-        """The innermost line of the user's on the stack, as `file:line   code`, or an empty string."""
+        """The innermost line of the user's on the stack, as `file:line   code`, or an empty string.
+
+        Where a graph runs that was made of the user's program, the line that it was made of.
+        """
+        if line := current_line():
+            return line
         frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             filename = frame.f_code.co_filename
@@ -60,7 +71,8 @@ def describe_line(filename: str, number: int) -> str:
 def raised_at(traceback: TracebackType | None) -> str | None:
     """The innermost line of the user's that an exception passed through.
 
-    Where there is none, because a module of PyTorch's own was compiled, the innermost line of `torch.nn`.
+    Where there is none, the line that a graph was made of; if a module of PyTorch's own was compiled, the
+    innermost line of `torch.nn`.
     """
     users, modules = None, None
     while traceback is not None:
@@ -70,4 +82,15 @@ def raised_at(traceback: TracebackType | None) -> str | None:
         elif filename.startswith(_TORCH_MODULES):
             modules = describe_line(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
-    return users or modules
+    return users or current_line() or modules
+
+
+def line_of_stack(stack: str) -> str:
+    """The innermost line of the user's in a stack that was written down, or an empty string.
+
+    Where there is none, the innermost line of `torch.nn`.
+    """
+    frames = [(filename, int(number)) for filename, number in _FRAME.findall(stack)]
+    users = [frame for frame in frames if is_user_file(frame[0])]
+    lines = users or [frame for frame in frames if frame[0].startswith(_TORCH_MODULES)]
+    return describe_line(*lines[-1]) if lines else ""

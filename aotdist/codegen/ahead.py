@@ -22,6 +22,7 @@ from aotdist.codegen.triton import (
     summary,
     unpack,
     with_kernels,
+    with_registers,
 )
 from aotdist.errors import InternalError
 from aotdist.program import Graph
@@ -55,8 +56,8 @@ class PackedLaunch:
     def on(self, device: torch.device) -> Launch:
         """The kernel on a GPU that is there."""
         overwritten = frozenset(result.into for result in self.results if result.into is not None)
-        runner = unpack(self.packed, device, overwritten)
-        return Launch(self.name, runner, self.num_blocks, self.results, device)
+        runner = unpack(self.packed, self.num_blocks, device, overwritten)
+        return Launch(self.name, runner, self.results, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Ahead:
                 node.target = node.target.on(device)
         printed = print_graph(here)
         call = load_function(printed.source, "forward", printed.bound, label)
-        return Emitted(call, printed.source, fusion=self.fusion)
+        return Emitted(call, printed.source, fusion=lambda: self.fusion)
 
 
 def _runs_elsewhere() -> InternalError:
@@ -117,14 +118,15 @@ class TargetBackend(TritonBackend):
         """Put compiled kernels into the graph."""
         label = f"{emission.name} {emission.kind}"
         fused = with_kernels(graph, keeps_casts=emission.settings.emulate_casts, label=label)
-        emitted = {one.printed.name: one for one in fused.kernels}
+        packed = {one.printed.name: pack(one, self.target) for one in fused.kernels}
         for node in fused.graph.gm.graph.nodes:
             if isinstance(node.target, Launch):
                 launch = node.target
-                packed = pack(emitted[launch.name], self.target)
-                node.target = PackedLaunch(launch.name, packed, launch.num_blocks, tuple(launch.results))
-        source, fusion = f"{fused.source}\n\n{print_graph(fused.graph).source}", summary(fused)
-        return Emitted(Ahead(fused.graph, fusion), source, fusion=fusion)
+                num_blocks, results = launch.runner.num_blocks, tuple(launch.results)
+                node.target = PackedLaunch(launch.name, packed[launch.name], num_blocks, results)
+        source = f"{fused.source}\n\n{print_graph(fused.graph).source}"
+        fusion = with_registers(summary(fused), {name: one.registers for name, one in packed.items()})
+        return Emitted(Ahead(fused.graph, fusion), source, fusion=lambda: fusion)
 
 
 LOADED = FxBackend(name="triton", partition="min_cut", any_tangents=False)

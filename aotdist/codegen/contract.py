@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+import torch
+
 from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.torch_seam import FakeTensorMode, OpOverload
@@ -51,16 +53,22 @@ class KernelSummary:
     Args:
         name: of the function.
         operators: what it computes, in order.
-        num_results: elements along what it does not reduce.
+        num_results: elements along what it does not reduce; text where it differs from call to call.
         num_reduced: elements that it reduces to each of those; 1 if it reduces nothing.
-        num_bytes: bytes that it reads and writes.
+        num_bytes: bytes that it reads and writes, with the sizes that it was compiled for.
+        sources: the user's lines that its operators are from, in order.
+        text: the kernel as Triton source.
+        registers: of a thread, 32 bits each; None while it is not compiled.
     """
 
     name: str
     operators: tuple[str, ...]
-    num_results: int
-    num_reduced: int
+    num_results: int | str
+    num_reduced: int | str
     num_bytes: int
+    sources: tuple[str, ...]
+    text: str
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,29 @@ class Recordings:
     without: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Portable:
+    """What was emitted on the CPU, for another process of the same machine: text and machine code.
+
+    Args:
+        source: what runs, for a reader.
+        text: of a module that defines `call`, without the kernels.
+        output_strides: see `Emitted`.
+        libraries: extension modules.
+        kernels: names of the text, by the library that holds each, and by what it is called there.
+        constants: names of the text that are tensors.
+        functions: names of `torch` that the text calls as attributes of `extern_kernels`.
+    """
+
+    source: str
+    text: str
+    output_strides: tuple[Strides | None, ...] | None
+    libraries: tuple[bytes, ...]
+    kernels: Mapping[str, tuple[int, str]]
+    constants: Mapping[str, torch.Tensor]
+    functions: tuple[str, ...]
+
+
 def _nothing_pending() -> None:
     return None
 
@@ -106,16 +137,20 @@ class Emitted:
             tensor); None altogether where every out has the strides of the graph's own `val`.
         finish: waits until `call` may be used, and raises if compiling failed. A compiler that
             works in the background returns early, so that the next graph is emitted meanwhile.
-        fusion: which kernels there are, from a backend that writes its own.
+        fusion: tells which kernels there are, from a backend that writes its own.
         recordings: tells what was recorded until now, of a graph that is.
+        portable: makes it something for another process, once `finish` is done; None where that cannot be.
+        from_cache: it was compiled before, perhaps by another process, and found in the compile cache.
     """
 
     call: BoxedCall
     source: str
     output_strides: tuple[Strides | None, ...] | None = None
     finish: Callable[[], None] = _nothing_pending
-    fusion: Fusion | None = None
+    fusion: Callable[[], Fusion] | None = None
     recordings: Callable[[], Recordings] | None = None
+    portable: Callable[[], Portable | None] | None = None
+    from_cache: bool = False
 
 
 @runtime_checkable

@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Container, Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from aotdist.torch_seam import OpOverload, record_on_fakes
+from aotdist.torch_seam import FakeTensor, OpOverload, record_on_fakes
 
 
-def decompose(gm: GraphModule, table: Mapping[OpOverload, Callable[..., Any]]) -> None:
+def decompose(
+    gm: GraphModule,
+    table: Mapping[OpOverload, Callable[..., Any]],
+    only: Container[OpOverload] | None = None,
+) -> None:
     """Replace each call of an operator in `table` by what its decomposition does, in place.
 
     Args:
         gm: a private copy of a graph, whose nodes carry `val`.
-        table: operators and their decompositions.
+        table: operators and their decompositions, which what they are made of is broken up by, too.
+        only: the operators to look for, of those in `table`; all of them if it is None.
     """
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target in table:
-            _inline(gm.graph, node, table)
+        if node.op == "call_function" and node.target in table and (only is None or node.target in only):
+            inline(gm.graph, node, table[node.target], table)
     gm.graph.eliminate_dead_code()
 
 
-def _inline(graph: torch.fx.Graph, node: Node, table: Mapping[OpOverload, Callable[..., Any]]) -> None:
-    """Record the decomposition on the node's fake inputs, and copy what it did before the node."""
+def inline(
+    graph: torch.fx.Graph,
+    node: Node,
+    decomposition: Callable[..., Any],
+    table: Mapping[OpOverload, Callable[..., Any]],
+) -> Any:
+    """Let a node be what its decomposition does: record that on its fake inputs, and copy it before the node.
+
+    Args:
+        graph: the node's.
+        node: a call of an operator or a function.
+        decomposition: what it is made of.
+        table: what the operators in there are made of.
+
+    Returns:
+        the node, or the list of nodes, that stands for it; the node itself if it stays whole.
+    """
     inputs = list(dict.fromkeys(node.all_input_nodes))
     fakes = [source.meta["val"] for source in inputs]
-    decomposition = table[cast("OpOverload", node.target)]
 
     def call(*values: torch.Tensor) -> Any:
         value_of = dict(zip(inputs, values, strict=True))
         args = map_arg(node.args, lambda n: value_of[n])
         kwargs = map_arg(node.kwargs, lambda n: value_of[n])
-        return decomposition(*args, **kwargs)
+        made = decomposition(*args, **kwargs)
+        return tuple(made) if isinstance(made, tuple) else made  # a named one would be a node of its own
 
-    if call(*fakes) is NotImplemented:  # it stays whole; asked first, as recording takes 1 ms for each matmul
-        return
-    recorded = record_on_fakes(call, fakes, table)
+    modes = (fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    with next(modes, nullcontext()):  # for what is made of nothing on the way
+        # Asked first whether it stays whole, as recording takes 1 ms for each matmul.
+        if call(*fakes) is NotImplemented:
+            return node
+        recorded = record_on_fakes(call, fakes, table)
     copies = dict(zip(recorded.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
         for step in recorded.graph.nodes:
@@ -47,7 +71,9 @@ def _inline(graph: torch.fx.Graph, node: Node, table: Mapping[OpOverload, Callab
                 copies[step] = graph.node_copy(step, lambda n: copies[n])
                 copies[step].meta = {**node.meta, "val": step.meta.get("val"), "original_aten": step.target}
     (result,) = recorded.graph.output_node().args
-    _replace(node, map_arg(result, lambda n: copies[n]))
+    stands_for_it = map_arg(result, lambda n: copies[n])
+    _replace(node, stands_for_it)
+    return stands_for_it
 
 
 def _replace(node: Node, result: Any) -> None:

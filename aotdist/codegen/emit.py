@@ -17,6 +17,7 @@ from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.numbers import numbers_apart
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
 from aotdist.torch_seam import FakeTensorMode, no_modes, surely_equal
@@ -103,8 +104,12 @@ class Emitter:
         saved = frozenset(position for position, slot in enumerate(origins) if slot.role == "saved")
         graph = gathers_into_buffers(graph)
         emission = Emission(kind, self.fake_mode, self.settings, static, self.name, saved)
+        # The reference emitter runs functions of numbers like any operator.
+        apart = None if isinstance(self.backend, FxBackend) else numbers_apart(graph, self.fake_mode)
+        graph = graph if apart is None else apart.rest
         emitted = self.backend.emit(graph, emission)
-        return with_cuda_graphs(emitted, graph, emission) if self.settings.cuda_graphs else emitted
+        emitted = with_cuda_graphs(emitted, graph, emission) if self.settings.cuda_graphs else emitted
+        return emitted if apart is None else apart.around(emitted)
 
 
 def _forward_role(split: Split, tangent: Slot) -> Role:

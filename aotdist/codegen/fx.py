@@ -18,6 +18,7 @@ from torch.fx import Node
 from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.python_source import Bindings, load_function
+from aotdist.codegen.tensor_text import tensor_text
 from aotdist.codegen.unbind import rejoin_selects
 from aotdist.errors import InternalError
 from aotdist.program import Graph, Slot
@@ -290,20 +291,4 @@ def _slot(slot: Slot) -> str:
 
 def _shape(node: Node) -> str:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return ""
-    return f"{_DTYPES.get(value.dtype) or str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "b8",
-}
+    return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else ""

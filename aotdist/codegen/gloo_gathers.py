@@ -40,7 +40,7 @@ def _gathers_on_gloo(graph: Graph) -> Iterator[Node]:
 
 def _gather_into_buffer(graph: Graph, gather: Node) -> None:
     value, nodes = gather.meta["val"], graph.gm.graph
-    sizes = {slot.path: node for slot, node in graph.named_placeholders().items() if slot.role == "size"}
+    sizes = graph.named_sizes()
     with nodes.inserting_before(gather):
         shape = [n if isinstance(n, int) else spell_number(n, sizes, nodes) for n in value.shape]
         options = {"dtype": value.dtype, "device": value.device}

@@ -17,7 +17,9 @@ from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.kernel_batch import KernelBatches
+from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
+from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings
 from aotdist.program import Graph
 from aotdist.torch_seam import (
@@ -26,6 +28,7 @@ from aotdist.torch_seam import (
     TracingContext,
     autocast_off,
     compile_with_inductor,
+    constants_allowed,
     cpp_kernels_batched,
     inductor_config,
     inductor_config_is_per_thread,
@@ -87,6 +90,8 @@ class InductorBackend:
         gm = copied(graph)
         visible = [position for position, slot in enumerate(graph.outs) if slot.role in _VISIBLE]
         gm.graph.output_node().meta["user_visible_output_idxs"] = visible
+        if emission.kind == "inference":
+            write_back(gm, graph)
         batches = KernelBatches()
         with _compiling(emission.fake_mode) as context, cpp_kernels_batched(batches.start):
             decompose(gm, inductor_decompositions())
@@ -97,9 +102,12 @@ class InductorBackend:
                 backward=emission.kind == "backward",
                 inference=emission.kind == "inference",
             )
-        strides = context.output_strides
+        strides = tuple(context.output_strides) if context.output_strides else None
         source = inductor_source(compiled) or print_graph(graph).source
-        return Emitted(inductor_entry(compiled), source, tuple(strides) if strides else None, batches.finish)
+        call = inductor_entry(compiled)
+        return Emitted(
+            call, source, strides, batches.finish, portable=lambda: portable_of(call, source, strides)
+        )
 
 
 _VISIBLE = frozenset({"output", "grad"})
@@ -132,7 +140,9 @@ def _compiling(fake_mode: FakeTensorMode | None) -> Generator[TracingContext]:
     """What Inductor expects around it, whatever the user's own call stands in."""
     with ExitStack() as around:
         context = around.enter_context(tracing_context(fake_mode))
-        for manager in (shape_environment(fake_mode), torch.no_grad(), autocast_off(), _configured()):
+        for of_mode in (shape_environment, constants_allowed):
+            around.enter_context(of_mode(fake_mode))
+        for manager in (torch.no_grad(), autocast_off(), _configured()):
             around.enter_context(manager)
         yield context
 

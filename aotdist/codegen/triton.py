@@ -8,26 +8,35 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch.fx import Node
 
 from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion, KernelSummary
+from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
-from aotdist.kernels import foreach, triton_seam
+from aotdist.kernels import extremes, foreach, scattering, triton_seam
+from aotdist.kernels.choices import Choices
 from aotdist.kernels.compilation import TARGETS, Target
 from aotdist.kernels.compilation import check as check_target
-from aotdist.kernels.emission import Fused, fuse
+from aotdist.kernels.emission import Fused, fuse, without_kernels
 from aotdist.kernels.launching import Launch, Result
 from aotdist.kernels.packing import Packed, pack, unpack
+from aotdist.kernels.polynomial import NotProved, Whole
+from aotdist.kernels.sized import SizedLaunch
 from aotdist.kernels.splitting import split_reductions
+from aotdist.kernels.tuning import Tuner
 from aotdist.partition.traits import is_collective, is_random
+from aotdist.passes.linear_cross_entropy import MADE_OF
 from aotdist.program import Graph
+from aotdist.settings import Settings
 from aotdist.subclasses.protocol import operators_made_of_others
 from aotdist.torch_seam import inductor_decompositions
 
@@ -40,9 +49,11 @@ __all__ = [
     "TritonBackend",
     "check_target",
     "pack",
+    "launches_of",
     "summary",
     "unpack",
     "with_kernels",
+    "with_registers",
 ]
 
 
@@ -71,7 +82,8 @@ class TritonBackend:
     def decompositions(self) -> Decompositions:
         """Inductor's table, foreach operators by tensor, and operators of wrappers'."""
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
-        return {**of_operators, **foreach.decompositions(), **operators_made_of_others()}
+        own = {**foreach.decompositions(), **extremes.decompositions(), **scattering.decompositions()}
+        return {**of_operators, **own, **operators_made_of_others()}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """The graph itself."""
@@ -80,11 +92,24 @@ class TritonBackend:
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Put kernels into the graph, and print what runs them."""
         _refuse_cpu(graph)
-        label = f"{emission.name} {emission.kind}"
-        fused = with_kernels(graph, keeps_casts=emission.settings.emulate_casts, label=label)
+        label, settings = f"{emission.name} {emission.kind}", emission.settings
+        fused = with_kernels(graph, keeps_casts=settings.emulate_casts, label=label, tuner=_tuner(settings))
         printed = print_graph(fused.graph)
         call = load_function(printed.source, "forward", printed.bound, label)
-        return Emitted(call, f"{fused.source}\n\n{printed.source}", fusion=summary(fused))
+        known, launches = summary(fused), launches_of(fused)
+
+        def fusion() -> Fusion:
+            return with_registers(known, {name: launch.registers for name, launch in launches.items()})
+
+        return Emitted(call, f"{fused.source}\n\n{printed.source}", fusion=fusion)
+
+
+def _tuner(settings: Settings) -> Tuner | None:
+    if not settings.tune_kernels or triton_seam.is_interpreting():
+        return None
+    is_alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
+    reductions = is_alone and not torch.are_deterministic_algorithms_enabled()
+    return Tuner(Choices.within(Path(settings.cache_folder).expanduser() / "kernels"), reductions)
 
 
 _KEPT = frozenset(
@@ -101,18 +126,35 @@ one row in any order; the library sorts it first, so that its sums are the same 
 """
 
 
-def with_kernels(graph: Graph, *, keeps_casts: bool, label: str) -> Fused:
+_OF_PASSES = frozenset(
+    {*MADE_OF, torch.ops.aten._chunk_cat.default, torch.ops.aten.split_with_sizes_copy.default}
+)
+"""Operators that passes put into graphs: losses by chunks, and copies into buckets and out of them."""
+
+
+def with_kernels(graph: Graph, *, keeps_casts: bool, label: str, tuner: Tuner | None = None) -> Fused:
     """The graph with kernels in it, which need not run here.
 
     Args:
         graph: functional and decomposed; it is not changed.
         keeps_casts: round to narrow floating point wherever the graph does.
         label: a word for the file name that tracebacks show.
+        tuner: chooses blocks by measuring; None to leave it at what they should cost.
     """
-    graph = Graph(copied(graph), graph.ins, graph.outs)
-    split_reductions(graph.gm)
-    fixed = [node for node in graph.gm.graph.nodes if _keeps_its_place(node)]
-    return fuse(graph, fixed, keeps_casts=keeps_casts, label=label)
+    fresh = _prepared(graph)
+    try:
+        split_reductions(fresh)
+        fixed = [node for node in fresh.gm.graph.nodes if _keeps_its_place(node)]
+        return fuse(fresh, fixed, keeps_casts=keeps_casts, label=label, tuner=tuner)
+    except NotProved as reason:
+        return without_kernels(_prepared(graph), str(reason))
+
+
+def _prepared(graph: Graph) -> Graph:
+    """A private copy, in operators that have rules."""
+    fresh = Graph(copied(graph), graph.ins, graph.outs)
+    decompose(fresh.gm, {**TritonBackend().decompositions(), **MADE_OF}, only=_OF_PASSES)
+    return fresh
 
 
 def summary(fused: Fused) -> Fusion:
@@ -121,13 +163,36 @@ def summary(fused: Fused) -> Fusion:
         KernelSummary(
             one.printed.name,
             tuple(_operator(node) for node in one.nodes),
-            one.num_results,
-            one.kernel.num_reduced,
+            _shown(one.num_results),
+            _shown(one.kernel.num_reduced),
             one.num_bytes,
+            tuple(dict.fromkeys(node.meta["source"] for node in one.nodes if node.meta.get("source"))),
+            one.printed.source,
         )
         for one in fused.kernels
     )
     return Fusion(tuple(kernels), Counter((_operator(node), why) for node, why in fused.reasons.items()))
+
+
+def _shown(number: Whole) -> int | str:
+    return number if isinstance(number, int) else str(number)
+
+
+def launches_of(fused: Fused) -> dict[str, Launch | SizedLaunch]:
+    """The launches of a graph, by the names of their kernels."""
+    targets = (node.target for node in fused.graph.gm.graph.nodes)
+    return {target.__name__: target for target in targets if isinstance(target, Launch | SizedLaunch)}
+
+
+def with_registers(fusion: Fusion, registers: Mapping[str, int | None]) -> Fusion:
+    """The same, with what became known of its kernels.
+
+    Args:
+        fusion: of a graph.
+        registers: of a thread, by kernel.
+    """
+    kernels = (replace(kernel, registers=registers.get(kernel.name)) for kernel in fusion.kernels)
+    return replace(fusion, kernels=tuple(kernels))
 
 
 def _operator(node: Node) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from aotdist.convention.naming import another_name, with_history_of
 from aotdist.convention.put import put
 from aotdist.torch_seam import OpOverload
 
@@ -68,6 +69,10 @@ class Change:
         """Whether it shows other sizes and strides now."""
         return self.op not in _OF_HISTORY
 
+    def is_unseen(self, size: torch.Size) -> bool:
+        """Whether autograd takes a gradient of what it left, of this size, for one of what was before."""
+        return not self.grad and self.op in INVERSES and size == self.size
+
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, which is as the change left it, as it was before."""
         inverse = INVERSES.get(self.op)  # pyright: ignore[reportArgumentType]
@@ -80,6 +85,16 @@ class Change:
             offset = self.former.storage_offset() if counted else None
             return tensor.as_strided(self.size, self.former.stride(), offset)
         return self.former
+
+    def before_to_autograd(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same, with the history that it had: autograd was told of no change under `no_grad`.
+
+        Gradients come as the tensor lies since; where they do not fit, eager has none either. The history of
+        a view is made again.
+        """
+        if not tensor.requires_grad or tensor._is_view() or not self.is_unseen(tensor.size()):
+            return self.before(tensor)
+        return with_history_of(tensor, lambda: another_name(self.before(tensor.detach())))
 
 
 def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:

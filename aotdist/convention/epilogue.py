@@ -63,16 +63,17 @@ def replay(
         if isinstance(step, FunctionView):
             result = function_view(base, values[step.value], viewer(step), step.creation)
         else:
-            with torch.set_grad_enabled(step.grad):
-                result = step.op(base, *step.args, **dict(step.kwargs))
+            result = step.of(base)
         if step.is_common():
             made[step.serial] = result
         base = _picked(result, step)
     return base
 
 
-def viewer(step: FunctionView) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes the views inside of a user's autograd function."""
+def viewer(step: FunctionView) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes the views inside of a user's autograd function; None where the step is the base itself."""
+    if not step.steps:
+        return None
     return lambda base: replay(base, step.steps, (), {})
 
 
@@ -268,7 +269,7 @@ def _from_function(
 ) -> torch.Tensor:
     root = log.root(outs[idx], set(map(id, outs)))
     # Where nothing has a history, nothing tells what a function made: the view is made again.
-    return root.made[number].tensor if root.made else replay(root.base, steps, (), {})
+    return log.as_made(root.made[number].tensor) if root.made else replay(root.base, steps, (), {})
 
 
 def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:

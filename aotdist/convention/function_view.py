@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aotdist.convention.put import put
 from aotdist.torch_seam import set_creation_meta
 
 
@@ -29,16 +30,22 @@ class _FunctionView(torch.autograd.Function):
 
 
 def function_view(
-    base: torch.Tensor, value: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor], creation: Any
+    base: torch.Tensor,
+    value: torch.Tensor,
+    make: Callable[[torch.Tensor], torch.Tensor] | None,
+    creation: Any,
 ) -> torch.Tensor:
     """The view that `make` makes of `base`, with the history of `value`.
 
     Args:
         base: what it shows.
         value: the same numbers, with a history.
-        make: makes the view.
+        make: makes the view; None for what lies inside of a wrapper and was written: it is the view.
         creation: what autograd is to know of how it was made.
     """
+    if make is None:
+        put(base, None, value, 0)
+        return base
     with torch.enable_grad():  # as it was where the user's function ran
         view = _FunctionView.apply(value, base, make)
     set_creation_meta(view, creation)

@@ -34,13 +34,18 @@ def rewind(target: torch.Tensor, count: int) -> None:
         set_version(target, target._version - count)
 
 
-def counting_as_eager(args: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Where an operator takes lists with wrappers in them, eager counts no writes beneath autograd."""
-    stack = ExitStack()
+def written_uncounted(args: Sequence[Any]) -> list[torch.Tensor]:
+    """What an operator may write that takes lists with wrappers in them: eager counts none of it."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    if any(isinstance(item, torch.Tensor) and is_wrapper(item) for items in lists for item in items):
-        for item in lists[0]:
-            if isinstance(item, torch.Tensor):
-                for tensor in (item, *(inner for _, inner in inner_tensors(item))):
-                    stack.enter_context(uncounted(tensor))
+    if not any(isinstance(item, torch.Tensor) and is_wrapper(item) for items in lists for item in items):
+        return []
+    written = [item for item in lists[0] if isinstance(item, torch.Tensor)]
+    return [tensor for item in written for tensor in (item, *(inner for _, inner in inner_tensors(item)))]
+
+
+def all_uncounted(targets: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """`uncounted` for each of them."""
+    stack = ExitStack()
+    for target in targets:
+        stack.enter_context(uncounted(target))
     return stack

@@ -20,10 +20,11 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.capture.guise import Guises
 from aotdist.capture.origins import Origins
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
-from aotdist.convention.memory import may_repeat
+from aotdist.convention.memory import may_repeat, shows
 from aotdist.convention.naming import another_name
+from aotdist.convention.outdated_views import detached_since, lies_elsewhere, make_again, reshaped_since
 from aotdist.convention.swapping import Exchange
-from aotdist.convention.version import counting_as_eager
+from aotdist.convention.version import all_uncounted, bump, rewind, written_uncounted
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Around, Inside, ViewStep, data_of
 from aotdist.subclasses.protocol import (
@@ -34,6 +35,7 @@ from aotdist.subclasses.protocol import (
     wrapper_rule,
 )
 from aotdist.torch_seam import (
+    FunctionalTensor,
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
@@ -66,9 +68,10 @@ _SETS = frozenset({_SET, torch.ops.aten.set_.default})
 _RESIZE = torch.ops.aten.resize_.default
 _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _GROWING = frozenset[Any]({_RESIZE, resize_as_out})
+_AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _STRIDED = frozenset[Any]({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
-_LIFT = torch.ops.aten.lift_fresh.default
 _VIEW_AS_DTYPE = torch.ops.aten.view.dtype
+_LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` does with its data; to the program the result is no view of anything."""
 
 
@@ -172,11 +175,19 @@ class ViewLog(TorchDispatchMode):
         self._entries: dict[int, _Entry] = {}
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
+        self._parted: dict[int, torch.Tensor] = {}
+        """By view: what it is a view of to autograd, where the log has gone on to what that was made of."""
+        self._reshaped: list[torch.Tensor] = []
+        self._from_base: dict[int, tuple[ViewStep, ...]] = {}
+        """By view: how it was made of what it is a view of to autograd, before that was reshaped."""
         self._serials = itertools.count()
         self.storages: Storages | None = None
         self._as_made: dict[int, torch.Tensor] = {}
         self._reads_data = False
+        self._is_off = False
         self.changes: list[Change] = []
+        self.uncounted: list[torch.Tensor] = []
+        """What was written and not counted."""
 
     def __torch_dispatch__(
         self,
@@ -186,6 +197,8 @@ class ViewLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_off:
+            return func(*args, **kwargs)
         with self._guises.off(self._guises.among((*args, *kwargs.values()))):
             result = self._dispatch(func, args, kwargs)
         return self._guises.show(result)
@@ -201,8 +214,8 @@ class ViewLog(TorchDispatchMode):
                 return broken_up(func, *args, **kwargs)
         for target in written_by(func, args, kwargs) if is_operator(func) else ():
             self._refuse_overlapping_write(func, target)
-        if self._outgrown:
-            self._refuse_outgrown((*args, *kwargs.values()))
+        if self.changes:
+            self._refuse_lost((*args, *kwargs.values()))
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = self._view_by(func)(*args, **kwargs)
@@ -215,7 +228,10 @@ class ViewLog(TorchDispatchMode):
         results = out_names(func) if is_operator(func) else ()
         if results:
             return self._log_outs(func, args, kwargs, results)
-        with counting_as_eager(args):
+        uncounted = written_uncounted(args)
+        if uncounted:
+            self.uncounted += written_by(func, args, kwargs)
+        with all_uncounted(uncounted):
             return func(*args, **kwargs)
 
     def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -250,6 +266,8 @@ class ViewLog(TorchDispatchMode):
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`view.t_()`: the view is one more step away from its base, and views of it are not."""
         op, do = func, func
+        if func is _AS_STRIDED_:
+            self._refuse_looking_around(args[0], *args[1:], **kwargs)
         if func in _FROM_STORAGES:
             args = (args[0], self._in_storage(args[1], args[0].dtype, *args[2:], **kwargs))
             op, do, kwargs = set_memory, _SET, {}
@@ -266,12 +284,12 @@ class ViewLog(TorchDispatchMode):
                 return result
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
         change = self._change(changed, size, op, rest, kwargs, bumps=1, former=former, edge=edge)
+        if not change.moves():
+            self._make_views_again(changed)
         twin = out_of_place(func)
         entry = self._entries.get(id(changed))
-        for other in [other for other in self._entries.values() if other.base is changed and entry]:
-            assert entry is not None
-            rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
-            self._entries[id(other.view)] = rebased
+        if entry is not None:
+            self._rebase_views_of(entry)
         if entry is not None and twin is not None:
             # Autograd makes the history of a view again after any write: grad mode matters when it is made.
             grad = entry.steps[-1].grad if changed._is_view() else change.grad
@@ -279,7 +297,80 @@ class ViewLog(TorchDispatchMode):
             if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
                 steps = (*steps, ViewStep(_DETACH, (), (), None, change.grad, next(self._serials)))
             self._entries[id(changed)] = replace(entry, steps=(*entry.steps, *steps))
+            self._reshaped.append(changed)
         return result
+
+    def _rebase_views_of(self, entry: _Entry) -> None:
+        """Let views of a view that is reshaped be views of what that is one of."""
+        for other in [other for other in self._entries.values() if other.base is entry.view]:
+            if other.view._base is entry.view:
+                self._parted[id(other.view)] = entry.view
+            rebased = replace(other, base=entry.base, steps=(*entry.steps, *other.steps))
+            self._entries[id(other.view)] = rebased
+
+    def _refuse_looking_around(
+        self,
+        view: torch.Tensor,
+        size: Sequence[int],
+        stride: Sequence[int],
+        storage_offset: int | None = None,
+    ) -> None:
+        """Eager sends gradients of what else it shows nowhere, and after a write to what its base is."""
+        if id(view) not in self._entries or not view.requires_grad or not view._is_view():
+            return
+        if not shows(view, size, stride, storage_offset):
+            raise UnsupportedProgram(
+                "`as_strided_` lets a view with a history show elements that it did not show",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="make the view by `as_strided` of its base",
+            )
+
+    def _make_views_again(self, base: torch.Tensor) -> None:
+        """Let what is known as a view of `base`, which was reshaped in place, be one of what that is now.
+
+        The operators that made it, by which autograd makes its history again, hold for what the base was.
+        """
+        for view in [entry.view for entry in self._entries.values() if entry.view._base is base]:
+            with enable_reentrant_dispatch():
+                self._make_again(view, base, self._from_base.get(id(view)) or self._steps_from(base, view))
+
+    def settle(self) -> None:
+        """Let views that were reshaped in place by the call before be what they are now, to autograd, too."""
+        while self._reshaped:
+            view = self._reshaped.pop()
+            base = view._base
+            if base is not None:
+                known, last = self._from_base.get(id(view)), self._entries[id(view)].steps[-1]
+                steps = (*known, last) if known else self._steps_from(base, view)
+                rewind(base, 1)  # as if it was made before, so that its history is made again
+                self._make_again(view, base, steps)
+                bump(base, 1)
+
+    def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
+        with self._guises.off(self._guises.among([view])):
+            if not isinstance(view, FunctionalTensor) or view.is_inference():
+                return  # the history of a wrapper follows from where it lies
+            self._from_base[id(view)] = steps
+            self._is_off = True
+            try:
+                make_again(view, self._as_at(base, steps[0].serial), steps)
+            finally:
+                self._is_off = False
+
+    def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
+        """A tensor as it was when the trace was so far, by views of what it is now."""
+        for change in reversed(self.changes_of(base)):
+            base = change.before(base) if change.serial > serial else base
+        return base
+
+    def _steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
+        """How a view was made of what it is one of to autograd, or of what that looks the same as."""
+        steps: tuple[ViewStep, ...] = ()
+        while view is not base and id(view) in self._entries:
+            entry = self._entries[id(view)]
+            steps, view = (*entry.steps, *steps), entry.base
+        return steps
 
     def _in_storage(self, *where: Any, **more: Any) -> torch.Tensor:
         assert self.storages is not None, "a trace has them"
@@ -402,11 +493,24 @@ class ViewLog(TorchDispatchMode):
     def _is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
         return any(passed is base for passed in self.bases(view))
 
-    def _refuse_outgrown(self, values: Sequence[Any]) -> None:
+    def _refuse_lost(self, values: Sequence[Any]) -> None:
+        """Refuse views that show other memory, or have another history, than the log can tell."""
         for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if id(tensor) in self._outgrown:
                     raise _outgrown()
+                if id(tensor) in self._entries:
+                    self._refuse_lost_history(tensor)
+
+    def _refuse_lost_history(self, view: torch.Tensor) -> None:
+        base = view._base
+        if base is None or not view.requires_grad or not self.is_outdated(view):
+            return
+        changes = [change for change in self.changes_of(base) if change.serial > self.made(view)]
+        if any(change.op is torch.Tensor.detach_ for change in changes):
+            raise detached_since()
+        if lies_elsewhere(base, changes):
+            raise _outgrown()
 
     def _refuse_overlapping_write(self, func: OpOverload, target: torch.Tensor) -> None:
         """Raise for a write into memory that one of the tensor's bases shows several times.
@@ -432,6 +536,9 @@ class ViewLog(TorchDispatchMode):
     def exchange(self, exchange: Exchange) -> None:
         """Two tensors have become each other: what is known of the one is known of the other."""
         of = exchange.of
+        views = {key: of(entry.view) for key, entry in self._entries.items()}
+        self._parted = {id(views[key]): of(base) for key, base in self._parted.items()}
+        self._from_base = {id(views[key]): steps for key, steps in self._from_base.items()}
         entries = [replace(e, view=of(e.view), base=of(e.base), inside=()) for e in self._entries.values()]
         self._entries = {id(entry.view): entry for entry in entries}
         self._outgrown = {id(tensor): tensor for tensor in map(of, self._outgrown.values())}
@@ -552,7 +659,7 @@ class ViewLog(TorchDispatchMode):
             known = tensor
             with torch.enable_grad():
                 for change in reversed(self.changes_of(tensor)):
-                    known = change.before(known)
+                    known = change.before_to_autograd(known)
             self._as_made[id(tensor)] = known
         return known
 
@@ -569,6 +676,10 @@ class ViewLog(TorchDispatchMode):
         found = Root(tensor)
         entry = self._entries.get(id(tensor))
         while entry is not None:
+            self._refuse_lost_history(found.base)
+            parted = self._parted.get(id(found.base))
+            if parted is not None and (parted.requires_grad or id(parted) in known):
+                raise reshaped_since()
             found = found.passing(entry.base if through_node else None)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise _outgrown()

@@ -280,7 +280,7 @@ class _Classifier:
         inside = root.steps[len(steps) :]
         for number, made in enumerate(root.made):
             own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
-            value = self._node.add(own, made.tensor, history=True)
+            value = self._node.add(own, self._log.as_made(made.tensor), history=True)
             steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
             inside = made.after
         steps = (*steps, *inside)

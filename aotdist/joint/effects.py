@@ -50,7 +50,7 @@ from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.meetings import Meetings
-from aotdist.joint.metadata import Metadata, refuse, written_around
+from aotdist.joint.metadata import Metadata, detached_and_written, refuse, written_around
 from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
@@ -71,6 +71,7 @@ from aotdist.torch_seam import (
     data_writes,
     functional_value,
     history_of,
+    is_leaf_with_grad,
     metadata_written,
     storage_changes,
     storage_id,
@@ -295,6 +296,8 @@ def _forward_writes(
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
             if metadata.has_new_history(idx, stand_in) is differentiable:
+                if differentiable and is_leaf_with_grad(stand_in.example):
+                    raise detached_and_written(stand_in.slot)
                 slot = Slot("write", stand_in.slot.path)
                 tensor = metadata.as_before(idx, stand_in, history=differentiable)
                 value = outputs.add(slot, tensor, history=differentiable)

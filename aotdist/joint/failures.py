@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from aotdist.capture.origins import raised_at
+from aotdist.convention.outdated_views import detached_since, reshaped_since
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
@@ -35,6 +36,9 @@ _CANNOT_VIEW = "Cannot view a tensor with shape"
 _NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
 """How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
 
+_DETACHED = "a saved tensor that has been detached in-place"
+"""How autograd says that what it saved has no history any more."""
+
 _MIXED = "got mixed torch.Tensor and DTensor"
 """How DTensor says of some (`split`) that their backward makes plain zeros."""
 
@@ -51,12 +55,7 @@ def naming_outdated_views(log: ViewLog) -> Generator[None]:
     except (ValueError, RuntimeError) as error:
         if not any(change.reshapes() for change in log.changes) or _CANNOT_VIEW not in str(error):
             raise
-        raise UnsupportedProgram(
-            f"a view is used whose base was reshaped in place after it was made ({error})",
-            where=raised_at(error.__traceback__),
-            stage="joint",
-            fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
-        ) from error
+        raise reshaped_since(str(error), raised_at(error.__traceback__)) from error
 
 
 @contextmanager
@@ -66,12 +65,7 @@ def naming_failures() -> Generator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
         if _LOST_HISTORY in str(error):
-            raise UnsupportedProgram(
-                "a view is used of a tensor that was detached (`detach_`), and then written, in place",
-                where=raised_at(error.__traceback__),
-                stage="joint",
-                fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
-            ) from error
+            raise detached_since(raised_at(error.__traceback__)) from error
         if isinstance(error, ObjectsExchangedError):
             raise UnsupportedProgram(
                 "the program exchanges Python objects with other ranks (`all_gather_object`; "
@@ -116,10 +110,14 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
         except NotImplementedError as error:
             raise _no_backward(error) from error
         except RuntimeError as error:
-            if _NO_FORMULA.match(str(error)) or (of_assumed and _MIXED in str(error)):
+            if _NO_FORMULA.match(str(error)):
                 raise _no_backward(error) from error
+            if of_assumed and _MIXED in str(error):
+                raise _some_parts(error) from error
             if "modified by an inplace operation" in str(error):
                 raise _written_too_early(error) from error
+            if _DETACHED in str(error):
+                raise _detached_too_early(error) from error
             if "returned an invalid gradient" in str(error):
                 raise reshaped_unseen(str(error)) from error
             raise
@@ -133,12 +131,30 @@ def _no_backward(error: Exception) -> UnsupportedProgram:
     )
 
 
+def _some_parts(error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "of several views of a DTensor (`split`), some get no gradient with the others: there is no "
+        f"backward, in eager neither, unless all get one at once ({error})",
+        stage="joint",
+        fix="make each by an operator of its own (`narrow`), or return a clone of it",
+    )
+
+
 def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
     return UnsupportedProgram(
         "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
         f"its use ({str(error).partition('Hint')[0].strip()})",
         stage="joint",
         fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
+    )
+
+
+def _detached_too_early(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "a tensor is detached in place (`detach_`) that a write of it with history needs, which is done to "
+        f"the caller's tensor too ({error})",
+        stage="joint",
+        fix="detach a tensor of its own (`x = x.detach()`), or write under `torch.no_grad()`",
     )
 
 

@@ -8,7 +8,8 @@ nodes that lead to it are run when it asks. Libraries do so with masks and posit
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
+from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -25,34 +26,41 @@ class NotKnown(Exception):
     """The value depends on something that is only there at a call."""
 
 
-def result_of(target: Callable[..., Any], args: Any, kwargs: Any, root: torch.nn.Module) -> Any:
+def result_of(
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    root: torch.nn.Module,
+    given: Mapping[Node, torch.Tensor] = MappingProxyType({}),
+) -> Any:
     """What `target` returns for real.
 
     Args:
-        target: an operator.
+        target: an operator, or a function of numbers.
         args: its positional arguments, with nodes in the place of tensors.
         kwargs: its named ones.
         root: the module that holds the graph's literal tensors.
+        given: nodes whose values are known beforehand.
 
     Raises:
         NotKnown: a node leads to an argument, to a random number, or out of the process.
     """
-    values: dict[Node, Any] = {}
+    values: dict[Node, Any] = dict(given)
     with no_modes(), autocast_off(), torch.no_grad():
-        for node in _in_order((args, kwargs)):
+        for node in _in_order((args, kwargs), given):
             values[node] = _value(node, values, root)
         real_args, real_kwargs = map_arg((args, kwargs), values.__getitem__)
         return target(*real_args, **real_kwargs)
 
 
-def _in_order(last: Any) -> list[Node]:
-    """The nodes that lead to those in `last`, and these, in the order of the graph."""
+def _in_order(last: Any, given: Container[Node]) -> list[Node]:
+    """The nodes that lead to those in `last`, and these, in the order of the graph; none that is given."""
     found: set[Node] = set()
     waiting: list[Node] = []
     map_arg(last, waiting.append)
     while waiting:
         node = waiting.pop()
-        if node not in found:
+        if node not in found and node not in given:
             _require_known(node)
             found.add(node)
             waiting += node.all_input_nodes
@@ -65,7 +73,7 @@ def _require_known(node: Node) -> None:
 
 
 def _follows_from_arguments(target: Any) -> bool:
-    if target is operator.getitem:
+    if isinstance(target, BuiltinFunctionType):  # `operator.getitem`, or arithmetic of numbers
         return True
     is_computed = is_operator(target) and target.namespace in _MADE_BY
     return is_computed and torch.Tag.nondeterministic_seeded not in target.tags

@@ -93,6 +93,7 @@ class Lifting(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self._written_views.notice()
+        self._log.settle()
         swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too

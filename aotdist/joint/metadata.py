@@ -14,6 +14,7 @@ from aotdist.convention.changes import Change
 from aotdist.convention.naming import NAMED, named_history
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import reshaped_unseen
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
@@ -57,6 +58,9 @@ class Metadata:
             example = row[idx].example
             if example.requires_grad and change.moves() and change.tensor.size() != example.size():
                 raise refuse(row[idx], "in another size than its gradient is to have")
+            is_view = example._base is not None and history_of(example) is not None
+            if is_view and change.is_unseen(change.tensor.size()):
+                raise reshaped_unseen(f"of `{row[idx].slot}`, which is a view, eager makes another history")
             changes[idx].append(change)
             if number not in passing:
                 written.append(number)
@@ -77,7 +81,9 @@ class Metadata:
         tensor = stand_in.tensor
         with torch.set_grad_enabled(history):
             for change in reversed(self.changes.get(idx, ())):
-                if history or change.reshapes():
+                if history:
+                    tensor = change.before_to_autograd(tensor)
+                elif change.reshapes():
                     tensor = change.before(tensor)
         return tensor
 
@@ -152,6 +158,15 @@ def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
         f"`{stand_in.slot}` has its size, strides or storage written in place, {how}",
         stage="joint",
         fix="return the changed tensor instead of writing the input's metadata",
+    )
+
+
+def detached_and_written(slot: Slot) -> UnsupportedProgram:
+    """An error for a leaf that gets a history: its gradients would arrive at what is no leaf any more."""
+    return UnsupportedProgram(
+        f"`{slot}` is a leaf that gives up its gradient in place, and is then written with history",
+        stage="joint",
+        fix="write a tensor of its own (`x = x.detach()`)",
     )
 
 

@@ -339,6 +339,10 @@ class Recorder:
             track(fake, pick, self._tracer)
         return fakes
 
+    def num_nodes(self) -> int:
+        """How many nodes are recorded by now."""
+        return len(self._tracer.graph.nodes)
+
     def graph(
         self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any] = ()
     ) -> Graph:

@@ -26,6 +26,7 @@ from aotdist.joint import known
 from aotdist.joint.bits import with_negation_done
 from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.random import Draws
+from aotdist.joint.scalars import Scalars, current_scalars, refusal
 from aotdist.torch_seam import (
     SYMBOLIC,
     FakeTensor,
@@ -42,6 +43,7 @@ from aotdist.torch_seam import (
     track,
     track_number,
     uncached_fake,
+    whole_numbers,
     writes_arguments,
 )
 
@@ -76,6 +78,9 @@ _ATOMS = (
     torch.memory_format,
     torch.Generator,
 )
+
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class _NeedsGeneralMode(Exception):
@@ -131,6 +136,13 @@ class Recording(ProxyTorchDispatchMode):
             )
         if is_operator(func) and torch.Tag.data_dependent_output in func.tags:
             return self._read(func, types, args, kwargs)
+        if is_operator(func) and func.namespace == "profiler":
+            return func(
+                *args, **(kwargs or {})
+            )  # a range with a name (`record_function`): of the trace, it is
+        scalars = current_scalars()
+        if scalars is not None and (tokens := scalars.tokens_among((args, kwargs))):
+            return self._dispatch_with(tokens, scalars, func, types, args, kwargs)
         if func is _VIEW_AS_REAL and args[0].is_conj():
             # A written base has lost its bit when its views are made again; it gets it back after that.
             with self:
@@ -148,13 +160,40 @@ class Recording(ProxyTorchDispatchMode):
     def _read(
         self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any:
-        """A number that is read off tensors: known, or for the general mode to refuse."""
+        """A number that is read off tensors: known, followed, or for the general mode to refuse."""
+        scalars, token = current_scalars(), None
         try:
             node_args = tuple(map(self._argument, args))
             node_kwargs = {name: self._argument(value) for name, value in (kwargs or {}).items()}
             return known.result_of(func, node_args, node_kwargs, self.tracer.root)
-        except (known.NotKnown, _NeedsGeneralMode):
+        except known.NotKnown:
+            if scalars is not None and func is _ITEM:
+                token = scalars.read(
+                    tuple(map(self._argument, args)), args[0], self._create, self.tracer.root
+                )
+        except _NeedsGeneralMode:
+            pass
+        return self._dispatch(func, types, args, kwargs, direct=False) if token is None else token
+
+    def _dispatch_with(
+        self,
+        tokens: Sequence[float],
+        scalars: Scalars,
+        func: OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Record an operator that is given numbers as it is: what it is made of might compute with them."""
+        if scalars.tokens_among(whole_numbers(func, args, kwargs or {})):
+            raise refusal(func.name())
+        try:
+            node_args = tuple(map(self._argument, args))
+            node_kwargs = {name: self._argument(value) for name, value in (kwargs or {}).items()}
+        except _NeedsGeneralMode:
             return self._dispatch(func, types, args, kwargs, direct=False)
+        scalars.arrive(tokens)
+        return self._record(func, args, kwargs or {}, node_args, node_kwargs)
 
     def _draw(
         self,
@@ -218,7 +257,7 @@ class Recording(ProxyTorchDispatchMode):
                 raise _NeedsGeneralMode
             return node
         if isinstance(value, _ATOMS):
-            return value
+            return _number_or_itself(value)
         if isinstance(value, SYMBOLIC):
             return self._size(value)
         if type(value) in (list, tuple, torch.Size):
@@ -262,3 +301,10 @@ class Recording(ProxyTorchDispatchMode):
                 self._bind(value, self._create(operator.getitem, (node, position), {}))
             elif isinstance(value, (list, tuple)):
                 self._bind_each(value, self._create(operator.getitem, (node, position), {}))
+
+
+def _number_or_itself(atom: Any) -> Any:
+    """The node of the number that a token stands for; all else is itself."""
+    scalars = current_scalars()
+    number = None if scalars is None else scalars.behind(atom)
+    return atom if number is None else number.made_by

@@ -116,13 +116,14 @@ def trace(
         stack.enter_context(log)
         stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
-        written_views = WrittenViews(inputs)
+        written_views = WrittenViews(inputs, log)
         lifting = Lifting(
             inputs, recorder.is_foreign, stand_in, log, storages, control_flow, classes.guises, written_views
         )
         with classes.shown(), lifting, naming_failures(), naming_outdated_views(log):
             outs = program.fn(*tensors)
             written_views.notice()
+            log.settle()
         recorder.draws.check()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]

@@ -1,8 +1,9 @@
-"""Inputs that are views, and are written with history: how their gradients lie where they pass the write.
+"""Inputs that are views, and are written with history: what gradients are like where they pass the write.
 
 Eager's `CopySlices` gives the operator that wrote a view a contiguous gradient, however the view lies. A
 stand-in is no view, so the gradient would lie as what was made of it: those of the other operands would have
-other strides, and sums of them other last bits.
+other strides, and sums of them other last bits. And it copies what that operator sends back to the view into
+the gradient that arrived, so that the two are one kind of tensor.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 
 from aotdist.convention.naming import NAMED
+from aotdist.convention.view_log import ViewLog
+from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs
-from aotdist.program import PrimalIdx
+from aotdist.program import PrimalIdx, Slot
+from aotdist.subclasses.protocol import inner_tensors, is_wrapper
 from aotdist.torch_seam import history_of
 
 
@@ -24,20 +28,29 @@ class WrittenViews:
 
     Args:
         inputs: the stand-ins.
+        log: it sees writes that eager does not count.
     """
 
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = inputs
+    def __init__(self, inputs: Inputs, log: ViewLog) -> None:
+        self._inputs, self._log = inputs, log
         self._last: dict[PrimalIdx, Any] = {}
 
     def notice(self) -> None:
-        """See to it that gradients are laid out anew at the last write of each; called after every write."""
+        """See to it that gradients are laid out anew at the last write of each; called after every write.
+
+        Raises:
+            UnsupportedProgram: eager does not count the write.
+        """
+        uncounted = set(map(id, self._log.uncounted))
         for idx, tensor in self._inputs.views():
             node = history_of(tensor)
             if node is None or node.name() == NAMED or node is self._last.get(idx):
                 continue
+            if id(tensor) in uncounted:
+                raise _keeps_its_history(self._inputs.row()[idx].slot)
             self._last[idx] = node
             node.register_prehook(functools.partial(_laid_out_anew, tensor.output_nr))
+            node.register_hook(functools.partial(_copied_in, tensor.output_nr))
 
 
 def _laid_out_anew(position: int, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -47,3 +60,29 @@ def _laid_out_anew(position: int, grads: Sequence[torch.Tensor | None]) -> tuple
     if grad is not None:
         laid_out[position] = grad.clone(memory_format=torch.contiguous_format)
     return tuple(laid_out)
+
+
+def _copied_in(
+    position: int, sent: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...] | None:
+    """What a node sends back; to what it wrote, the kind of tensor that arrived, as from `CopySlices`."""
+    (first, *others), grad = sent, grads[position]
+    if first is None or grad is None or _kinds(first) == _kinds(grad):
+        return None
+    return torch.empty_like(grad).copy_(first), *others
+
+
+def _kinds(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The classes of wrappers that a tensor consists of, by path."""
+    inside = [(path, type(inner)) for path, inner in inner_tensors(tensor) if is_wrapper(inner)]
+    return (type(tensor) if is_wrapper(tensor) else None, *inside)
+
+
+def _keeps_its_history(slot: Slot) -> UnsupportedProgram:
+    """An error for a write after which autograd asks the version counter in vain whether to tell the view."""
+    return UnsupportedProgram(
+        f"`{slot}` is a view that an operator of lists with wrappers writes: in eager what it is a view of "
+        "gets a history, and it keeps its own",
+        stage="joint",
+        fix="write it by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or take the view inside",
+    )

@@ -7,14 +7,17 @@ partitioner. The formulation is ours.
 The problem. The backward reads some forward values (the boundary). Each must be saved or made
 again, which needs its inputs, each saved or made again in turn. Choose what is saved so that
 
-    bytes of saved storage  +  a tie's weight x number of operators that run twice
+    bytes of saved storage  +  bytes written / 64  +  a tie's weight x number of operators that run twice
 
-is least. A tie weighs so little that a byte always counts for more.
+is least. Bytes are *written* to save what a compiler that fuses would keep in registers: of two choices of
+about the same size, the one through results of library calls spares a kernel the writing. A tie weighs so
+little that a byte always counts for more.
 
 The network. Every forward value that the boundary can be made from is an item of `flow.Network`:
 
-- cutting an item = saving it. It costs the bytes of its storage. Nothing for an unwritten primal,
-  which is alive anyway; nothing for what an output returns anyway, if eager saves it too.
+- cutting an item = saving it. It costs the bytes of its storage, and more if they are written for it.
+  Nothing for an unwritten primal, which is alive anyway; nothing for what an output returns anyway, if
+  eager saves it too.
 - an item on the sink's side, not cut = made again. That costs a tie; infinitely much if it may not
   be made again, so that such an item is saved or not needed.
 - an item feeds its users by edges that cannot be cut, and the boundary feeds the sink.
@@ -23,8 +26,8 @@ Why it is right. Let an item on the sink's side be uncut. Each of its inputs fee
 edge, so the input's `out` is on the sink's side too: the input is cut (saved) or itself uncut on the
 sink's side (made again). By induction everything that is needed is available, and the cut's cost is
 the sum above. Conversely every admissible choice is a cut of that cost. So a minimum cut is a best
-choice. The default policy's choice is one of them and costs its bytes alone, hence
-`min_cut saves no more than default`; capacities above that cost are as good as infinite.
+choice, and no other saves less by more than a 64th. The default policy's choice is one of them, and is taken
+where it saves no more; capacities above what it costs are as good as infinite.
 
 Views are never saved: they keep their base's storage alive, so saving the base instead costs the
 same and serves every other view. A collective is saved through its wait. Of several results of one
@@ -43,7 +46,7 @@ before the backward). And for speed rather than bytes:
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 import torch
@@ -55,19 +58,24 @@ from aotdist.partition.halves import Halves, results_of
 from aotdist.partition.recomputable import chain_breaks, is_border, is_cheap
 from aotdist.partition.split import saved_bytes
 from aotdist.partition.storage import storage_root, value_bytes
-from aotdist.partition.traits import is_collective, is_size, is_view
+from aotdist.partition.traits import is_collective, is_getitem, is_size, is_view, is_wait
 
 
 def min_cut_saved(halves: Halves) -> set[Node]:
     """The forward values and primals of fewest bytes from which the backward can start.
 
-    Never more bytes than `default_saved`, whose choice is returned where the cut is no better.
+    The choice of `default_saved` is returned where the cut is no better.
     """
     default = default_saved(halves)
     default_bytes = saved_bytes(halves, default)
     problem = Problem.of(halves, default)
     saved = problem.solve(default_bytes)
-    return saved if saved_bytes(halves, saved) < default_bytes else default
+    return saved if problem.num_bytes(saved) < problem.num_bytes(default) else default
+
+
+_WRITTEN = 64
+"""Bytes that are written for being saved count for a 64th of a saved byte: enough to prefer the logits of a
+loss, with a maximum for each row, to what is left of them without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class Problem:
     def solve(self, upper_bound: int) -> set[Node]:
         """The best choice, of which it is known that it costs at most `upper_bound` bytes."""
         index = {node: i for i, node in enumerate(self.items)}
-        scale = Scale.fitting(upper_bound, num_ties=len(self.items))
+        scale = Scale.fitting(upper_bound + upper_bound // _WRITTEN, num_ties=len(self.items))
         network = Network(
             save_cost=[self._save_cost(node, scale) for node in self.items],
             source_cost=[self._again_cost(node, scale) for node in self.items],
@@ -123,6 +131,11 @@ class Problem:
         )
         return {self.items[i] for i in network.cut()}
 
+    def num_bytes(self, saved: Collection[Node]) -> int:
+        """What saving some values costs, operators that run twice left out."""
+        roots = {storage_root(node) for node in saved} - self.free
+        return saved_bytes(self.halves, saved) + sum(_bytes_written(root) for root in roots) // _WRITTEN
+
     def _remade(self) -> list[Node]:
         return [n for n in self.items if n not in self.fixed]
 
@@ -130,13 +143,28 @@ class Problem:
         root = storage_root(node)
         if not self.may_be_saved(node):
             return scale.infinite
-        return 0 if root in self.free else scale.units(value_bytes(root))
+        if root in self.free:
+            return 0
+        return scale.units(value_bytes(root) + _bytes_written(root) // _WRITTEN)
 
     def _again_cost(self, node: Node, scale: Scale) -> int:
         if node in self.fixed:
             return scale.infinite
         replayed = is_view(node) or node.op == "get_attr" or node in self.halves.must_recompute
         return 0 if replayed else 1
+
+
+def _bytes_written(root: Node) -> int:
+    """Bytes that are written for being saved."""
+    return 0 if _is_in_memory(root) else value_bytes(root)
+
+
+def _is_in_memory(node: Node) -> bool:
+    """Whether a value is written even by a compiler that fuses: by a library call, or for one."""
+    made_by = node.all_input_nodes[0] if is_getitem(node) or is_wait(node) else node
+    if is_border(made_by) or made_by.op != "call_function":
+        return True
+    return any(_is_in_memory(user) if is_view(user) else is_border(user) for user in node.users)
 
 
 def _is_tensor(node: Node) -> bool:

@@ -53,6 +53,9 @@ REDUCTIONS = _aten(
 )
 """Not run twice, but fused with their neighbours: no border."""
 
+LOOKUPS = _aten("gather")
+"""Nor are these: they read what another operator has made, element by element."""
+
 RANDOM = _aten("bernoulli native_dropout rand rand_like randn randn_like uniform normal")
 """Drawn once, and fused with their neighbours: no border either."""
 
@@ -70,7 +73,7 @@ def _is_one_of(node: Node, names: frozenset[str]) -> bool:
 
 
 _CHEAP = POINTWISE | MOVES | CREATIONS
-_FUSED_ONCE = REDUCTIONS | RANDOM
+_FUSED_ONCE = REDUCTIONS | LOOKUPS | RANDOM
 
 
 def is_cheap(node: Node) -> bool:

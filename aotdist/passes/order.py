@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from aotdist.passes.bucket import bucket
+from aotdist.passes.chunk_losses import chunk_losses
 from aotdist.passes.cleanup import cleanup
 from aotdist.passes.context import PassContext, Stage
 from aotdist.passes.overlap import overlap
@@ -34,11 +35,12 @@ class Pass:
 
 _CLEANUP = Pass("cleanup", cleanup, "drops dead nodes, no-op copies and repeated views")
 _BUCKET = Pass("bucket", bucket, "merges the collectives of one FSDP unit")
+_CHUNK_LOSSES = Pass("chunk_losses", chunk_losses, "computes losses without making all logits at once")
 _OVERLAP = Pass("overlap", overlap, "starts gathers a unit ahead and finishes reductions late")
 
 ORDER: Mapping[Stage, tuple[Pass, ...]] = MappingProxyType(
     {
-        "joint": (_CLEANUP,),
+        "joint": (_CLEANUP, _CHUNK_LOSSES),
         "forward": (_BUCKET, _OVERLAP),
         "backward": (_BUCKET, _OVERLAP),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,7 @@ class GraphSummary:
         collectives: its collectives, in order.
         fusion: its kernels and what was left to the library, from a backend that writes its own.
         recordings: what became of its calls, if it is recorded as a CUDA graph.
+        from_cache: its code was found in the compile cache.
     """
 
     name: str
@@ -33,6 +36,7 @@ class GraphSummary:
     collectives: tuple[Collective, ...]
     fusion: Fusion | None
     recordings: Recordings | None
+    from_cache: bool
 
     @property
     def collective_bytes(self) -> int:
@@ -69,12 +73,24 @@ class ArtifactSummary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a compiled callable can tell about itself; `print` it."""
+    """Everything that a compiled callable can tell about itself; `print` it, or `show` it."""
 
     artifacts: tuple[ArtifactSummary, ...]
 
     def __str__(self) -> str:
         return render(self)
+
+    def __repr__(self) -> str:
+        return render(self)  # what a prompt shows
+
+    def show(self) -> None:
+        """Print it: as tables in a terminal where `rich` is installed (extra `train`), else as text."""
+        if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            from aotdist.report.table import show_in_terminal
+
+            show_in_terminal(self)
+        else:
+            print(render(self))
 
 
 def report_of(artifacts: Sequence[Artifact]) -> Report:
@@ -108,6 +124,9 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
 def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSummary:
     num_nodes = sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
     if emitted is None:
-        return GraphSummary(name, num_nodes, collectives(graph), None, None)
+        return GraphSummary(name, num_nodes, collectives(graph), None, None, from_cache=False)
+    fusion = emitted.fusion() if emitted.fusion else None
     recordings = emitted.recordings() if emitted.recordings else None
-    return GraphSummary(name, num_nodes, collectives(graph), emitted.fusion, recordings)
+    return GraphSummary(
+        name, num_nodes, collectives(graph), fusion, recordings, from_cache=emitted.from_cache
+    )

@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aotdist.report.summary import ArtifactSummary, GraphSummary, Report
 
 
+NOTHING_YET = "nothing compiled yet: call it once"
+_MOST_NAMES = 8
+
+
 def render(report: Report) -> str:
     """The whole report, one paragraph an artifact."""
     if not report.artifacts:
-        return "nothing compiled yet: call it once"
+        return NOTHING_YET
     return "\n\n".join(_artifact(summary) for summary in report.artifacts)
 
 
 def _artifact(summary: ArtifactSummary) -> str:
     lines = [f"{summary.name} · {summary.kind} · {summary.backend}"]
     for graph in summary.graphs:
-        lines.append(f"  {graph.name:<10}{graph.num_nodes:>7,} nodes  {_collectives(graph)}".rstrip())
-        lines += [f"    {line}" for line in (*_recordings(graph), *_fusion(graph))]
-    if summary.kind == "training":
-        lines.append(f"  saved for backward: {format_bytes(summary.saved_bytes)}")
-    if summary.written:
-        lines.append(f"  writes: {', '.join(summary.written)}")
-    for conversion, paths in summary.converted.items():
-        lines.append(f"  {conversion}: {', '.join(paths)}")
-    passes = [record for record in summary.passes if record.nodes_before != record.nodes_after]
-    if passes:
-        changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,}" for r in passes)
-        lines.append(f"  passes: {', '.join(changes)}")
+        lines.append(f"  {graph.name:<10}{graph.num_nodes:>7,} nodes  {collectives_text(graph)}".rstrip())
+        lines += [f"    {line}" for line in kernel_lines(graph)]
+    lines += [f"  {name}: {text}" for name, text in named_facts(summary)]
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in summary.seconds.items())
     lines.append(f"  seconds: {stages}, total {sum(summary.seconds.values()):.2f}")
     return "\n".join(lines)
 
 
-def _collectives(graph: GraphSummary) -> str:
+def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
+    """What there is to say of an artifact beside its graphs and stages, by name."""
+    if summary.kind == "training":
+        yield "saved for backward", format_bytes(summary.saved_bytes)
+    if found := [graph.name for graph in summary.graphs if graph.from_cache]:
+        yield "from the compile cache", ", ".join(found)
+    if summary.written:
+        yield "writes", _some(summary.written)
+    for conversion, paths in summary.converted.items():
+        yield conversion, ", ".join(paths)
+    passes = [record for record in summary.passes if record.nodes_before != record.nodes_after]
+    if passes:
+        changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,}" for r in passes)
+        yield "passes", ", ".join(changes)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names of a list: a whole training step writes hundreds."""
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{more}"
+
+
+def collectives_text(graph: GraphSummary) -> str:
+    """How many collectives there are of each kind, and their bytes; empty if there are none."""
     if not graph.collectives:
         return ""
     counts = Counter(collective.op for collective in graph.collectives)
@@ -45,6 +63,12 @@ def _collectives(graph: GraphSummary) -> str:
     for collective in graph.collectives:
         sizes[collective.op] += collective.num_bytes
     return ", ".join(f"{count} {op} ({format_bytes(sizes[op])})" for op, count in counts.items())
+
+
+def kernel_lines(graph: GraphSummary) -> Iterator[str]:
+    """What became of a graph that is recorded, or that kernels of our own compute."""
+    yield from _recordings(graph)
+    yield from _fusion(graph)
 
 
 def _recordings(graph: GraphSummary) -> Iterator[str]:
@@ -55,6 +79,10 @@ def _recordings(graph: GraphSummary) -> Iterator[str]:
     yield f"CUDA graph: {found.made} recorded, {found.replays} replays; run without: {without or 'never'}"
 
 
+def _count(number: int | str) -> str:
+    return f"{number:,}" if isinstance(number, int) else number
+
+
 def _fusion(graph: GraphSummary) -> Iterator[str]:
     fusion = graph.fusion
     if fusion is None:
@@ -63,14 +91,25 @@ def _fusion(graph: GraphSummary) -> Iterator[str]:
     yield f"{len(fusion.kernels)} kernels, which move {total}"
     width = max((len(kernel.name) for kernel in fusion.kernels), default=0)
     for kernel in fusion.kernels:
-        places = f"{kernel.num_results:,}" + (f" x {kernel.num_reduced:,}" if kernel.num_reduced > 1 else "")
+        places = _count(kernel.num_results)
+        if kernel.num_reduced != 1:
+            places += f" x {_count(kernel.num_reduced)}"
+        registers = "not compiled" if kernel.registers is None else f"{kernel.registers} registers"
         yield (
-            f"  {kernel.name:<{width}}  {format_bytes(kernel.num_bytes):>10}  {places:>16}"
-            f"  {len(kernel.operators)} operators"
+            f"  {kernel.name:<{width}}  {format_bytes(kernel.num_bytes):>10}  {places:>16}  {registers:>13}"
         )
+        yield f"      {', '.join(counted(kernel.operators))}"
+        yield from (f"      {source}" for source in kernel.sources)
     if fusion.library:
         calls = (f"{count} {op} ({reason})" for (op, reason), count in fusion.library.items())
         yield f"library calls: {', '.join(calls)}"
+
+
+def counted(operators: Iterable[str]) -> Iterator[str]:
+    """Operators in the order in which they are first met: `mul.Tensor x3`."""
+    for op, count in Counter(operators).items():
+        name = op.removeprefix("aten.")
+        yield name if count == 1 else f"{name} x{count}"
 
 
 def format_bytes(count: int) -> str:

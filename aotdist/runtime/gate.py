@@ -32,6 +32,7 @@ from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
 from aotdist.runtime.hooks import shield
 from aotdist.runtime.meeting import Meeting
 from aotdist.runtime.plan import Grads
+from aotdist.subclasses.protocol import Wrapper
 from aotdist.torch_seam import backward_task, hooks_of, node_base, runs_in_backward
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx"
@@ -177,6 +178,11 @@ class Gates:
         """Where the caller has a waypoint."""
         return self.passages.waypoints[position].place
 
+    def kind(self, position: int) -> type[torch.Tensor]:
+        """The class of the gradient that passes a waypoint: that of some wrappers is plain."""
+        total = self.passages.waypoints[position].total
+        return total.cls if isinstance(total, Wrapper) else torch.Tensor
+
     def lead(self, gate: Gate) -> Callable[..., Any]:
         """What leads results through one of the gates."""
         return make_gate(self, gate)
@@ -267,7 +273,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
         if earlier is None:
             node.meeting = Meeting()
         for position, k in met.items():
-            node.meeting.hold(points[k], position)
+            node.meeting.hold(points[k], position, gates.kind(position))
         passed = Passed.apply(node, watch, _ANCHOR, token, *(values[idx] for idx in gate.outs), *points)
         for idx, value in zip(gate.outs, passed, strict=False):
             values[idx] = value

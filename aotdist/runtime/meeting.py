@@ -44,10 +44,10 @@ class Meeting:
         self.task, self.caught = None, {}
         return caught
 
-    def hold(self, view: torch.Tensor, position: int) -> None:
-        """Catch gradients of `view` while open."""
+    def hold(self, view: torch.Tensor, position: int, kind: type[torch.Tensor]) -> None:
+        """Catch gradients of `view`, of one kind, while open."""
         assert view.grad_fn is not None, "a waypoint has a history"
-        number, kind = view.output_nr, type(view)
+        number = view.output_nr
 
         def catch(grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...] | None:
             grad = grads[number]

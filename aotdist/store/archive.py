@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import zipfile
 import zlib
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from aotdist.errors import BadArtifact
+from aotdist.files import AS_USUAL, write_whole
 from aotdist.store.ranks import Variant
 
-FORMAT = 1
+FORMAT = 3
 """Goes up with every change of what is written; an artifact of another format is built again."""
 
 _MANIFEST = "manifest.json"
@@ -105,11 +107,11 @@ def save(
     members = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
     manifest = dataclasses.replace(described, members=members)
     whole = {_MANIFEST: _bytes(dataclasses.asdict(manifest)), **contents}
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as file:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
         for name, data in whole.items():
             file.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # no date: same bytes each time
-    unfinished.replace(path)
+    write_whole(path, [packed.getvalue()], mode=AS_USUAL)
     return manifest
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.triton import TARGETS
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.pipeline import compilation_of
+from aotdist.runtime.artifact import Artifact, fit_of, load
 from aotdist.runtime.compilation import Compilation
 from aotdist.settings import Settings
 from aotdist.store.archive import FORMAT, Manifest, save, version_of
@@ -26,6 +27,8 @@ from aotdist.store.record import written
 from aotdist.store.values import Json
 from aotdist.subclasses.protocol import container_rule, module_rules
 from aotdist.torch_seam import OpOverload, fake_world, hearing_of_autocast, uncompiled_call
+
+T = TypeVar("T")
 
 Example: TypeAlias = "tuple[Any, tuple[Any, ...]] | tuple[Any, tuple[Any, ...], Mapping[str, Any]]"
 """A module or function, arguments to call it with, and keyword arguments if there are any."""
@@ -93,25 +96,14 @@ def build(
         BadSettings: the target is unknown, or this process is in a process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise BadSettings(
-            "this process is in a process group already",
-            stage="store",
-            fix="build in a process of its own: each rank is traced in a process group without others",
-        )
-    if world_size < 1:
-        raise BadSettings(f"a world has no {world_size} ranks", stage="store", fix="give 1 or more")
-    chosen = Settings.from_environment() if settings is None else settings
+    binaries = dict[str, bytes]()
+
+    def record(target_of_call: Any, compilation: Compilation) -> Json:
+        return written(target_of_call, compilation, "cpu" if target == "cpu" else "cuda", binaries)
+
     backend = _backend(target)
-    records, binaries = list[Json](), dict[str, bytes]()
-    for rank in range(world_size):
-        with fake_world(rank, world_size):
-            made = make()
-            examples = made if isinstance(made, Generator) else [made]
-            calls = [_record(example, backend, chosen, binaries) for example in examples]
-            if not calls:
-                raise _nothing("nothing is made to be built")
-            records.append({"calls": calls})
+    ranks = _on_each_rank(make, backend, world_size, settings, record)
+    records: list[Json] = [{"calls": calls} for calls in ranks]
     variants = merged(records)
     packages = ("aotdist", "torch", "triton") if binaries else ("aotdist", "torch")
     manifest = Manifest(
@@ -128,6 +120,57 @@ def build(
     return Built(file, manifest, tuple(tuple(one.ranks) for one in variants), file.stat().st_size)
 
 
+def compiled_ahead(
+    make: Callable[[], Made], *, target: str = "cpu", world_size: int = 1, settings: Settings | None = None
+) -> list[list[Artifact]]:
+    """What `build` writes for each rank, loaded in this process: to be looked at, not to be called.
+
+    Args:
+        make: see `build`, as for the others.
+        target: what it is to run on.
+        world_size: how many ranks will run it.
+        settings: how to compile.
+
+    Raises:
+        BadSettings: the target is unknown, or this process is in a process group already.
+        UnsupportedProgram: the program cannot be compiled ahead of time.
+    """
+
+    def loaded(_: Any, compilation: Compilation) -> Artifact:
+        return load(compilation, fit_of(compilation))
+
+    return _on_each_rank(make, _backend(target), world_size, settings, loaded)
+
+
+def _on_each_rank(
+    make: Callable[[], Made],
+    backend: Backend,
+    world_size: int,
+    settings: Settings | None,
+    then: Callable[[Any, Compilation], T],
+) -> list[list[T]]:
+    """What becomes of each call on each rank: `then` of the target and its compilation, as that rank."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise BadSettings(
+            "this process is in a process group already",
+            stage="store",
+            fix="build in a process of its own: each rank is traced in a process group without others",
+        )
+    if world_size < 1:
+        raise BadSettings(f"a world has no {world_size} ranks", stage="store", fix="give 1 or more")
+    chosen = Settings.from_environment() if settings is None else settings
+    ranks = list[list[T]]()
+    for rank in range(world_size):
+        with fake_world(rank, world_size):
+            made = make()
+            examples = made if isinstance(made, Generator) else [made]
+            calls = [then(*_compiled(example, backend, chosen)) for example in examples]
+            if not calls:
+                raise _nothing("nothing is made to be built")
+            ranks.append(calls)
+    return ranks
+
+
 def _backend(target: str) -> Backend:
     for known in TARGETS:
         if target == known:
@@ -139,7 +182,8 @@ def _backend(target: str) -> Backend:
     )
 
 
-def _record(example: Any, backend: Backend, settings: Settings, binaries: dict[str, bytes]) -> Json:
+def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, Compilation]:
+    """What an example calls, and the call compiled."""
     target, args, kwargs = _checked(example)
     run = target
     if isinstance(target, nn.Module):
@@ -152,12 +196,12 @@ def _record(example: Any, backend: Backend, settings: Settings, binaries: dict[s
         module_rules(target)
         run = uncompiled_call(target)
     if not isinstance(backend, TargetBackend):
-        return written(target, compilation_of(target, run, args, kwargs, backend, settings), "cpu", binaries)
+        return target, compilation_of(target, run, args, kwargs, backend, settings)
     # The quick attention of a CPU is an operator of its own; its formula is the same for all devices.
     with sdpa_kernel(SDPBackend.MATH), hearing_of_autocast(_refuse_autocast):
         compilation = compilation_of(target, run, args, kwargs, backend, settings)
     _refuse_on_gpus(compilation)
-    return written(target, compilation, "cuda", binaries)
+    return target, compilation
 
 
 def _checked(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:

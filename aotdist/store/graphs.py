@@ -14,9 +14,12 @@ from aotdist.errors import BadArtifact, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.store.kinds import NodeAt, Shape
 from aotdist.store.values import Json, Values
-from aotdist.torch_seam import FakeTensorMode, OpOverload, argument_names, graph_module
+from aotdist.torch_seam import FakeTensorMode, OpOverload, argument_names, graph_module, is_open
 
-_META = ("phase", "source", "module", "seq_nr", "function", "unit", "grad", "serial", "draws", "policy")
+META = (
+    *("phase", "source", "module", "seq_nr", "function", "unit", "grad", "serial", "draws", "policy"),
+    "overwritten",
+)
 """What nodes carry beside their values, see `aotdist.program.Graph`: numbers and texts."""
 
 
@@ -29,13 +32,24 @@ class Graphs:
         values: writes and reads what stands in graphs.
         fake_mode: makes what they say of tensors.
         shapes: what was written of tensors so far, or was read.
+        to_compile: whether the graphs go to a compiler of this machine. Process groups then stay what PyTorch
+            calls them, and each node has a fake tensor of its own: compilers look which values share memory.
     """
 
-    def __init__(self, values: Values, fake_mode: FakeTensorMode, shapes: Sequence[Shape] = ()) -> None:
+    def __init__(
+        self,
+        values: Values,
+        fake_mode: FakeTensorMode,
+        shapes: Sequence[Shape] = (),
+        *,
+        to_compile: bool = False,
+    ) -> None:
         self._values = values
+        self._to_compile = to_compile
         self._fake_mode = fake_mode
         self._positions = {shape: at for at, shape in enumerate(shapes)}
-        self._fakes = [self._fake(shape) for shape in shapes]
+        self._shapes = shapes
+        self._fakes = [] if to_compile else [self._fake(shape) for shape in shapes]
 
     def shapes(self) -> tuple[Shape, ...]:
         """What was written of tensors; without it, no graph can be read."""
@@ -68,7 +82,7 @@ class Graphs:
             if value:
                 json[key] = self._values.written(map_arg(value, _at(position)), where)
         self._name_group(node, json)
-        json["meta"] = {key: node.meta[key] for key in _META if node.meta.get(key) is not None}
+        json["meta"] = {key: node.meta[key] for key in META if node.meta.get(key) is not None}
         return json | {"val": self._val(node.meta.get("val"), where)}
 
     def _val(self, val: Any, where: str) -> Json:
@@ -76,14 +90,17 @@ class Graphs:
         if isinstance(val, (tuple, list)):
             return [self._val(part, where) for part in val]
         if isinstance(val, torch.Tensor):
-            shape = Shape(tuple(val.shape), val.stride(), val.dtype, val.device)
+            if any(map(is_open, (*val.shape, *val.stride()))):
+                raise UnsupportedProgram(f"{where} has symbolic sizes", stage="store")
+            # What is left of symbols are numbers, though not all of them are of that type.
+            shape = Shape(tuple(map(int, val.shape)), tuple(map(int, val.stride())), val.dtype, val.device)
             return self._positions.setdefault(shape, len(self._positions))
         return None if val is None else {"other": self._values.written(val, where)}
 
     def _name_group(self, node: Node, json: dict[str, Json]) -> None:
         """A process group stands in a graph by what PyTorch calls it in this process."""
         names = argument_names(node.target) if isinstance(node.target, OpOverload) else []
-        if "group_name" not in names or names.index("group_name") >= len(node.args):
+        if self._to_compile or "group_name" not in names or names.index("group_name") >= len(node.args):
             return
         position = names.index("group_name")
         known = self._values.live.groups.get(str(node.args[position]))
@@ -137,7 +154,7 @@ class Graphs:
         if isinstance(json, list):
             return tuple(map(self._read_val, json))
         if isinstance(json, int):
-            return self._fakes[json]
+            return self._fake(self._shapes[json]) if self._to_compile else self._fakes[json]
         return None if json is None else self._values.read(json["other"])
 
     def _fake(self, shape: Shape) -> torch.Tensor:

@@ -154,6 +154,10 @@ class Live:
         return device
 
 
+NOTHING_LIVE = Live("cpu", {}, {}, {})
+"""For what is read or written without a call."""
+
+
 def class_named(module: str, name: str) -> type[Any]:
     """A class that this process has imported, of a kind that results are made of: tensors, named tuples.
 

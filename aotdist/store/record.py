@@ -38,7 +38,7 @@ from aotdist.runtime.other_kinds import Arrived
 from aotdist.runtime.plan import node_plan
 from aotdist.settings import Settings
 from aotdist.store.graphs import Graphs
-from aotdist.store.live import Live
+from aotdist.store.live import NOTHING_LIVE, Live
 from aotdist.store.signature import check_same, signature_of, steady_path, storages_of
 from aotdist.store.values import Json, Values
 from aotdist.torch_seam import FakeTensorMode
@@ -143,7 +143,7 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
 
 def settings_of(json: Json) -> Settings:
     """How what was written as `json` was compiled."""
-    return Values(_NOTHING_LIVE, {}).read(json["settings"])
+    return Values(NOTHING_LIVE, {}).read(json["settings"])
 
 
 def read(
@@ -180,9 +180,6 @@ def read(
     reading = _Reading(captured, deduped, bases, program, facts, settings, values)
     compilation = reading.compilation(json)
     return replace(compilation, seconds={"load": time.perf_counter() - started})
-
-
-_NOTHING_LIVE = Live("cpu", {}, {}, {})
 
 
 def _with_closed_over(

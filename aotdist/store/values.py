@@ -181,7 +181,13 @@ class Values:
         name = hashlib.sha256(kernel.code).hexdigest()
         self._binaries[name] = kernel.code
         arguments = {key: self.written(dict(getattr(kernel, key)), where) for key in ("pointers", "blocks")}
-        return {"is": "packed", "code": name, "metadata": kernel.metadata, **arguments}
+        return {
+            "is": "packed",
+            "code": name,
+            "metadata": kernel.metadata,
+            "registers": kernel.registers,
+            **arguments,
+        }
 
     def read(self, json: Json) -> Any:
         """The value that was written as `json`.
@@ -249,7 +255,9 @@ class Values:
                 return self.live.source_of(self.read(json["name"]))
             case "packed":
                 code, pointers, blocks = self._binaries[json["code"]], json["pointers"], json["blocks"]
-                return Packed(code, json["metadata"], self.read(pointers), self.read(blocks))
+                return Packed(
+                    code, json["metadata"], self.read(pointers), self.read(blocks), json["registers"]
+                )
             case "class":
                 return class_named(json["module"], json["name"])
             case _ if kind in CLASSES:

@@ -97,6 +97,7 @@ def _run(job: Job, caches: Path) -> str:
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
+        "AOTDIST_CACHE_FOLDER": str(caches / "aotdist"),
     }
     environment |= {"TRITON_INTERPRET": "1"} if job.dry else {"OMP_NUM_THREADS": str(os.cpu_count())}
     try:

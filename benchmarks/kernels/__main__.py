@@ -9,19 +9,16 @@ import datetime
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
 
-import torch
 import tyro
 
 from aotdist.kernels.compilation import Target, check
 from benchmarks.kernels.counts import count
+from benchmarks.kernels.inductor import inductor_bytes
+from benchmarks.kernels.losses import counted_losses
 from benchmarks.kernels.models import MODELS
 from benchmarks.kernels.page import page
 from benchmarks.record import ROOT, versions
-
-Precision = Literal["fp32", "bf16"]
-_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +41,12 @@ def main(options: Options) -> None:
     graphs = [
         graph
         for name in names
-        for dtype in _DTYPES.values()
-        for graph in count(name, MODELS[name], dtype, options.target)
+        for precision in MODELS[name].precisions
+        for graph in count(name, MODELS[name], precision, options.target)
     ]
-    text = page(graphs, options.target, _circumstances())
+    losses = [] if options.quick else list(counted_losses())
+    theirs = {} if options.quick else inductor_bytes("Llama")
+    text = page(graphs, theirs, losses, options.target, _circumstances())
     if options.quick:
         print(text)
     else:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
-
-import torch
 
 from aotdist.codegen.contract import Kind
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Target, compile_kernel, num_vectors
 from aotdist.kernels.emitted import EmittedKernel
-from aotdist.program import Graph
+from aotdist.kernels.polynomial import hint_of
+from aotdist.program import Graph, Slot
 from benchmarks.kernels.graphs import graphs_of
-from benchmarks.kernels.models import Model, Optimizer
+from benchmarks.kernels.living import most_bytes_alive
+from benchmarks.kernels.models import Model, Optimizer, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,19 @@ class CountedGraph:
 
     Args:
         model: whose.
-        precision: of its parameters.
+        precision: of its parameters and products.
         kind: which half.
         kernels: in the order in which they run.
         num_library: calls of libraries.
+        bytes_alive: the most that are there at once of what it makes and is handed over, results included.
     """
 
     model: str
-    precision: str
+    precision: Precision
     kind: Kind
     kernels: tuple[Counted, ...]
     num_library: int
+    bytes_alive: int
 
     @property
     def num_bytes(self) -> int:
@@ -68,31 +71,34 @@ class CountedGraph:
         return sum(kernel.num_bytes for kernel in self.kernels)
 
 
-def count(name: str, model: Model | Optimizer, dtype: torch.dtype, target: Target) -> list[CountedGraph]:
+def count(name: str, model: Model | Optimizer, precision: Precision, target: Target) -> list[CountedGraph]:
     """A model's graphs."""
-    program, inputs = model.program(dtype)
-    precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    program, inputs = model.program(precision)
     graphs = graphs_of(program, settings=model.settings, **inputs)
-    return [_counted_graph(name, precision, kind, graph, target) for kind, graph in graphs]
+    saved = {slot for _, graph in graphs for slot in graph.outs if slot.role == "saved"}
+    return [_counted_graph(name, precision, kind, graph, saved, target) for kind, graph in graphs]
 
 
-def _counted_graph(model: str, precision: str, kind: Kind, graph: Graph, target: Target) -> CountedGraph:
+def _counted_graph(
+    model: str, precision: Precision, kind: Kind, graph: Graph, saved: Container[Slot], target: Target
+) -> CountedGraph:
     fused = with_kernels(graph, keeps_casts=False, label=f"{model} {kind}")
     kernels = tuple(_counted(emitted, target) for emitted in fused.kernels)
-    return CountedGraph(model, precision, kind, kernels, len(fused.reasons))
+    alive = most_bytes_alive(fused.graph, saved)
+    return CountedGraph(model, precision, kind, kernels, len(fused.reasons), alive)
 
 
 def _counted(emitted: EmittedKernel, target: Target) -> Counted:
     kernel, binary = emitted.kernel, compile_kernel(emitted, target)
     return Counted(
         name=emitted.printed.name,
-        num_results=emitted.num_results,
-        num_reduced=kernel.num_reduced,
+        num_results=hint_of(emitted.num_results),
+        num_reduced=hint_of(kernel.num_reduced),
         num_blocks=emitted.num_blocks,
         num_tensors=len(emitted.printed.tensors),
         num_bytes=emitted.num_bytes,
-        registers=binary.registers,
-        spilled=binary.spilled,
+        registers=binary.usage.registers,
+        spilled=binary.usage.spilled,
         num_wide=(binary.count("LDG", "128"), binary.count("STG", "128")),
         num_wanted=num_vectors(emitted),
     )

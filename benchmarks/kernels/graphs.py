@@ -13,6 +13,7 @@ import aotdist
 from aotdist.codegen.contract import Decompositions, Emission, Emitted, Kind
 from aotdist.codegen.triton import TritonBackend
 from aotdist.program import Graph
+from aotdist.torch_seam import hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,17 @@ class Recorder:
 
         def call(args: list[Any]) -> Sequence[Any]:
             args.clear()
-            return [None if node is None else _blank(node.meta["val"]) for node in nodes]
+            return [None if node is None else blank(node.meta["val"]) for node in nodes]
 
         return Emitted(call, "")
 
 
-def _blank(val: Any) -> Any:
+def blank(val: Any) -> Any:
+    """Memory of the size of a result."""
     if not isinstance(val, Tensor):
-        return val
-    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype)
+        return hint(val)
+    sizes, strides = (list(map(hint, numbers)) for numbers in (val.shape, val.stride()))
+    return torch.empty_strided(sizes, strides, dtype=val.dtype)
 
 
 def graphs_of(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -15,7 +15,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import aotdist
 from benchmarks.kernels.optimizers import STEPS, state_of
+
+Precision = Literal["fp32", "bf16", "fp8"]
+"""Of a model's parameters; `fp8` are bfloat16, and linear layers but the head multiply in float8."""
+
+DTYPES: Mapping[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
 
 BATCH = 4
 _LLAMA_SEQUENCE = 512
@@ -37,12 +47,16 @@ class Model:
     inputs: Callable[[torch.dtype], dict[str, Tensor]]
     loss: Callable[[Any], Tensor]
     settings: ClassVar[Mapping[str, Any]] = {}
+    precisions: ClassVar[tuple[Precision, ...]] = ("fp32", "bf16", "fp8")
 
-    def program(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+    def program(self, precision: Precision) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """A function from the batch to the loss, and a batch."""
+        dtype = DTYPES[precision]
         with torch.device("meta"):
             module = self.build()
         module = module.to(dtype).to_empty(device="cpu")
+        if precision == "fp8":
+            aotdist.to_float8(module, "delayed", lambda path, _: path != "lm_head")
         return partial(self._loss, module), self.inputs(dtype)
 
     def _loss(self, module: nn.Module, **inputs: Tensor) -> Tensor:
@@ -62,11 +76,12 @@ class Optimizer:
     step: str
     settings: ClassVar[Mapping[str, Any]] = {"is_compiling": True}
     """PyTorch's optimizers ask that before they leave numbers of steps on the device."""
+    precisions: ClassVar[tuple[Precision, ...]] = ("fp32", "bf16")
 
-    def program(self, dtype: torch.dtype) -> tuple[Callable[..., object], dict[str, Any]]:
+    def program(self, precision: Precision) -> tuple[Callable[..., object], dict[str, Any]]:
         """A function that takes a step, and what it takes it with."""
         with torch.device("meta"):
-            parameters = [parameter.to(dtype) for parameter in _llama().parameters()]
+            parameters = [parameter.to(DTYPES[precision]) for parameter in _llama().parameters()]
         return STEPS[self.step], {"state": state_of(parameters)}
 
 

@@ -14,12 +14,14 @@ from triton.backends.compiler import GPUTarget
 
 import aotdist
 import aotdist.pipeline
-from aotdist.codegen.triton import with_kernels
+from aotdist.codegen.triton import launches_of, with_kernels
 from aotdist.kernels.launching import Launch
+from aotdist.kernels.sized import SizedLaunch
 from aotdist.program import Graph, Slot
 from aotdist.store import load as loading
 from aotdist.store.archive import open_archive
 from aotdist.store.live import Live
+from benchmarks.kernels.graphs import graphs_of
 from tests.artifacts.programs import decoder
 
 launches: Counter[str] = Counter()
@@ -87,6 +89,8 @@ def run(target: str, path: Path) -> None:
     model, args = decoder()
     aotdist.load(path, model)
     model(*args).square().mean().backward()
+    halves = [graph.fusion for graph in model.explain().artifacts[0].graphs if graph.fusion]  # type: ignore[operator]
+    assert all(kernel.registers for half in halves for kernel in half.kernels)
     record = open_archive(path).record_of(0)
     nodes = [node for half in record["calls"][0]["emitted"].values() for node in half["graph"]["nodes"]]
     kernels = [node["target"] for node in nodes if "PackedLaunch" in str(node["target"])]
@@ -124,6 +128,24 @@ def run_jitted() -> None:
     print(", ".join(ways))
 
 
+def run_sized() -> None:
+    """Launch a kernel whose sizes differ, at one more than once: rows that fit into a block, and others."""
+    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
+    x = torch.empty(32, 96)
+    aotdist.mark_dynamic(x, 0)
+    aotdist.mark_dynamic(x, 1)
+    ((_, graph),) = graphs_of(lambda x: torch.softmax(x, -1), x)
+    (launch,) = launches_of(with_kernels(graph, keeps_casts=False, label="test")).values()
+    assert isinstance(launch, SizedLaunch) and launch.registers is None
+    symbols = [str(size) for node in graph.placeholders() for size in getattr(node.meta["val"], "shape", ())]
+    for sizes in ((32, 96), (32, 96), (64, 17), (20, 9000)):
+        values = dict(zip(symbols, sizes, strict=True))
+        result = launch(torch.empty(sizes), *(values[name] for name in launch.names))
+        assert isinstance(result, torch.Tensor) and result.shape == sizes
+    assert launches.total() == 4 and launch.registers == 32
+    print(", ".join(launches))
+
+
 if __name__ == "__main__":
     part, target, *paths = sys.argv[1:]
     match part:
@@ -131,5 +153,7 @@ if __name__ == "__main__":
             aotdist.build(decoder, *paths, target=target)
         case "run":
             run(target, *map(Path, paths))
+        case "sized":
+            run_sized()
         case _:
             run_jitted()

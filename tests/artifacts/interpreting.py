@@ -9,9 +9,9 @@ import torch
 
 from aotdist.codegen import ahead
 from aotdist.kernels.device_functions import HELPERS
-from aotdist.kernels.emission import loaded
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import blocks_of
+from aotdist.kernels.loading import loaded
 from aotdist.kernels.packing import Packed
 from aotdist.kernels.running import Jitted
 from aotdist.store import load as loading
@@ -21,12 +21,14 @@ from aotdist.store.live import Live
 def _pack(emitted: EmittedKernel, target: str) -> Packed:
     """A kernel whose code is its source."""
     name, source = emitted.printed.name, f"{HELPERS}\n\n{emitted.printed.source}"
-    return Packed(source.encode(), json.dumps({"name": name}), {}, blocks_of(emitted.kernel, emitted.config))
+    return Packed(
+        source.encode(), json.dumps({"name": name}), {}, blocks_of(emitted.kernel, emitted.config), 0
+    )
 
 
-def _unpack(packed: Packed, device: torch.device, overwritten: frozenset[int]) -> Jitted:
+def _unpack(packed: Packed, num_blocks: int, device: torch.device, overwritten: frozenset[int]) -> Jitted:
     name = json.loads(packed.metadata)["name"]
-    return Jitted(loaded(packed.code.decode(), name)[name], packed.blocks, {}, device)
+    return Jitted(loaded(packed.code.decode(), name)[name], num_blocks, packed.blocks, {}, device)
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ def test_graphs_with_kernels_come_back(name: str, tmp_path: Path, monkeypatch: p
     forbid_tracing(monkeypatch)
     aotdist.load(tmp_path / "it.aot", loaded_model[0])
     assert_same(expected, step(*loaded_model))
+    halves = [graph.fusion for graph in loaded_model[0].explain().artifacts[0].graphs if graph.fusion]
+    assert all(kernel.text.startswith("@triton.jit") for half in halves for kernel in half.kernels)
 
 
 def step(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
@@ -122,6 +124,10 @@ def test_what_triton_compiled_is_started_directly_where_tensors_are_aligned() ->
     assert compiling("jit", "sm_90") == "Triton, directly, Triton, directly\n"
 
 
+def test_kernels_whose_sizes_differ_are_started_with_their_sizes() -> None:
+    assert compiling("sized", "sm_90") == "sub_exp_sum_div_0, sub_exp_sum_div_0_looped\n"
+
+
 def test_an_input_that_is_written_is_written_wherever_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     class Adding:
         function = packed_metadata = None
@@ -138,7 +144,7 @@ def test_an_input_that_is_written_is_written_wherever_it_begins(monkeypatch: pyt
     memory = memory[(-memory.data_ptr() // 4) % 4 :]
     for first in (memory[:8], memory[1:9]):
         expected, more = first + 1, torch.ones(8)
-        Loaded(Adding(), (8,), torch.device("cpu"), frozenset({0}))(1, (first, more), ())
+        Loaded(Adding(), 1, (8,), torch.device("cpu"), frozenset({0}))((first, more), ())
         assert torch.equal(first, expected) and torch.equal(more, torch.ones(8))
 
 

@@ -36,6 +36,7 @@ def _compile_call(
     settings: Settings,
     *,
     symbolic: bool,
+    dims: Mapping[int, frozenset[int]],
 ) -> Artifact:
     compilation = compilation_of(target, run, args, kwargs, backend, settings)
     record = json.loads(json.dumps(written(target, compilation, "cpu", {}), allow_nan=False))

@@ -30,6 +30,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+PACKAGE_DATA = {"aotdist/py.typed", *(f"aotdist/report/page.{kind}" for kind in ("css", "html", "js"))}
+
+
 def build(clone: Path, hook: str) -> Path:
     out = clone / "dist"
     out.mkdir(exist_ok=True)
@@ -48,7 +51,7 @@ def installed_names() -> set[str]:
 def test_wheel_holds_the_package_and_nothing_else(clone):
     names = set(zipfile.ZipFile(build(clone, "build_wheel")).namelist())
     packed = {name for name in names if ".dist-info/" not in name}
-    assert packed == installed_names() | {"aotdist/py.typed"}
+    assert packed == installed_names() | PACKAGE_DATA
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -59,7 +62,7 @@ def test_sdist_builds_the_same_wheel(clone, tmp_path):
         archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (source,) = tmp_path.iterdir()
     names = set(zipfile.ZipFile(build(source, "build_wheel")).namelist())
-    assert installed_names() <= names
+    assert installed_names() | PACKAGE_DATA <= names
 
 
 @pytest.mark.parametrize("name", LINKS)

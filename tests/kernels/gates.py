@@ -6,17 +6,21 @@ how many kernels there are. A process of its own, because the tests' kernels are
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import aotdist
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Binary, Target, compile_kernel, num_vectors
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.program import Graph
+from aotdist.subclasses.sparse24_operators import choose_24, compress_24
 from benchmarks.kernels.graphs import graphs_of
 from benchmarks.kernels.optimizers import clipped_adamw, random_state, sgd
 from benchmarks.models import Block, LlamaShape
@@ -68,17 +72,65 @@ def float8(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tuple
     return program, (torch.zeros(512, 1024, dtype=dtype), torch.ones(()))
 
 
+def large(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Kernels that take long enough to have several ways."""
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        y = F.gelu(F.rms_norm(x, x.shape[-1:], weight))
+        return torch.logsumexp(y.view(-1, 32768), -1).sum()
+
+    return program, (_numbers(16384, 2048, dtype=dtype), _numbers(2048, dtype=dtype))
+
+
+def sparse24(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """A matrix, chosen from and packed."""
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        meta = choose_24(x)
+        return compress_24(x, meta), meta
+
+    return program, (torch.zeros(512, 1024, dtype=dtype),)
+
+
+def softmax_of_any_size(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    function, (x,) = softmax(dtype)
+    return function, (_of_any_size(x, 0, 1),)
+
+
+def cross_entropy_of_any_size(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    function, (x,) = cross_entropy(dtype)
+    return function, (_of_any_size(x, 1),)
+
+
+def llama_block_of_any_size(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    function, (x,) = llama_block(dtype)
+    return function, (_of_any_size(x, 0),)
+
+
+def _of_any_size(x: Tensor, *dims: int) -> Tensor:
+    for dim in dims:
+        aotdist.mark_dynamic(x, dim)
+    return x
+
+
 PROGRAMS = (mlp, llama_block, softmax, cross_entropy, dropout, float8)
+IN_BFLOAT16 = (
+    softmax_of_any_size,
+    cross_entropy_of_any_size,
+    llama_block_of_any_size,
+    large,
+    sparse24,
+)
+"""What is compiled in one precision, to spare time."""
 
 
 def kernels() -> Iterator[tuple[str, EmittedKernel]]:
     """The kernels of all programs, with where each is from."""
-    for program in PROGRAMS:
-        for dtype in (torch.float32, torch.bfloat16):
-            function, args = program(dtype)
-            for kind, graph in graphs_of(function, *args, settings={"functional_rng": True}):
-                label = f"{program.__name__} {dtype} {kind}"
-                yield from kernels_of(label, graph)
+    of_both = itertools.product(PROGRAMS, (torch.float32, torch.bfloat16))
+    for program, dtype in (*of_both, *((program, torch.bfloat16) for program in IN_BFLOAT16)):
+        function, args = program(dtype)
+        for kind, graph in graphs_of(function, *args, settings={"functional_rng": True}):
+            yield from kernels_of(f"{program.__name__} {dtype} {kind}", graph)
     for step in (clipped_adamw, sgd):
         for _, graph in graphs_of(step, random_state(_SHAPE), settings={"is_compiling": True}):
             yield from kernels_of(step.__name__, graph)
@@ -92,10 +144,10 @@ def kernels_of(label: str, graph: Graph) -> Iterator[tuple[str, EmittedKernel]]:
 
 def faults(emitted: EmittedKernel, binary: Binary) -> Iterator[str]:
     """What is wrong with a kernel."""
-    if binary.spilled:
-        yield f"spills {binary.spilled} bytes"
-    if not emitted.kernel.r and binary.registers > MAX_POINTWISE_REGISTERS:
-        yield f"takes {binary.registers} registers to no more than go through"
+    if binary.usage.spilled:
+        yield f"spills {binary.usage.spilled} bytes"
+    if not emitted.kernel.r and binary.usage.registers > MAX_POINTWISE_REGISTERS:
+        yield f"takes {binary.usage.registers} registers to no more than go through"
     if binary.target.startswith("sm_"):
         for word, wanted in zip(("LDG", "STG"), num_vectors(emitted), strict=True):
             if binary.count(word, "128") < wanted:
@@ -103,12 +155,14 @@ def faults(emitted: EmittedKernel, binary: Binary) -> Iterator[str]:
 
 
 def main(target: Target) -> None:
-    """Print faults, and how many kernels there are."""
+    """Print faults, in every way that a kernel may be cut, and how many kernels there are."""
     count = 0
     for label, emitted in kernels():
         count += 1
-        for fault in faults(emitted, compile_kernel(emitted, target)):
-            print(f"{label}: {emitted.printed.name} {fault}\n{emitted.config}\n{emitted.printed.source}")
+        for way in emitted.ways:
+            one = replace(emitted, ways=(way,))
+            for fault in faults(one, compile_kernel(one, target)):
+                print(f"{label}: {emitted.printed.name} {fault}\n{way}\n{emitted.printed.source}")
     print(f"{count} kernels")
 
 

@@ -10,7 +10,7 @@ import torch
 
 import aotdist
 from aotdist.kernels import compilation
-from aotdist.kernels.compilation import TARGETS, Binary, compile_kernel
+from aotdist.kernels.compilation import TARGETS, Binary, Usage, compile_kernel
 from tests.kernels.reference import Emissions, assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,6 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_instructions_are_counted_by_the_words_of_their_names() -> None:
     binary = Binary(
-        "k", "sm_90", b"", 1, 0, 0, {"LDG.E.128": 2, "LDG.E.EL.128": 1, "LDG.E": 4, "STG.E.128": 8}
+        "k", "sm_90", b"", Usage(1, 0), 0, {"LDG.E.128": 2, "LDG.E.EL.128": 1, "LDG.E": 4, "STG.E.128": 8}
     )
     assert [binary.count("LDG", "128"), binary.count("LDG"), binary.count("LDL")] == [3, 7, 0]

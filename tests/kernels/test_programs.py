@@ -186,3 +186,12 @@ def test_in_small_pieces(program: Program, sizes: list[int], transposed: bool, g
         patch.setattr(launching, "MAX_PERSISTENT_COLUMN", 2)
         patch.setattr(launching, "_LOOPED_BLOCK", 4)
         assert_same(program, *tensors(sizes, torch.float64, transposed=transposed, grad=grad))
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_what_repeats_is_read_from_its_end(size: int) -> None:
+    """Places count down past 0, and wrap: Triton's own remainders have the sign of what they are left of."""
+    x = torch.randn(size, dtype=torch.float64, requires_grad=True)
+    assert_same(lambda x: torch.cat([x, x]).flip(0) * 2, x)
+    assert_same(lambda x: x.repeat(3).flip(0)[1:].view(-1, 1) * 2, x)
+    assert_same(lambda x: x.expand(4, size).flip(0, 1).reshape(-1).flip(0).view(size, 4).flip(1) * 2, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,27 +10,46 @@ import torch
 from torch import Tensor
 
 import aotdist
-from aotdist.subclasses.sparse24_packing import compress, encode, magnitude_mask
+from aotdist.subclasses.sparse24_operators import choose_24, compress_24
+from aotdist.subclasses.sparse24_packing import DTYPES, compress, encode, magnitude_mask
 from tests.kernels.reference import Emissions
 from tests.subclasses.test_sparse24_linear import net, tokens
 
 
 def packed(x: Tensor) -> tuple[Tensor, Tensor]:
-    places = encode(magnitude_mask(x))
-    return compress(x, places), places
+    meta = choose_24(x)
+    return compress_24(x, meta), meta
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_is_three_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask; the places, two bits each; the values at these."""
-    emissions = Emissions(monkeypatch)
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+def matrix(dtype: torch.dtype) -> Tensor:
+    """With ties, zeros of both signs, and what is no number."""
+    x = (30 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))).to(dtype)
     x[0, :8] = 1
+    if dtype.is_floating_point:
+        x[1, :8] = torch.tensor([-0.0, 0.0, -0.0, 0.0, math.nan, math.inf, -math.inf, 1.0])
+        x[2, :4] = math.nan
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_kernel_chooses_and_packs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the matrix once, and gives the bits that are chosen and packed by groups."""
+    emissions = Emissions(monkeypatch)
+    x = matrix(dtype)
+    values, meta = aotdist.compile(packed, backend="triton")(x)
+    expected = encode(magnitude_mask(x))
+    assert torch.equal(meta, expected)
+    assert torch.equal(values.view(torch.uint8), compress(x, expected).view(torch.uint8))
+    (kernel,) = emissions.made[0].kernels
+    assert kernel.num_bytes == x.nbytes + values.nbytes + meta.nbytes
+    assert {str(node.target) for node in emissions.made[0].reasons} <= {"aten.view.dtype"}
+
+
+def test_columns_of_a_transposed_matrix_are_packed_too() -> None:
+    """After a copy, whose NaNs may have other bits."""
+    x = matrix(torch.bfloat16).t().contiguous().t()
     found = aotdist.compile(packed, backend="triton")(x)
-    for one, other in zip(found, packed(x), strict=True):
-        assert torch.equal(one, other)
-    assert emissions.num_kernels() == 3
-    assert {str(node.target) for node in emissions.made[0].reasons} == {"aten.view.dtype"}
+    torch.testing.assert_close(found, packed(x), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"operand": "input"}, {"select": "held"}], ids=str)

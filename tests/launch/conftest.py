@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch.harness import Job
+from tests.launch.harness import Job, Runs
+from tests.launch.jobs_on_ranks import table
+from tests.ranks.harness import world2 as world2
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +27,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(text: Path, tmp_path: Path) -> Job:
     """A small job of this test's own."""
     return Job(text=text, folder=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The jobs on several ranks."""
+    return Runs(text, tmp_path_factory.mktemp("runs"), table())
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ SMALL_MODEL = (
     "--run.validate-every=0",
     "--run.sample-bytes=4",
     "--parallel.device=cpu",
+    "--checkpoint.every=0",
 )
 
 
@@ -56,6 +57,29 @@ class Job:
         """What a run recorded so far."""
         return read_metrics(self.folder / name / METRICS_FILE)
 
+    def numbers(self, name: str) -> list[tuple[object, ...]]:
+        """What a run recorded of steps and validations, to the bit, but for times and memory."""
+        return [
+            (type(record).__name__, record.step, record.loss.hex(), getattr(record, "grad_norm", None))
+            for record in self.records(name)
+            if isinstance(record, StepRecord | ValidationRecord)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GoesOn:
+    """A job that goes on with a copy of another one; not the first of its ranks, who copy when they have met.
+
+    Args:
+        name: of the other one, which has run before.
+        step: of the checkpoint to go on from; later ones are not in the copy.
+        options: that differ.
+    """
+
+    name: str
+    step: int
+    options: Sequence[str] = ()
+
 
 class Runs:
     """Many small jobs; all with the same number of ranks run in one torchrun, when the first is asked for.
@@ -63,10 +87,12 @@ class Runs:
     Args:
         text: what they train on.
         folder: where they write.
-        table: options by name, for each number of ranks.
+        table: jobs by name, for each number of ranks; numbers that come before in it run before.
     """
 
-    def __init__(self, text: Path, folder: Path, table: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+    def __init__(
+        self, text: Path, folder: Path, table: Mapping[int, Mapping[str, Sequence[str] | GoesOn]]
+    ) -> None:
         self.job = Job(text, folder)
         self._table = table
         self._printed: dict[int, str] = {}
@@ -78,27 +104,33 @@ class Runs:
             AssertionError: it failed; the message is all that its ranks printed.
         """
         (num_ranks,) = (ranks for ranks, jobs in self._table.items() if name in jobs)
-        if num_ranks not in self._printed:
-            self._printed[num_ranks] = self._run(num_ranks)
+        for ranks in list(self._table)[: list(self._table).index(num_ranks) + 1]:
+            if ranks not in self._printed:
+                self._printed[ranks] = self._run(ranks)
         code = self.job.folder / f"{name}.code"
         assert code.exists() and code.read_text() == "0", f"{name} failed\n{self._printed[num_ranks]}"
         return self.job.records(name)
 
     def _run(self, num_ranks: int) -> str:
-        jobs = [
-            {"name": name, "arguments": self.job.arguments(name, *options)}
-            for name, options in self._table[num_ranks].items()
-        ]
+        jobs = [self._described(name, job) for name, job in self._table[num_ranks].items()]
         table = self.job.folder / f"jobs-{num_ranks}.json"
         table.write_text(json.dumps(jobs))
         script = str(REPOSITORY / "tests" / "launch" / "run_jobs.py")
         finished = run_torchrun(script, str(table), num_ranks=num_ranks, timeout_s=250)
         return finished.stdout + finished.stderr
 
+    def _described(self, name: str, job: Sequence[str] | GoesOn) -> dict[str, object]:
+        if not isinstance(job, GoesOn):
+            return {"name": name, "arguments": self.job.arguments(name, *job)}
+        arguments = ["--resume", str(self.job.folder / name), *job.options]
+        return {"name": name, "arguments": arguments, "copied": job.name, "step": job.step}
 
-def run_torchrun(*words: str, num_ranks: int, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+
+def run_torchrun(
+    *words: str, num_ranks: int, max_restarts: int = 0, timeout_s: float = 100
+) -> subprocess.CompletedProcess[str]:
     """`torchrun` with a free port; what it left running after `timeout_s` is ended with it."""
-    process = start_torchrun(*words, num_ranks=num_ranks)
+    process = start_torchrun(*words, num_ranks=num_ranks, max_restarts=max_restarts)
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -108,10 +140,11 @@ def run_torchrun(*words: str, num_ranks: int, timeout_s: float = 100) -> subproc
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def start_torchrun(*words: str, num_ranks: int) -> subprocess.Popen[str]:
+def start_torchrun(*words: str, num_ranks: int, max_restarts: int = 0) -> subprocess.Popen[str]:
     """`torchrun` under way, its output piped."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *words
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
+        f"--max-restarts={max_restarts}", *words,
     ]  # fmt: skip
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -139,6 +172,11 @@ def step_records(records: list[Record]) -> list[StepRecord]:
 def losses(records: list[Record]) -> list[float]:
     """The loss of each step."""
     return [record.loss for record in step_records(records)]
+
+
+def exactly(values: list[float]) -> list[str]:
+    """Floats so that only the same bits are equal."""
+    return [value.hex() for value in values]
 
 
 def held_out_losses(records: list[Record]) -> list[float]:

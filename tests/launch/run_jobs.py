@@ -1,16 +1,19 @@
 """Runs jobs one after the other in the same ranks: starting torch for each would take most of the time.
 
 Called by torchrun with one file, a JSON list of `{"name": ..., "arguments": [...]}`; rank 0 writes
-each job's exit code to `NAME.code` beside it as soon as it is known.
+each job's exit code to `NAME.code` beside it as soon as it is known. With `"copied": NAME, "step": N`, the
+folder of the job begins as a copy of that one, without checkpoints of later steps.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
 from aotdist.launch import parallel, train
+from aotdist.launch.checkpoints.manifest import CHECKPOINTS_FOLDER, checkpoint_folder, complete_checkpoints
 
 
 def stay():
@@ -25,11 +28,23 @@ def join_once(*arguments):
         join_group(*arguments)
 
 
+def copy_run(source, target, step):
+    if dist.get_rank() == 0:
+        shutil.copytree(source, target)
+        good = checkpoint_folder(target / CHECKPOINTS_FOLDER, step)
+        for later in complete_checkpoints(good.parent):
+            if later.name > good.name:
+                shutil.rmtree(later)
+    dist.barrier()
+
+
 parallel._join_group = join_once
 train.leave = stay
 
 table = Path(sys.argv[1])
 for job in json.loads(table.read_text()):
+    if "copied" in job:
+        copy_run(table.parent / job["copied"], table.parent / job["name"], job["step"])
     code = train.main(job["arguments"])
     if dist.get_rank() == 0:
         (table.parent / f"{job['name']}.code").write_text(str(code))

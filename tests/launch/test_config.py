@@ -6,6 +6,7 @@ import pytest
 
 from aotdist import BadSettings, Settings
 from aotdist.launch.config import (
+    CheckpointOptions,
     CompileOptions,
     DataOptions,
     Float8Options,
@@ -13,6 +14,7 @@ from aotdist.launch.config import (
     ModelOptions,
     OptimOptions,
     ParallelOptions,
+    ProfileOptions,
     RunOptions,
     Sparse24Options,
     parse_options,
@@ -21,12 +23,17 @@ from aotdist.launch.config import (
 
 def flags(options=JobOptions):
     """Every flag that the dataclasses define."""
-    sections = {field.name: field.default_factory for field in dataclasses.fields(options)}
-    return [
+    sections = {
+        field.name: field.default_factory
+        for field in dataclasses.fields(options)
+        if field.default_factory is not dataclasses.MISSING
+    }
+    inside = [
         f"--{section}.{field.name.replace('_', '-')}"
         for section, kind in sections.items()
         for field in dataclasses.fields(kind)
     ]
+    return [*inside, "--resume"]
 
 
 def help_text(capsys, monkeypatch):
@@ -52,6 +59,8 @@ def test_help_lists_every_option(capsys, monkeypatch):
         ParallelOptions,
         Float8Options,
         CompileOptions,
+        CheckpointOptions,
+        ProfileOptions,
         RunOptions,
     ],
 )
@@ -97,6 +106,8 @@ def test_other_ranks_leave_silently(capsys):
         ("--parallel.dp-shard 0", "--parallel.dp-shard is 0"),
         ("--float8.recipe blockwise --float8.all-gather", "no recipe blockwise"),
         ("--compile.bucket-bytes 0", "bucket_bytes is 0"),
+        ("--checkpoint.every -1", "--checkpoint.every is -1"),
+        ("--profile.memory", "--profile.memory is of no step"),
         ("--run.name a/b", "'a/b'"),
         ("--run.validate-every -1", "--run.validate-every is -1"),
     ],

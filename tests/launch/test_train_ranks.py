@@ -2,55 +2,10 @@
 
 import pytest
 
-from tests.launch.harness import Runs, held_out_losses, losses, step_records
+from tests.launch.harness import exactly, held_out_losses, losses, step_records
+from tests.launch.jobs_on_ranks import MESHES, VARIANTS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
-
-LEARN = ["--optim.steps=30", "--optim.lr=1e-2"]
-
-MESHES = {
-    "fsdp": (2, ["--data.batch-size=4"]),
-    "no-reshard": (2, ["--data.batch-size=4", "--parallel.no-reshard-after-forward"]),
-    "tp": (2, ["--data.batch-size=8", "--parallel.tp=2"]),
-    "hsdp": (4, ["--data.batch-size=2", "--parallel.dp-replicate=2"]),
-    "fsdp+tp": (4, ["--data.batch-size=4", "--parallel.tp=2"]),
-    "replicate+tp": (4, ["--data.batch-size=4", "--parallel.tp=2", "--parallel.dp-replicate=2"]),
-}
-"""Ranks and options by name; all have the same global batch."""
-
-VARIANTS = {
-    "untied": (2, ["--model.no-tie-head"]),
-    "bf16": (2, ["--parallel.precision=bf16"]),
-    "tp-bf16": (2, ["--parallel.precision=bf16", *MESHES["tp"][1]]),
-    "float8": (2, ["--parallel.precision=bf16", "--float8.recipe=delayed", "--float8.all-gather"]),
-    "float8-tp": (2, ["--float8.recipe=blockwise", *MESHES["tp"][1]]),
-    "sparse24": (2, ["--sparse24.mask=transposable", "--sparse24.decay=2e-4"]),
-    "accumulate": (2, ["--data.batch-size=2", "--optim.accumulate=2"]),
-    "accumulate-sync": (2, ["--data.batch-size=2", "--optim.accumulate=2", "--optim.sync-every-micro-step"]),
-}
-
-
-def table():
-    """Every job of this file, by its number of ranks: each mesh and variant runs in eager and with `fx`."""
-    jobs = {ranks: {} for ranks in (1, 2, 4)}
-    jobs[1] = {"alone": ["--data.batch-size=8"]}
-    for name, (ranks, options) in (MESHES | VARIANTS).items():
-        jobs[ranks][name] = options
-        jobs[ranks][f"{name}-fx"] = [*options, "--compile.backend=fx"]
-    jobs[2]["learns"] = LEARN
-    jobs[2]["learns-again"] = LEARN
-    jobs[2]["min-cut"] = [*MESHES["fsdp"][1], "--compile.backend=fx", "--compile.partition=min_cut"]
-    jobs[2]["inductor"] = [*MESHES["fsdp"][1], "--compile.backend=inductor", "--optim.steps=2"]
-    return jobs
-
-
-@pytest.fixture(scope="module")
-def runs(text, tmp_path_factory):
-    return Runs(text, tmp_path_factory.mktemp("runs"), table())
-
-
-def exactly(values):
-    return [value.hex() for value in values]
 
 
 def test_two_ranks_learn(runs):

@@ -102,6 +102,19 @@ def test_a_residual_stream_is_saved_although_its_increments_are_smaller() -> Non
     assert not any(n.target is torch.ops.aten.add.Tensor for n in run_again(split))
 
 
+def test_of_about_as_many_bytes_those_are_saved_that_lie_in_memory_anyway() -> None:
+    """The logits and a number for each row, rather than what a kernel would write for it."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = x @ w
+        shifted = logits - logits.amax(1, keepdim=True)
+        return shifted.gather(1, labels).sum() + shifted.exp().sin().sum()
+
+    split = cut(fn, grad(8, 8), grad(8, 256), torch.zeros(8, 1, dtype=torch.int64))
+    assert "mm" in computed(split)
+    assert all(slot.path in ("%mm", "%amax") for slot in split.saved if slot not in split.saved_primals)
+
+
 def test_no_chain_is_longer_than_the_limit() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         for _ in range(3 * LONGEST_CHAIN):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.harness import Died, Raised, RanksFailed, Returned, Stuck, World, fresh_world
+from tests.ranks.harness import MANY_GROUPS, Died, Raised, RanksFailed, Returned, Stuck, World, fresh_world
 
 pytestmark = pytest.mark.ranks
 
@@ -27,6 +27,12 @@ def raises_on(rank: int) -> str:
     if dist.get_rank() == rank:
         raise ValueError("as told")
     return "fine"
+
+
+def makes_groups(number: int) -> int:
+    for _ in range(number):
+        dist.new_group()
+    return os.getpid()
 
 
 def dies_on(rank: int) -> None:
@@ -54,6 +60,13 @@ def test_a_lasting_world_keeps_its_processes(world2: World, world4: World):
     first = world2.run(sums_ranks, 0)
     assert world2.run("tests.ranks.test_harness:sums_ranks", 0) == first
     assert [total for _, total in world4.run(sums_ranks, 0)] == [6.0] * 4
+
+
+def test_ranks_with_many_process_groups_are_replaced():
+    with fresh_world(2) as world:
+        before = world.run(makes_groups, 1)
+        assert world.run(makes_groups, MANY_GROUPS) == before
+        assert set(world.run(makes_groups, 0)).isdisjoint(before)
 
 
 def test_every_case_starts_with_the_same_seed(world2: World):

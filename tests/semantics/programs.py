@@ -218,7 +218,8 @@ class _Rehearsal:
             return False  # where it is a view, its history and its base's are not the same afterwards
         if template == WRITES_ITEMS and a == b:
             return False
-        if writes and "mul" in template and is_strided_complex(self.scope[a]):
+        factors = [self.scope[a], *([self.scope[b]] if "{b}" in template else [])]
+        if writes and "mul" in template and any(map(is_strided_complex, factors)):
             return False  # with gaps between them, complex numbers are multiplied, and rounded, one by one
         if template == COPIES_EACH and self.scope[b].requires_grad:
             return False  # it has no derivative: what it writes has a history that nobody can go through
@@ -233,6 +234,7 @@ class Vocabulary:
 
     Args:
         inputs: expressions for arguments.
+        squares: others, which all arguments of a program are made by, or none.
         values: expressions of new tensors and of views.
         several: expressions of several views at once.
         writes: statements.
@@ -246,6 +248,7 @@ class Vocabulary:
     """
 
     inputs: tuple[str, ...] = tuple(INPUTS.values())
+    squares: tuple[str, ...] = ()
     values: tuple[tuple[str, ...], ...] = (ARITHMETIC, VIEWS)
     several: tuple[str, ...] = ()
     writes: tuple[str, ...] = WRITES
@@ -269,6 +272,8 @@ def programs(draw: st.DrawFn, vocabulary: Vocabulary | None = None, **options: A
     """
     words = vocabulary or Vocabulary(**options)
     count = draw(st.integers(1, 3))
+    if words.squares and draw(st.booleans()):
+        words = replace(words, inputs=words.squares)
     inputs = draw(_inputs(words, count))
     other = draw(_inputs(words, count)) if words.other_layouts else ()
     program = Program(inputs, (), (), other)

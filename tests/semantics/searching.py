@@ -15,6 +15,7 @@ from tests.semantics.vocabulary import (
     FUNCTION_CALLS,
     FUNCTION_WRITES,
     SEVERAL_VIEWS,
+    SQUARES,
     VIEWS,
     WRITES,
 )
@@ -33,19 +34,27 @@ REFUSALS = (
     "whose base was reshaped in place after it was made",
     "itself a view of another tensor, that was made before a write",
     "which gets a gradient, is given another dtype",
+    "`as_strided_` lets a view with a history show elements that it did not show",
+    "is a leaf that gives up its gradient in place, and is then written",
+    "a tensor is detached in place (`detach_`) that a write of it with history needs",
+    "is a view that an operator of lists with wrappers writes",
 )
 """What a random program may be refused for."""
 
 OF_BACKWARD = (
     "the backward of the program fails, as in eager",
     "the program has no backward, in eager neither",
+    "of several views of a DTensor",
 )
 """What it may be refused for besides, if eager is not asked for all gradients.
 
 A view made under `no_grad` has none to ask for; its base, which the caller gets with it, has.
 """
 
-WATCHED = ("gradients of other kinds than the results arrive",)
+WATCHED = (
+    "gradients of other kinds than the results arrive",
+    "of several views of a DTensor",
+)
 """What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes.
 
 They are where they are asked to be, and where operators take wrappers and plain tensors together.
@@ -70,6 +79,7 @@ search_of_classes = settings(search, max_examples=(8 if SWEEP else 2) * settings
 timeout = pytest.mark.timeout(7200 if SWEEP else 120)
 
 EVERYTHING = Vocabulary(
+    squares=SQUARES,
     values=(ARITHMETIC, VIEWS, FUNCTION_CALLS),
     several=SEVERAL_VIEWS,
     writes=(*WRITES, *FUNCTION_WRITES),

@@ -13,6 +13,8 @@ from tests.semantics.vocabulary import (
     COMPLEX_WRITES,
     MOVES,
     RESHAPES,
+    SQUARE_COMPLEX,
+    SQUARE_WRAPPERS,
     VIEWS,
     WRAPPERS,
     WRITES,
@@ -64,21 +66,30 @@ def test_with_writes_of_storage(program):
 
 
 @search
-@given(programs(words(inputs=WRAPPERS, share_memory=True)))
+@given(programs(words(inputs=WRAPPERS, squares=SQUARE_WRAPPERS, share_memory=True)))
 def test_wrappers(program):
-    compare(program)
-
-
-@search
-@given(programs(words(inputs=WRAPPERS, share_memory=True, leave_out=True, other_kinds=True)))
-def test_gradients_of_other_kinds(program):
-    compare(program)
+    compare(program, mixes=True)
 
 
 @search
 @given(
     programs(
-        words(inputs=COMPLEX, values=(ARITHMETIC, VIEWS, COMPLEX_VIEWS), writes=(*WRITES, *COMPLEX_WRITES))
+        words(inputs=WRAPPERS, squares=SQUARE_WRAPPERS, share_memory=True, leave_out=True, other_kinds=True)
+    )
+)
+def test_gradients_of_other_kinds(program):
+    compare(program, mixes=True)
+
+
+@search
+@given(
+    programs(
+        words(
+            inputs=COMPLEX,
+            squares=SQUARE_COMPLEX,
+            values=(ARITHMETIC, VIEWS, COMPLEX_VIEWS),
+            writes=(*WRITES, *COMPLEX_WRITES),
+        )
     )
 )
 def test_complex_numbers(program):

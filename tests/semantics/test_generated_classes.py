@@ -21,6 +21,8 @@ from tests.semantics.vocabulary import (
     PRODUCTS_OF_SPARSE,
     RECLASSINGS,
     SPARSE,
+    SQUARE_CLASSES,
+    SQUARE_NESTED,
     VIEWS,
     WRITES,
 )
@@ -30,6 +32,7 @@ __all__ = ["mesh"]
 
 OF_CLASSES = words(
     inputs=CLASSES,
+    squares=SQUARE_CLASSES,
     values=(ARITHMETIC, VIEWS, FUNCTION_CALLS, RECLASSINGS),
     writes=(*WRITES, *ATTRIBUTE_WRITES),
 )
@@ -48,24 +51,36 @@ def test_classes_that_hear_of_functions_under_no_grad(program):
 
 
 @search_of_classes
-@given(programs(words(inputs=EIGHT_BITS, values=(PRODUCTS_OF_8_BITS, NARROW_VIEWS), writes=NARROW_WRITES)))
+@given(
+    programs(
+        words(inputs=EIGHT_BITS, squares=(), values=(PRODUCTS_OF_8_BITS, NARROW_VIEWS), writes=NARROW_WRITES)
+    )
+)
 def test_8_bits(program):
     compare(program)
 
 
 @search_of_classes
-@given(programs(words(inputs=SPARSE, values=(PRODUCTS_OF_SPARSE, NARROW_VIEWS), writes=NARROW_WRITES)))
+@given(
+    programs(
+        words(inputs=SPARSE, squares=(), values=(PRODUCTS_OF_SPARSE, NARROW_VIEWS), writes=NARROW_WRITES)
+    )
+)
 def test_2_4_sparse(program):
     compare(program)
 
 
 @search_of_classes
-@given(programs(words(inputs=NESTED, values=(ARITHMETIC, VIEWS), writes=WRITES)))
+@given(programs(words(inputs=NESTED, squares=SQUARE_NESTED, values=(ARITHMETIC, VIEWS), writes=WRITES)))
 def test_nested_wrappers(program):
     compare(program, mixes=True)
 
 
 @search_of_classes
-@given(programs(words(inputs=NESTED, values=(ARITHMETIC, VIEWS, PLACEMENTS), writes=WRITES)))
+@given(
+    programs(
+        words(inputs=NESTED, squares=SQUARE_NESTED, values=(ARITHMETIC, VIEWS, PLACEMENTS), writes=WRITES)
+    )
+)
 def test_wrappers_taken_apart(program):
     compare(program, mixes=True)

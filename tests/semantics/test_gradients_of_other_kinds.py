@@ -15,7 +15,7 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.subclasses.protocol import plain_tensors
-from tests.semantics.makers import leaf, non_leaf, plain, two
+from tests.semantics.makers import leaf, non_leaf, plain, two, two_non_leaf
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, same_as_eager, tangent_of_other_kind
 
@@ -87,6 +87,16 @@ def test_wrappers_in_wrappers() -> None:
     def build() -> Scene:
         x = TwoTensor(two(), plain()).requires_grad_()
         return Scene(lambda x: x.sin() * x, (x,), other_kinds=frozenset({0}))
+
+    same_as_eager(build)
+
+
+def test_a_view_written_with_another_kind() -> None:
+    """What it is a view of gets a gradient of its own kind: of two in one, what eager copies last."""
+
+    def build() -> Scene:
+        x, w = two(4, 4).requires_grad_(), TwoTensor(two(4, 4), plain(4, 4)).requires_grad_()
+        return Scene(lambda x, w: (x.mul_(w), None)[1], ((x * 1.5).t(), w), held={"x": x})
 
     same_as_eager(build)
 
@@ -217,6 +227,15 @@ def test_not_looked_at_between_results() -> None:
     y.retain_grad()
     with pytest.raises(UnsupportedProgram, match="look at what passes between them"):
         z.backward(torch.ones(3, 4))
+
+
+def test_not_looked_at_where_a_wrapper_was_written_into_a_plain_tensor() -> None:
+    """Of `x * y` alone a plain gradient arrives at `x`, and with one of `x` itself, a wrapper."""
+    x, y = two_non_leaf(), plain()
+    aotdist.compile(lambda x, y: (x.add_(1), y.mul_(x)), backend="fx")(x, y)
+    x.retain_grad()
+    with pytest.raises(UnsupportedProgram, match="look at what passes between them"):
+        y.backward(torch.ones(3, 4))
 
 
 def test_watched_results_of_plain_tensors() -> None:

@@ -191,3 +191,16 @@ def test_a_list_with_wrappers_is_counted_as_in_eager(make: Callable[[], torch.Te
         torch._foreach_copy_([x, x[:2]], [y, y[1:]])
 
     same_as_eager(lambda: Scene(program, (plain(), make())))
+
+
+def test_a_view_in_a_list_with_wrappers_keeps_its_history() -> None:
+    """And what it is a view of gets another, in eager. Outside of an input only that is not to be written."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x * x
+        torch._foreach_mul_([x, y], 2.0)
+        return y
+
+    same_as_eager(lambda: Scene(lambda base: program(base.t()), (two_non_leaf(4, 4),)))
+    with pytest.raises(UnsupportedProgram, match="a view that an operator of lists with wrappers writes"):
+        aotdist.compile(program, backend="fx")(two_non_leaf(4, 4).t())

@@ -166,3 +166,179 @@ def test_a_single_element_gets_a_dimension_under_no_grad(size: tuple[int, ...]) 
 
     with pytest.raises(UnsupportedProgram, match="does not fit any more"):
         aotdist.compile(program, backend="fx")(torch.ones(size, requires_grad=True))
+
+
+def _transposed_without_grad(x: torch.Tensor) -> None:
+    with torch.no_grad():
+        x.t_()
+
+
+def _without_history(x: torch.Tensor) -> None:
+    x.mul_(2).detach_()
+
+
+def _elsewhere(x: torch.Tensor) -> None:
+    x.mul_(2).data = torch.ones(3, 3).t()
+
+
+AFTER_A_VIEW: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "t_": lambda x, _: x.t_(),
+    "t_, written": lambda x, _: x.t_().mul_(2.5),
+    "t_, the view written": lambda x, view: (x.t_(), view.mul_(2.5)),
+    "written, t_": lambda x, _: x.mul_(2.5).t_(),
+    "t_ twice, written in between": lambda x, view: (x.t_(), view.mul_(3), x.t_(), x.sin_()),
+    "unsqueeze_ and squeeze_": lambda x, _: x.unsqueeze_(0).mul_(2.5).squeeze_(),
+    "as_strided_": lambda x, _: x.as_strided_((2, 2), (2, 1)).mul_(3),
+    "t_ under no_grad": lambda x, _: _transposed_without_grad(x),
+    "t_ under no_grad, written": lambda x, _: (_transposed_without_grad(x), x.mul_(2.5)),
+}
+VIEWS_OF_BEFORE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "row": lambda x: x[1],
+    "flat": lambda x: x.view(-1),
+    "view of a view": lambda x: x[1:].t()[0],
+}
+
+
+@pytest.mark.parametrize("size", [(3, 3), (3, 4)])
+@pytest.mark.parametrize("of_input", [True, False])
+@pytest.mark.parametrize("made", VIEWS_OF_BEFORE)
+@pytest.mark.parametrize("change", AFTER_A_VIEW)
+def test_views_of_before_show_the_elements_that_they_showed(
+    change: str, made: str, of_input: bool, size: tuple[int, ...]
+) -> None:
+    """Their gradients, too, arrive where these lay: autograd makes the history of a view again."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        base = x if of_input else x * x
+        view = VIEWS_OF_BEFORE[made](base)
+        AFTER_A_VIEW[change](base, view)
+        return view, view * 2, base * 2, base
+
+    def build() -> Scene:
+        x = torch.randn(size, requires_grad=True)
+        return Scene(program, (x * 1.5,), held={"behind": x})
+
+    try:
+        eager = build()
+        play(eager, eager.fn)
+    except RuntimeError as error:
+        pytest.skip(f"eager refuses it: {error}")
+    same_as_eager(build)
+
+
+RESHAPED_VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "t_": lambda view, _: view.t_(),
+    "t_, written": lambda view, w: view.t_().mul_(w),
+    "t_, its base written": lambda view, _: (view.t_(), view._base.mul_(2.5)),
+    "t_, and that of its base": lambda view, _: (view._base.t_(), view.t_(), view.mul_(2.5)),
+    "t_ twice": lambda view, w: view.t_().t_().mul_(w),
+    "t_ under no_grad": lambda view, _: _transposed_without_grad(view),
+    "t_ under no_grad, written": lambda view, w: (_transposed_without_grad(view), view.mul_(w)),
+    "unsqueeze_": lambda view, _: view.unsqueeze_(0).mul_(2.5),
+}
+
+
+@pytest.mark.parametrize("of_no_grad", [False, True])
+@pytest.mark.parametrize("change", RESHAPED_VIEWS)
+def test_views_that_are_reshaped_show_the_elements_that_they_showed(change: str, of_no_grad: bool) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        base = x * x
+        with torch.set_grad_enabled(not of_no_grad):
+            view = base[:]
+        row = view[1]
+        RESHAPED_VIEWS[change](view, w)
+        return view, view * w, row * 2, base
+
+    def build() -> Scene:
+        return Scene(program, (torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)))
+
+    try:
+        eager = build()
+        play(eager, eager.fn)
+    except RuntimeError as error:
+        pytest.skip(f"eager refuses it: {error}")
+    same_as_eager(build)
+
+
+def test_a_square_view_that_is_transposed_under_no_grad_is_refused() -> None:
+    """Eager makes its history again; a stand-in is no view, and its gradient would fit as it is."""
+    x = torch.ones(3, 3, requires_grad=True) * 1.5
+    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]`, which is a view"):
+        aotdist.compile(_transposed_without_grad, backend="fx")(x[:])
+
+
+def test_a_detached_tensor_that_its_own_write_saved_is_refused() -> None:
+    """Eager has no use for the history of the write; the caller's tensor is given it, and then detached."""
+
+    def program(x: torch.Tensor) -> None:
+        x.mul_(x)
+        x.detach_()
+
+    with pytest.raises(UnsupportedProgram, match="that a write of it with history needs"):
+        aotdist.compile(program, backend="fx")(leaf() * 1.5)
+
+
+@pytest.mark.parametrize(
+    "detach", [torch.Tensor.detach_, lambda x: x.requires_grad_(False)], ids=["detach_", "requires_grad_"]
+)
+def test_a_leaf_that_is_one_no_more_is_not_written_with_history(detach: Callable[[Any], Any]) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> None:
+        detach(x)
+        x.mul_(y)
+
+    x, y = leaf(), leaf()
+    with pytest.raises(UnsupportedProgram, match="a leaf that gives up its gradient in place"):
+        aotdist.compile(program, backend="fx")(x, y)
+    assert x.requires_grad and x.is_leaf
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(_without_history, "of a tensor that was detached"), (_elsewhere, "whose storage was replaced")],
+)
+@pytest.mark.parametrize("used", [True, False])
+def test_views_whose_history_nobody_can_make_again_are_refused(
+    used: bool, change: Callable[[torch.Tensor], Any], reason: str
+) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x * x
+        row = y[1]
+        change(y)
+        return row * 2 if used else row
+
+    with pytest.raises(UnsupportedProgram, match=reason):
+        aotdist.compile(program, backend="fx")(torch.ones(3, 3, requires_grad=True))
+
+
+def test_as_strided_in_place_around_a_view_with_history_is_refused() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x[:, 0].as_strided_((2, 2), (2, 1))
+
+    with pytest.raises(UnsupportedProgram, match="show elements that it did not show"):
+        aotdist.compile(program, backend="fx")(torch.ones(3, 4, requires_grad=True) * 1.5)
+    same_as_eager(lambda: Scene(program, (torch.randn(3, 4),)))
+
+
+def test_a_view_of_what_is_detached_and_reshaped_and_gets_a_history_is_refused() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = (x * x).detach()
+        row = y[1]
+        y.t_()
+        y.mul_(x)
+        return row
+
+    with pytest.raises(UnsupportedProgram, match="whose base was reshaped in place"):
+        aotdist.compile(program, backend="fx")(torch.ones(3, 3, requires_grad=True))
+
+
+def test_what_is_detached_and_reshaped_beside_a_view_of_it_is_refused() -> None:
+    """The view's `_base` is the reshaped tensor, of which it cannot be made any more."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.detach()
+        turned = y.t()
+        y.t_()
+        return y, turned
+
+    with pytest.raises(UnsupportedProgram, match="whose base was reshaped in place"):
+        aotdist.compile(program, backend="fx")(torch.ones(3, 4, requires_grad=True))

@@ -9,6 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from tests.semantics.functions import Transposed
 from tests.semantics.observation import Scene, play, same_as_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -243,6 +244,17 @@ def test_data_of_a_view_that_is_used(make: str) -> None:
         return view, x * view
 
     same_as_eager(lambda: Scene(program, (MAKERS[make](),)))
+
+
+def test_data_of_another_size_for_a_view_that_a_function_made() -> None:
+    """Gradients are summed up to the size that the function's result had, as autograd has noted it."""
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        view = Transposed.apply(x)
+        view.data = y
+        return view
+
+    same_as_eager(lambda: Scene(program, (torch.randn((), requires_grad=True), torch.randn(3, 4))))
 
 
 def test_data_of_another_dtype_for_what_gets_a_gradient_is_refused() -> None:

@@ -10,6 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import FakeTensorMode
+from tests.semantics.makers import leaf, two
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
 
 
@@ -371,3 +372,15 @@ def test_writes_of_what_is_expanded_are_refused(program):
     with pytest.raises(UnsupportedProgram, match="writes through an expanded tensor"):
         aotdist.compile(program, backend="fx")(x)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [lambda x: [x.a], lambda x: [x.a.t(), x.a[0]], lambda x: [x.a, x * 2]],
+    ids=["it", "views", "both"],
+)
+def test_what_lies_inside_of_an_input_is_written_with_history(seen: Callable[..., Any]) -> None:
+    def build() -> Scene:
+        return Scene(lambda x, w: (x.a.mul_(w), seen(x))[1], (two(), leaf()))
+
+    same_as_eager(build)

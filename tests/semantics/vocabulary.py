@@ -29,6 +29,20 @@ INPUTS = {
     "half": "torch.randn(3, 4, dtype=torch.bfloat16)",
 }
 
+SQUARES = (
+    "torch.randn(4, 4, requires_grad=True)",
+    "torch.randn(4, 4)",
+    "torch.randn(4, 4, requires_grad=True) * 1.5",
+    "(torch.randn(4, 4, requires_grad=True) * 1.5).t()",
+    "torch.randn(4, 4).t()",
+    "torch.randn(1, 4).expand(4, 4)",
+    "torch.randn(6, 4)[1:5]",
+    "torch.randn(4, 8)[:, ::2]",
+    "torch.randn(4, requires_grad=True)",
+    "torch.arange(16).view(4, 4)",
+)
+"""What has the same size when it is transposed, so that nothing fails that is done to the wrong elements."""
+
 WRAPPERS = (
     "TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()",
     "TwoTensor(torch.randn(3, 4), torch.randn(3, 4))",
@@ -39,6 +53,16 @@ WRAPPERS = (
     "torch.randn(3, 4)",
 )
 """Two tensors in one, also nested, and plain ones beside them."""
+SQUARE_WRAPPERS = (
+    "TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()",
+    "TwoTensor(torch.randn(4, 4), torch.randn(4, 4))",
+    "TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_() * 1.5",
+    "(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_() * 1.5).t()",
+    "TwoTensor(torch.randn(4, 4).t(), torch.randn(4, 4).t())",
+    "TwoTensor(torch.randn(4, 4), TwoTensor(torch.randn(4, 4), torch.randn(4, 4))).requires_grad_()",
+    "torch.randn(4, 4, requires_grad=True) * 1.5",
+    "torch.randn(4, 4)",
+)
 
 CLASSES = (
     "torch.Tensor._make_subclass(Methods, torch.randn(3, 4), True)",
@@ -52,6 +76,16 @@ CLASSES = (
     "torch.randn(3, 4)",
 )
 """Classes that hear of torch functions, and have attributes."""
+SQUARE_CLASSES = (
+    "torch.Tensor._make_subclass(Methods, torch.randn(4, 4), True)",
+    "torch.randn(4, 4).t().as_subclass(Methods)",
+    "(torch.randn(4, 4, requires_grad=True) * 1.5).as_subclass(Traveller)",
+    "(torch.randn(4, 4, requires_grad=True) * 1.5).t().as_subclass(Silent)",
+    "(torch.randn(4, 4, requires_grad=True) * 1.5).as_subclass(Greedy)",
+    "WithScale(torch.randn(4, 4), torch.randn((), requires_grad=True))",
+    "torch.randn(4, 4, requires_grad=True)",
+    "torch.randn(4, 4)",
+)
 
 RECLASSINGS = (
     "{a}.as_subclass(torch.Tensor)",
@@ -144,6 +178,17 @@ NESTED = (
     "torch.randn(3, 4)",
 )
 """Wrappers in wrappers, and DTensors on a mesh of one."""
+SQUARE_NESTED = (
+    "TwoTensor(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)), torch.randn(4, 4)).requires_grad_()",
+    "over_mesh(TwoTensor(torch.randn(4, 4), torch.randn(4, 4))).detach().requires_grad_()",
+    "over_mesh(torch.randn(4, 4), Shard(1)).detach().requires_grad_()",
+    "over_mesh(torch.randn(4, 4), Replicate()).detach().requires_grad_() * 1.5",
+    "over_mesh(torch.randn(4, 4)).detach().requires_grad_() * 1.5",
+    "(over_mesh(torch.randn(4, 4)).detach().requires_grad_() * 1.5).t()",
+    "over_mesh(torch.randn(4, 4).t())",
+    "TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_() * 1.5",
+    "torch.randn(4, 4)",
+)
 
 PLACEMENTS = (
     "whole({a})",
@@ -161,6 +206,14 @@ COMPLEX = (
     "torch.randn(3, 4, dtype=torch.complex64).conj()",
     "torch.randn(3, 4, requires_grad=True)",
     "torch.randn(3, 4)",
+)
+SQUARE_COMPLEX = (
+    "torch.randn(4, 4, dtype=torch.complex64)",
+    "torch.randn(4, 4, dtype=torch.complex64, requires_grad=True) * 1.5",
+    "(torch.randn(4, 4, dtype=torch.complex64, requires_grad=True) * 1.5).t()",
+    "torch.randn(4, 4, dtype=torch.complex64).mH",
+    "torch.randn(4, 4, requires_grad=True)",
+    "torch.randn(4, 4)",
 )
 
 PARTS = (

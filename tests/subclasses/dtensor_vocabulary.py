@@ -21,6 +21,16 @@ INPUTS = (
     "mine((2, 6))",
 )
 """Even and uneven shards, whole ones, partial sums, and each rank's own tensors beside them."""
+SQUARES = (
+    "leaf((4, 4), S0)(row())",
+    "leaf((4, 4), S1)(row())",
+    "non_leaf((4, 4), R)(row())",
+    "non_leaf((4, 4), S0)(row()).t()",
+    "non_leaf((4, 4), P)(row())",
+    "spread(row(), (4, 4), S1)",
+    "spread(row(), (4, 4), S0).t()",
+    "mine((4, 4)).requires_grad_() * 1.5",
+)
 
 ARITHMETIC = (
     *COMMON_ARITHMETIC,
@@ -58,5 +68,10 @@ WRITES = (
 )
 
 VOCABULARY = Vocabulary(
-    inputs=INPUTS, values=(ARITHMETIC, PLACED, VIEWS), writes=WRITES, leave_out=True, max_statements=6
+    inputs=INPUTS,
+    squares=SQUARES,
+    values=(ARITHMETIC, PLACED, VIEWS),
+    writes=WRITES,
+    leave_out=True,
+    max_statements=6,
 )

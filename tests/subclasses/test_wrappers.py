@@ -235,7 +235,7 @@ def test_what_has_no_backward_in_eager_is_named(mesh: DeviceMesh) -> None:
     x = sharded(mesh, torch.randn(4, 6)).requires_grad_()
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
         x.split(2)[0].sum().backward()
-    with pytest.raises(UnsupportedProgram, match="has no backward, in eager neither .*mixed"):
+    with pytest.raises(UnsupportedProgram, match="of several views of a DTensor .*mixed"):
         aotdist.compile(lambda x: x.split(2)[0] * 2, backend="fx")(x)
 
 
@@ -248,6 +248,19 @@ def test_8_bits_in_a_dtensor(mesh: DeviceMesh) -> None:
         return Scene(program, (x, cast(w.redistribute(placements=x.placements), torch.tensor(0.25), E4M3)))
 
     same_as_eager(build, calls=2)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="eager merges no dimensions of which one is sharded")
+@pytest.mark.parametrize("make", [two, lambda: torch.randn(3, 4)], ids=["two", "plain"])
+def test_strided_shards_that_views_make(mesh: DeviceMesh, make: Callable[[], torch.Tensor]) -> None:
+    """Of these DTensor cannot put together what it has taken apart (torch 2.13)."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            flat = x.t().reshape(-1)
+        return flat, x.t().reshape(-1) * 2
+
+    same_as_eager(lambda: Scene(program, (sharded(mesh, make()).requires_grad_(),)))
 
 
 def test_what_is_missing_is_named() -> None:

@@ -8,13 +8,15 @@ In the order of a compiled function's life:
   they are about to run. A difference raises `RankDivergence` on every rank, never a hang.
 - `naming_lost_ranks` stands around each run: when a collective breaks because a peer died, the
   survivors raise `RankLost` with its number.
+- `board_of_this_process` is where a report, too, asks what the others compiled.
 
 All of it goes through the store that the ranks met in (`board.py`), never through a process group:
 a group whose ranks have diverged could only hang.
 """
 
 from aotdist.runtime.ranks.agreement import agree
+from aotdist.runtime.ranks.board import board_of_this_process, poll
 from aotdist.runtime.ranks.failing import failing_together
 from aotdist.runtime.ranks.loss import naming_lost_ranks
 
-__all__ = ["agree", "failing_together", "naming_lost_ranks"]
+__all__ = ["agree", "board_of_this_process", "failing_together", "naming_lost_ranks", "poll"]

@@ -74,6 +74,11 @@ class Board:
     rank: int
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks see the notices."""
+        return dist.get_world_size()
+
+    @property
     def memory(self) -> Memory:
         """What this rank remembers of this store."""
         return _memories.setdefault(self.store, {}).setdefault(self.rank, Memory())

@@ -7,29 +7,33 @@ import sys
 from collections.abc import Sequence
 
 from aotdist.errors import AotdistError, BadSettings
-from aotdist.launch import build_command
+from aotdist.launch.commands import bench, build, cache, doctor, explain, train
 
-_SUBCOMMANDS = (build_command,)
+_SUBCOMMANDS = (train, build, explain, bench, cache, doctor)
 _DONE, _FAILED, _WRONG_USE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code: 0 done, 1 failed, 2 wrong options.
+    """Run the command and return the exit code: 0 done, 1 failed, 2 wrong options, or what training says.
 
     Args:
         arguments: the words after the program's name; `sys.argv` when None.
     """
     parser = argparse.ArgumentParser(prog="aotdist", description="Compile training steps ahead of time.")
+    parser.set_defaults(takes_more=False)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for subcommand in _SUBCOMMANDS:
         subcommand.add_to(subparsers)
-    options = parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)
+    if more and not options.takes_more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    options.more = more
     try:
-        options.run(options)
+        code: int | None = options.run(options)
     except AotdistError as error:
         print(f"aotdist: {type(error).__name__}: {error}", file=sys.stderr)
         return _WRONG_USE if isinstance(error, BadSettings) else _FAILED
-    return _DONE
+    return _DONE if code is None else code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,295 @@
+"""Graphs that compute Python numbers (`aotdist.joint.scalars`), for compilers that only know tensors.
+
+What follows from tensors on the CPU of a single element (step counts, a learning rate) is computed ahead of
+the graph, in Python, exactly as in eager; its numbers are handed to the graph as one tensor. What follows
+from other values of the graph becomes tensors of float64 in the graph, and operators that take numbers are
+made of others that take tensors.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from aotdist.codegen.contract import BoxedCall, Emitted
+from aotdist.codegen.decompose import inline
+from aotdist.codegen.fx import print_graph
+from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.python_source import load_function
+from aotdist.errors import UnsupportedProgram
+from aotdist.partition.builder import GraphBuilder
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam import FakeTensorMode, OpOverload, no_modes
+
+_ATEN = torch.ops.aten
+_NUMBERS = Slot("primal", "numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A graph cut in two: what is computed ahead, and the rest.
+
+    Args:
+        early: arguments -> results of the graph that are ready then, numbers that the rest needs.
+        rest: the graph's arguments and one tensor of all numbers, if there are any -> its other results.
+        ready: which results of the graph `early` computes.
+        device: where the rest takes the numbers.
+    """
+
+    early: Graph
+    rest: Graph
+    ready: tuple[int, ...]
+    device: torch.device
+
+    def around(self, emitted: Emitted) -> Emitted:
+        """The whole graph as something to call.
+
+        Args:
+            emitted: the rest, compiled.
+        """
+        printed = print_graph(self.early)
+        early = load_function(printed.source, "forward", printed.bound, "numbers")
+        source = f"{printed.source}\n\n{emitted.source}"
+        return replace(emitted, call=self._call(early, emitted.call), source=source)
+
+    def _call(self, early: BoxedCall, rest: BoxedCall) -> BoxedCall:
+        num_ready, device = len(self.ready), self.device
+        takes_numbers = _NUMBERS in self.rest.ins
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            values = early(list(args))
+            if takes_numbers:
+                args.append(torch.tensor(values[num_ready:], dtype=torch.float64, device=device))
+            results = list(rest(args))
+            for at, value in zip(self.ready, values, strict=False):
+                results[at] = value
+            return results
+
+        return call
+
+
+def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
+    """Cut a graph in two if it computes numbers.
+
+    Raises:
+        UnsupportedProgram: an operator takes a number that is not known how to take a tensor for it.
+    """
+    nodes = [node for node in graph.gm.graph.nodes if node.op == "call_function"]
+    if not any(map(_is_number, nodes)):
+        return None
+    early = set(filter(_is_single, graph.placeholders()))
+    for node in nodes:
+        if _is_early(node, early):
+            early.add(node)
+    gm = copied(graph)
+    copies = dict(zip(graph.gm.graph.nodes, gm.graph.nodes, strict=True))
+    wanted = [n for n in nodes if n in early and _is_number(n) and not early.issuperset(n.users)]
+    ready = tuple(at for at, n in enumerate(graph.results()) if n in early and n not in graph.placeholders())
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    away = (p.meta["val"].device for p in placeholders if not p.meta["val"].is_cpu)
+    device = next(away, torch.device("cpu"))
+    ins, numbers = graph.ins, set[Node]()
+    if wanted:
+        with no_modes(), fake_mode:
+            value = torch.empty(len(wanted), dtype=torch.float64, device=device)
+        numbers = _take_numbers(gm.graph, placeholders[-1], [copies[node] for node in wanted], value)
+        ins = (*ins, _NUMBERS)
+    _without_results(gm.graph, ready)
+    for node in list(gm.graph.nodes):
+        if _is_number(node) or not numbers.isdisjoint(node.all_input_nodes):
+            numbers |= _take_tensors(gm.graph, node, numbers)
+    gm.graph.eliminate_dead_code()
+    return Apart(_early(graph, early, ready, wanted), Graph(gm, ins, graph.outs), ready, device)
+
+
+def _without_results(graph: torch.fx.Graph, ready: Sequence[int]) -> None:
+    """Let a graph return None for some results, and drop what is only needed for these."""
+    output = graph.output_node()
+    values: Any = output.args[0]
+    output.args = (tuple(None if at in ready else value for at, value in enumerate(values)),)
+    graph.eliminate_dead_code()
+
+
+def _is_number(node: Node) -> bool:
+    return node.op == "call_function" and type(node.meta.get("val")) in (int, float, bool)
+
+
+def _is_single(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 0
+
+
+def _is_early(node: Node, early: set[Node]) -> bool:
+    """Whether a node follows from numbers and single elements that are there before the graph runs."""
+    if not early.issuperset(node.all_input_nodes) or not node.all_input_nodes:
+        return False
+    is_drawn = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return not is_drawn and (_is_number(node) or _is_single(node))
+
+
+def _early(graph: Graph, early: set[Node], ready: Sequence[int], wanted: Sequence[Node]) -> Graph:
+    """What is computed ahead of the graph, as one of its own."""
+    builder = GraphBuilder(graph.gm)
+    for node in graph.gm.graph.nodes:
+        if node.op == "placeholder":
+            builder.placeholder(node)
+        elif node in early:
+            builder.copy(node)
+    given = graph.results()
+    results = [builder.env[cast("Node", given[at])] for at in ready] + [builder.env[n] for n in wanted]
+    outs = [graph.outs[at] for at in ready] + [Slot("output", f"numbers[{k}]") for k in range(len(wanted))]
+    return builder.finish(results, graph.ins, outs)
+
+
+def _take_numbers(
+    graph: torch.fx.Graph, last: Node, wanted: Sequence[Node], value: torch.Tensor
+) -> set[Node]:
+    """Let numbers be elements of one more argument; returns these."""
+    with graph.inserting_after(last):
+        after = argument = graph.placeholder("numbers")
+    argument.meta["val"] = value
+    elements = set[Node]()
+    for at, node in enumerate(wanted):
+        with graph.inserting_after(after):
+            after = graph.call_function(_ATEN.select.int, (argument, 0, at))
+        after.meta = {**node.meta, "val": value[at]}
+        node.replace_all_uses_with(after)
+        elements.add(after)
+    return elements
+
+
+def _take_tensors(graph: torch.fx.Graph, node: Node, numbers: set[Node]) -> set[Node]:
+    """Replace a node that makes a number, or takes some that are tensors by now; returns what it made."""
+    differing = numbers.intersection(node.all_input_nodes)
+    is_lr = node.target in _TAKES_TENSOR_AS_LR and all(number is node.kwargs["lr"] for number in differing)
+    if differing and is_lr:
+        node.target = _TAKES_TENSOR_AS_LR[node.target]
+        return set()
+    rule = _RULES.get(node.target)
+    if rule is None:
+        raise UnsupportedProgram(
+            f"`{node.target}` takes a number that differs from call to call, and knows no tensor for it",
+            where=node.meta.get("source"),
+            stage="codegen",
+            fix='use backend="fx"',
+        )
+    if _is_number(node):
+        return {inline(graph, node, rule, {})}
+    inline(graph, node, _like(rule, node.meta["val"]), {})
+    return set()
+
+
+def _like(rule: Callable[..., Any], value: Any) -> Callable[..., Any]:
+    """`rule`, with results of the dtypes of `value`: a tensor without dimensions counts for its dtype."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = rule(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return result.to(value.dtype)
+        return [one.to(like.dtype) for one, like in zip(result, value, strict=True)]
+
+    return call
+
+
+def _add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return x + y * alpha
+
+
+def _sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return x - y * alpha
+
+
+def _addcmul(x: Any, a: Any, b: Any, value: Any = 1) -> Any:
+    return x + a * b * value
+
+
+def _addcdiv(x: Any, a: Any, b: Any, value: Any = 1) -> Any:
+    return x + a / b * value
+
+
+def _lerp(x: Any, y: Any, weight: Any) -> Any:
+    return x + (y - x) * weight
+
+
+def _each(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule` for each tensor of lists: a number, or a tensor in the place of one, holds for all of them."""
+
+    def call(xs: Sequence[torch.Tensor], *others: Any, **kwargs: Any) -> list[Any]:
+        rows = [other if isinstance(other, (list, tuple)) else [other] * len(xs) for other in others]
+        return [rule(*row, **kwargs) for row in zip(xs, *rows, strict=True)]
+
+    return call
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float64)
+
+
+def _of_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *values: function(*map(_tensor, values))
+
+
+def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *values: functools.reduce(function, map(_tensor, values))
+
+
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(()).to(torch.float64)
+
+
+def _made(value: torch.Tensor, *, dtype: torch.dtype, device: torch.device | None = None, **_: Any) -> Any:
+    return value.to(device=device, dtype=dtype)
+
+
+def _filled(size: Sequence[int], value: torch.Tensor, **options: Any) -> torch.Tensor:
+    return _made(value, **options).expand(size).clone()
+
+
+_IN_LISTS: Mapping[str, Callable[..., Any]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "pow": torch.pow,
+    "lerp": _lerp,
+    "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
+}
+_RULES: dict[Any, Callable[..., Any]] = {
+    _ATEN._local_scalar_dense.default: _read,
+    _ATEN.scalar_tensor.default: _made,
+    _ATEN.full.default: _filled,
+    builtins.max: _reduced(torch.maximum),
+    builtins.min: _reduced(torch.minimum),
+    math.pow: _of_tensors(torch.pow),
+    **{
+        getattr(math, name): _of_tensors(getattr(torch, name))
+        for name in ("sqrt", "exp", "log", "cos", "sin", "tanh")
+    },
+    **{
+        getattr(operator, name): _of_tensors(getattr(operator, name))
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
+    },
+    **{
+        getattr(getattr(_ATEN, prefix + name), overload): _each(rule) if prefix else rule
+        for name, rule in _IN_LISTS.items()
+        for prefix in ("", "_foreach_")
+        for overload in getattr(_ATEN, prefix + name).overloads()
+        if not overload.endswith("out")
+    },
+}
+"""What operators, and functions of numbers, are if tensors stand for the numbers."""
+_TAKES_TENSOR_AS_LR: Mapping[Any, OpOverload] = {
+    packet.default: packet.tensor_lr
+    for packet in (_ATEN._fused_adam, _ATEN._fused_adamw, _ATEN._fused_sgd, _ATEN._fused_adagrad)
+    if "tensor_lr" in packet.overloads()
+}
+"""Fused steps of optimizers, and the form of each whose learning rate is a tensor."""

@@ -1,0 +1,64 @@
+"""Views of tensors that were changed in place since, to autograd.
+
+After any write of its base, autograd makes the history of a view again, once it is asked for it. In eager
+that follows from where the two lie in memory, whatever the base looks like by then. Tensors of a trace lie
+nowhere: autograd calls the operators that made the view once more, on the base as it is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from aotdist.capture.origins import Origins
+from aotdist.convention.changes import Change
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import ViewStep
+from aotdist.torch_seam import creation_meta, set_creation_meta, swap_histories
+
+
+def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
+    """Let a view be made of what its base is after a change, to autograd.
+
+    Args:
+        view: it stays what it is in all else.
+        changed: a view of the base as it is now, that shows it as it was.
+        steps: how the view was made of what the base was.
+    """
+    creation, again = creation_meta(view), changed
+    for step in steps:
+        result = step.of(again)
+        again = result if step.pick is None else result[step.pick]
+    swap_histories(view, again)
+    set_creation_meta(view, creation)
+
+
+def lies_elsewhere(base: torch.Tensor, changes: Iterable[Change]) -> bool:
+    """Whether some of these changes let a tensor lie otherwise in its storage: eager counts from there."""
+    formers = [change.former for change in changes if change.moves() and change.former is not None]
+    return any(_place(former) != _place(base) for former in formers)
+
+
+def detached_since(where: str | None = None) -> UnsupportedProgram:
+    """An error for a view whose base has no history any more, of which its own is to be made again."""
+    return UnsupportedProgram(
+        "a view is used of a tensor that was detached (`detach_`), and then written, in place",
+        where=where or Origins().current() or None,
+        stage="joint",
+        fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
+    )
+
+
+def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
+    """An error for a view whose base looks otherwise now, and has got a history since; `how` says more."""
+    return UnsupportedProgram(
+        f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
+        where=where or Origins().current() or None,
+        stage="joint",
+        fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+    )
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())

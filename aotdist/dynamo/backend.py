@@ -1,0 +1,90 @@
+"""The backend that `torch.compile(backend="aotdist")` calls with each graph of Dynamo's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from aotdist.api import settings_of
+from aotdist.codegen.backend import resolve
+from aotdist.codegen.contract import Backend
+from aotdist.dynamo.region import Region
+from aotdist.errors import BadSettings
+from aotdist.settings import Settings
+
+
+def backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's.
+
+    Args:
+        gm: the graph; parameters and buffers are among its inputs.
+        example_inputs: what it is about to be called with.
+        mode: of `torch.compile`; `reduce-overhead` is `Settings(cuda_graphs=True)`.
+        options: of `torch.compile`: fields of `aotdist.Settings`, and `backend`, as for `aotdist.compile`.
+
+    Raises:
+        BadSettings: the mode or an option is unknown, or belongs elsewhere.
+        UnsupportedProgram: the graph cannot be compiled ahead of time.
+        RankDivergence: the ranks compiled different sequences of collectives.
+    """
+    named = _checked(mode, options or {})
+    code_backend = resolve(named.pop("backend", "auto"))
+    return compile_graph(gm, example_inputs, code_backend, settings_of(named or None))
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], code_backend: Backend, settings: Settings
+) -> Region:
+    """Compile one graph of Dynamo's.
+
+    Args:
+        gm: the graph.
+        example_inputs: what it is about to be called with; if these hold no data, the first call compiles.
+        code_backend: turns graphs into callables.
+        settings: how to compile; which sizes are open, Dynamo decides.
+    """
+    region = Region(gm, code_backend, replace(settings, dynamic=False))
+    region.compile_for(example_inputs)
+    return region
+
+
+def _checked(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name.
+
+    Raises:
+        BadSettings: a mode that is another compiler's, an option that nothing here could honour.
+    """
+    if options.get("dynamic"):
+        raise BadSettings(
+            "the option `dynamic` cannot be honoured: Dynamo decides which sizes are open",
+            fix="call `torch.compile(..., dynamic=True)`",
+        )
+    known = ["backend", *(field.name for field in fields(Settings))]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise BadSettings(
+                f"`{name}` is not an option",
+                fix=f"did you mean `{near[0]}`?" if near else f"options are {', '.join(known)}",
+            )
+    match mode:
+        case None | "default":
+            return dict(options)
+        case "reduce-overhead":
+            return {**options, "cuda_graphs": True}
+        case _:
+            raise BadSettings(
+                f"mode={mode!r} is Inductor's",
+                fix='leave it out, or choose "reduce-overhead"; `options` takes the fields of '
+                "`aotdist.Settings`",
+            )

@@ -1,0 +1,196 @@
+"""A graph of Dynamo's as a function of named tensors and constants: what `capture` can take.
+
+Dynamo passes sizes that it left open as numbers beside the tensors that have them. Here each is read off
+its tensor, so that it is a size like any other; a number that is none is passed as the size of an empty
+tensor. Floats that it left open come as tensors, and are numbers again: eager computes with those. Objects
+(meshes) are constants, told by who they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aotdist.capture.constants import is_constant
+from aotdist.dynamo.names import as_written, distinct
+from aotdist.dynamo.replay import Replay
+from aotdist.torch_seam import dynamo_source, expression, hint, is_open, is_wrapped_number
+
+Kind = Literal["tensors", "size", "integer", "float", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a size is read: which input, which of the tensors in it, and which dimension."""
+
+    input: int
+    tensor: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of a graph.
+
+    Args:
+        name: as the user would write it.
+        kind: `tensors`, one or a list of them; `size`, of one of the tensors; `integer`, any other; `float`,
+            which comes as a tensor; `other`, a constant or an object.
+        dims: the dimensions whose size Dynamo left open, of each of its tensors.
+        place: of a size: where it is read.
+    """
+
+    name: str
+    kind: Kind
+    dims: tuple[frozenset[int], ...] = ()
+    place: Place | None = None
+
+
+class Objects:
+    """Objects that calls brought, by names that tell them apart.
+
+    They are kept: others could have their address later.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+
+    def name_of(self, value: Any) -> str:
+        """The name of an object."""
+        name = f"{type(value).__name__} at {id(value):#x}"
+        self._objects[name] = value
+        return name
+
+    def behind(self, value: Any) -> Any:
+        """The object that `value` is the name of; `value` itself if it is none."""
+        return self._objects.get(value, value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class DynamoGraph:
+    """A graph, and what it takes.
+
+    Args:
+        gm: the graph; the inputs that are floats are used as such in it.
+        inputs: in order.
+        objects: what it was called with that is neither a tensor nor a constant.
+    """
+
+    gm: GraphModule
+    inputs: tuple[Input, ...]
+    objects: Objects = field(default_factory=Objects)
+
+    @classmethod
+    def of(cls, gm: GraphModule) -> DynamoGraph:
+        """Read a graph that Dynamo handed to its backend; it is changed where it reads floats."""
+        nodes = gm.graph.find_nodes(op="placeholder")
+        names = distinct(as_written(dynamo_source(node) or str(node.target)) for node in nodes)
+        sizes = _first_places([node.meta.get("example_value") for node in nodes])
+        inputs = tuple(_input(name, node, sizes) for name, node in zip(names, nodes, strict=True))
+        for node, each in zip(nodes, inputs, strict=True):
+            if each.kind == "float":
+                _use_as_number(node)
+        gm.recompile()
+        return cls(gm, inputs)
+
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of a call of the graph by name: tensors, and constants."""
+        return {
+            each.name: self._argument(each.kind, value)
+            for each, value in zip(self.inputs, values, strict=True)
+            if each.kind != "size"
+        }
+
+    def with_numbers(self, values: Sequence[Any]) -> list[Any]:
+        """Inputs as Dynamo has them while it compiles, with numbers in the place of symbols."""
+        return [hint(value) for value in values]
+
+    def open_dims(self, named: Mapping[str, Any]) -> dict[int, frozenset[int]]:
+        """Which dimensions of those arguments may differ from call to call, by the identity of the tensor."""
+        found: dict[int, frozenset[int]] = {}
+        for each in self.inputs:
+            if each.kind == "tensors":
+                for tensor, dims in zip(_tensors(named[each.name]), each.dims, strict=True):
+                    found[id(tensor)] = found.get(id(tensor), frozenset()) | dims
+            elif each.kind == "integer" and isinstance(named[each.name], torch.Tensor):
+                found[id(named[each.name])] = frozenset((0,))
+        return {identity: dims for identity, dims in found.items() if dims}
+
+    def run(self, **named: Any) -> Any:
+        """Run the graph node by node, while it is captured or because nothing is to be compiled."""
+        return Replay(self.gm).run(*(self._value(each, named) for each in self.inputs))
+
+    def _argument(self, kind: Kind, value: Any) -> Any:
+        match kind:
+            case "float":
+                return value.item()
+            case "integer" if value >= 0:
+                return torch.empty(value, 0)
+            case "other" if not is_constant(value):
+                return self.objects.name_of(value)
+            case _:
+                return value
+
+    def _value(self, each: Input, named: Mapping[str, Any]) -> Any:
+        """What the graph takes for an argument."""
+        if each.place is not None:
+            owner = self.inputs[each.place.input].name
+            return _tensors(named[owner])[each.place.tensor].size(each.place.dim)
+        value = named[each.name]
+        match each.kind:
+            case "integer" if isinstance(value, torch.Tensor):
+                return value.size(0)
+            case "other":
+                return self.objects.behind(value)
+            case _:
+                return value
+
+
+def _tensors(value: Any) -> Sequence[Any]:
+    """The tensors of an input: itself, or those of a list, which is what a compiled tape takes."""
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _open_sizes(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
+    return ((dim, size) for dim, size in enumerate(tensor.shape) if is_open(size))
+
+
+def _first_places(examples: Sequence[Any]) -> dict[str, Place]:
+    """The first tensor, and its dimension, that has each symbol for a size."""
+    found: dict[str, Place] = {}
+    for position, example in enumerate(examples):
+        for number, tensor in enumerate(_tensors(example) if _is_of_tensors(example) else ()):
+            for dim, size in _open_sizes(tensor):
+                found.setdefault(expression(size), Place(position, number, dim))
+    return found
+
+
+def _is_of_tensors(example: Any) -> bool:
+    return all(isinstance(each, torch.Tensor) for each in _tensors(example))
+
+
+def _input(name: str, node: Node, places: Mapping[str, Place]) -> Input:
+    example = node.meta.get("example_value")
+    if isinstance(example, torch.SymInt):
+        place = places.get(expression(example))
+        return Input(name, "integer") if place is None else Input(name, "size", place=place)
+    if not _is_of_tensors(example):
+        return Input(name, "other")
+    if is_wrapped_number(node) and all(_is_item(user) for user in node.users):
+        return Input(name, "float")
+    dims = tuple(frozenset(dim for dim, _ in _open_sizes(tensor)) for tensor in _tensors(example))
+    return Input(name, "tensors", dims)
+
+
+def _is_item(node: Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
+
+
+def _use_as_number(node: Node) -> None:
+    for item in list(node.users):
+        item.replace_all_uses_with(node)
+        node.graph.erase_node(item)

@@ -1,0 +1,61 @@
+"""Runs a graph of Dynamo's node by node, as the program that it was made of: with its lines and modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from aotdist.capture.annotations import set_current_line, set_current_module
+from aotdist.capture.origins import line_of_stack
+from aotdist.dynamo.names import path_of_module
+
+
+class Replay(Interpreter):
+    """Runs a graph; what is recorded meanwhile has the user's lines, not those of the graph's code.
+
+    Args:
+        gm: the graph.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False  # errors say where they come from themselves
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph."""
+        result = super().run(*args, **kwargs)
+        set_current_line("")
+        return result
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        set_current_module(_module_of(n))
+        # Left as it is if the node raises: whoever words the error asks for it.
+        set_current_line(line_of_stack(n.stack_trace or ""))
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function; what Dynamo made an operator of that only marks a region is called as it was."""
+        match target:
+            case torch.ops.higher_order.tag_activation_checkpoint:
+                return _checkpointed(*args, **kwargs)
+            case torch.ops.higher_order.invoke_subgraph:
+                body, _, *given = args
+                return Replay(body).run(*given)
+            case _:
+                return super().call_function(target, args, kwargs)
+
+
+def _module_of(node: Node) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return path_of_module(stack[-1][0]) if stack else ""
+
+
+def _checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """What a checkpoint of `body` returns; PyTorch's operator would only tag it for its own partition."""
+    context_fn = body.meta.get("_checkpoint_context_fn", noop_context_fn)
+    options: dict[str, Any] = {**kwargs, "use_reentrant": False, "context_fn": context_fn}
+    return checkpoint(Replay(body).run, *args, **options)

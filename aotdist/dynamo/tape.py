@@ -1,0 +1,102 @@
+"""`aotdist.compile_backward`: backwards are recorded as tapes, which Dynamo goes through like a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from aotdist.api import settings_of
+from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.contract import Backend
+from aotdist.dynamo.backend import compile_graph
+from aotdist.errors import UnsupportedProgram
+from aotdist.settings import Settings
+from aotdist.torch_seam import compiling_tapes, forget_tapes
+
+
+@dataclass(frozen=True, slots=True)
+class _TapeCompiler:
+    """Compiles tapes; of two that are equal, one may run what the other compiled.
+
+    Args:
+        backend: as the user named it.
+        settings: how to compile.
+        dynamic: of `torch.compile`.
+    """
+
+    backend: str | Compiler | Backend
+    settings: Settings
+    dynamic: bool | None
+
+    def __call__(self, tape: GraphModule) -> Callable[..., Any]:
+        """Compile a tape; Dynamo goes through it once more, and through the hooks on it."""
+        compiled = torch.compile(tape, backend=self._compiled, dynamic=self.dynamic)
+
+        def call(inputs: Any, sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
+            _refuse_fsdp(hooks)
+            return compiled(inputs, sizes, scalars, hooks, packed)
+
+        return call
+
+    def _compiled(self, gm: GraphModule, example_inputs: Any) -> Any:
+        return compile_graph(gm, example_inputs, resolve(self.backend), self.settings)
+
+
+def _refuse_fsdp(hooks: Sequence[Any]) -> None:
+    """Raise for hooks of FSDP2's, which gather parameters and reduce gradients: a tape loses their order.
+
+    On two ranks gradients are wrong then, whatever compiles the tape (torch 2.13, `backend="eager"`).
+    """
+    for hook in hooks:
+        called = getattr(hook, "_forward_cls", getattr(hook, "func", hook))
+        if str(getattr(called, "__module__", "")).startswith("torch.distributed.fsdp"):
+            raise UnsupportedProgram(
+                "FSDP2 calls hooks of its own in this backward",
+                stage="capture",
+                fix="run it outside of `compile_backward`, or use `aotdist.compile` for the model",
+            )
+
+
+_last: _TapeCompiler | None = None
+"""Whose tapes PyTorch keeps: it has one cache for all compilers."""
+
+
+@contextmanager
+def compile_backward(
+    *,
+    backend: str | Compiler | Backend = "auto",
+    settings: Settings | Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Generator[None]:
+    """Compile the backwards that run inside, whatever they go through.
+
+    The tape that autograd is about to run is recorded first: formulas of operators, hooks of tensors and
+    parameters, what is added to gradients that are there. It is compiled as a graph of Dynamo's, and kept
+    for tapes of the same nodes. Backwards of `autograd.Function`s are part of it, if Dynamo can go through
+    them; those of compiled programs are called where they stand. It holds for all threads, for one backward
+    at a time.
+
+    Args:
+        backend: as for `aotdist.compile`.
+        settings: likewise.
+        dynamic: of `torch.compile`, for the sizes on the tape; with False there is a tape for each size.
+
+    Raises:
+        BadSettings: the backend or a setting is unknown.
+        UnsupportedProgram: at a backward: it goes through hooks of FSDP2's. Nothing has been changed then.
+    """
+    global _last
+    given = settings_of(settings)
+    dynamic = dynamic if dynamic is not None else given.dynamic or None
+    compiler = _TapeCompiler(backend, given, dynamic)
+    resolve(backend).check()
+    if compiler != _last:
+        forget_tapes()
+        _last = compiler
+    with compiling_tapes(compiler, dynamic=dynamic is not False):
+        yield

@@ -1,0 +1,37 @@
+"""Files that others see whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+OWNER_ONLY = 0o600
+AS_USUAL = 0o666
+"""Less what the process's umask takes away, as for any new file."""
+
+
+def write_whole(path: Path, chunks: Iterable[bytes], *, mode: int = OWNER_ONLY) -> None:
+    """Write a file; one that is there is replaced when all is written.
+
+    Many may write the same file at once: each writes one of its own, and the last to finish is kept. A writer
+    that is killed leaves one behind whose name begins with a dot.
+
+    Args:
+        path: of the file; its folder is there.
+        chunks: what to write, piece by piece.
+        mode: who may read it.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(chunks)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

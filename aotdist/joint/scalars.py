@@ -1,0 +1,337 @@
+"""Python numbers that follow from tensors: `step.item()`, and what a program computes of it in Python.
+
+An optimizer computes a few numbers in Python before it hands them to operators: `lr / (1 - beta ** step)`.
+Tensors would give other bits, so it stays Python: reading a tensor is a node, and each operation on what was
+read is a node that calls that very operation at run time.
+
+While a program runs inside of `Scalars.followed`, a number that is read is a `TracedFloat` or a `TracedInt`.
+PyTorch takes these for numbers (they are `SymFloat`s and `SymInt`s); what it does with them beneath its
+Python interface, it does with a number that stands for them, a *token*, which the recorder knows again among
+the arguments of operators. A token that reaches no operator was computed with on the way, and is refused.
+
+A program may choose by such a number (`if rho > 5`), if it follows from the tensors that `Scalars` is given
+the values of. What was chosen holds for calls with the same answers, see `Scalars.asked`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+from torch.overrides import TorchFunctionMode
+
+from aotdist.capture.origins import Origins
+from aotdist.errors import UnsupportedProgram
+from aotdist.joint import known
+from aotdist.torch_seam import Patch, pytree, torch_functions_off
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_KINDS: Mapping[torch.dtype, type] = {
+    torch.float64: float,
+    torch.float32: float,
+    torch.bfloat16: float,
+    torch.float16: float,
+    torch.int64: int,
+    torch.int32: int,
+}
+"""What Python makes of an element of a tensor."""
+_TOKENS_FROM = 1 << 44
+"""Whole numbers from here on are tokens: fewer than 2**53, so that floats hold them, and of no size."""
+_MAKE_TENSORS = (torch.tensor, torch.as_tensor)
+_FUNCTIONS = {
+    math: ("sqrt", "pow", "exp", "log", "cos", "sin", "tanh"),
+    builtins: ("max", "min"),
+}
+"""Functions that look at numbers without an operator of theirs, and are recorded like one."""
+
+CreateNode: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Node]
+
+
+class Scalars:
+    """The Python numbers of one trace.
+
+    Attributes:
+        values: nodes whose numbers are there before a call, with the tensors that have them now.
+        asked: numbers that the program chose by, and whether they were true.
+        root: holds the constants of the graph.
+
+    Args:
+        values: tensors whose numbers are there before a call, each with the stand-in of the trace.
+        node_of: the node that computes a stand-in now.
+    """
+
+    def __init__(
+        self, values: Sequence[tuple[torch.Tensor, torch.Tensor]], node_of: Callable[[torch.Tensor], Node]
+    ) -> None:
+        self.values = {node_of(stand_in): real for stand_in, real in values}
+        self.asked: list[tuple[Node, bool]] = []
+        self._tokens: dict[float, Traced] = {}
+        self._arrived: set[float] = set()
+        self._made: dict[Any, Traced] = {}
+        self._numbers = itertools.count(_TOKENS_FROM)
+        self._create: CreateNode | None = None
+        self.root = torch.nn.Module()
+
+    @contextlib.contextmanager
+    def followed(self) -> Generator[None]:
+        """Numbers that are read inside are traced."""
+        token = _CURRENT.set(self)
+        try:
+            with _RECORDING.made(True), _Tokens(self):
+                yield
+        finally:
+            _CURRENT.reset(token)
+
+    def read(
+        self, arguments: tuple[Any, ...], tensor: torch.Tensor, create: CreateNode, root: torch.nn.Module
+    ) -> float | None:
+        """A token for the number in a tensor; None if Python has no number for it that could be traced.
+
+        Args:
+            arguments: of the operator that reads it.
+            tensor: the tensor.
+            create: makes a node.
+            root: holds the constants of the graph.
+        """
+        self._create, self.root = create, root
+        kind = _KINDS.get(tensor.dtype)
+        return None if kind is None else self.token(self._number(_READ, arguments, kind))
+
+    def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """What `function` makes of numbers, some of which are traced."""
+        ones = [argument.kind(1) if isinstance(argument, Traced) else argument for argument in arguments]
+        kind = type(function(*ones))
+        if kind is int and any(isinstance(one, float) for one in ones):
+            kind = float  # which of them `max` and `min` return is not known
+        given = (argument.made_by if isinstance(argument, Traced) else argument for argument in arguments)
+        return self._number(function, tuple(given), kind)
+
+    def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> Traced:
+        """The number that `function` makes: the same one for the same arguments."""
+        key = (function, tuple((type(argument), argument) for argument in arguments))
+        if key not in self._made:
+            assert self._create is not None, "the first number of all was read"
+            node = self._create(function, arguments, {})
+            node.meta["val"] = kind(1)
+            self._made[key] = _CLASSES[kind](self, node)
+        return self._made[key]
+
+    def token(self, number: Traced) -> float:
+        """What stands for `number` beneath PyTorch's Python interface."""
+        token = number.kind(next(self._numbers))
+        self._tokens[token] = number
+        return token
+
+    def behind(self, token: Any) -> Traced | None:
+        """The number that `token` stands for, if it is a token."""
+        return self._tokens.get(token) if type(token) in (float, int) else None
+
+    def tokens_among(self, arguments: Any) -> list[float]:
+        """The tokens in the arguments of an operator."""
+        return [leaf for leaf in pytree.tree_leaves(arguments) if self.behind(leaf) is not None]
+
+    def arrive(self, tokens: Iterable[float]) -> None:
+        """An operator that takes the numbers behind `tokens` is recorded."""
+        self._arrived.update(tokens)
+
+    @contextlib.contextmanager
+    def handed_to(self, function: Callable[..., Any], tokens: Sequence[float]) -> Generator[None]:
+        """Check that operators got the tokens that PyTorch's function was given inside.
+
+        Raises:
+            UnsupportedProgram: one was computed with on the way.
+        """
+        yield
+        if not self._arrived.issuperset(tokens):
+            raise refusal(getattr(function, "__name__", str(function)))
+
+    def answer(self, number: Traced) -> bool:
+        """Whether `number` is true now: the program chooses by it.
+
+        Raises:
+            UnsupportedProgram: it is only there once the call has computed it.
+        """
+        try:
+            with torch_functions_off():
+                holds = known.result_of(bool, (number.made_by,), {}, self.root, self.values)
+        except known.NotKnown:
+            raise UnsupportedProgram(
+                "the program chooses by a number that it computes in the same call",
+                where=Origins().current() or None,
+                stage="joint",
+                fix="use `torch.where`, or `max` and `min`",
+            ) from None
+        self.asked.append((number.made_by, holds))
+        return holds
+
+
+def refusal(function: str) -> UnsupportedProgram:
+    """What to raise where PyTorch computes with a number of the trace, or makes a size of it."""
+    return UnsupportedProgram(
+        f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
+        "follows from a step count)",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="pass it as a tensor, or compute with it in Python before",
+    )
+
+
+_CURRENT: ContextVar[Scalars | None] = ContextVar("aotdist_scalars", default=None)
+
+
+def current_scalars() -> Scalars | None:
+    """The numbers of the trace that runs, where they are followed."""
+    return _CURRENT.get()
+
+
+class Traced:
+    """A number of the trace.
+
+    Args:
+        scalars: all of that trace.
+        made_by: the node that computes it.
+    """
+
+    kind: type = bool
+
+    def __init__(self, scalars: Scalars, made_by: Node) -> None:
+        self.scalars = scalars
+        self.made_by = made_by
+
+    def __bool__(self) -> bool:
+        return self.scalars.answer(self)
+
+    def __repr__(self) -> str:
+        return f"a number that is only known at a call ({self.made_by.name})"
+
+
+class _Number(Traced):
+    """A number that Python computes with."""
+
+    @property
+    def node(self) -> Any:
+        """What PyTorch looks for in its symbolic numbers: it would ask for a value.
+
+        Raises:
+            UnsupportedProgram: always.
+        """
+        raise UnsupportedProgram(
+            "the program needs the value of a number that is only known at a call (a learning rate, or what "
+            "follows from a step count)",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="compute with it by operators of Python, and by the functions of `math`",
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.scalars.apply(operator.ne, (self, 0)))
+
+    def __float__(self) -> float:
+        return self.node
+
+    def __int__(self) -> int:
+        return self.node
+
+    def __index__(self) -> int:
+        return self.node
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class TracedFloat(_Number, torch.SymFloat):
+    """A `float` of the trace."""
+
+    kind = float
+
+
+class TracedInt(_Number, torch.SymInt):
+    """An `int` of the trace."""
+
+    kind = int
+
+
+_CLASSES: Mapping[type, type[Traced]] = {bool: Traced, float: TracedFloat, int: TracedInt}
+
+
+def _operator(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: _Number, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float, _Number)) for other in others):
+            return NotImplemented
+        return self.scalars.apply(function, (*others, self) if reflected else (self, *others))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(_Number, f"__{_name}__", _operator(getattr(operator, _name)))
+    setattr(_Number, f"__r{_name}__", _operator(getattr(operator, _name), reflected=True))
+for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_Number, f"__{_name}__", _operator(getattr(operator, _name)))
+
+
+class _Tokens(TorchFunctionMode):
+    """Hands tokens to PyTorch in the place of numbers of the trace."""
+
+    def __init__(self, scalars: Scalars) -> None:
+        super().__init__()
+        self._scalars = scalars
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        tokens: list[float] = []
+
+        def token(number: Any) -> float:
+            tokens.append(self._scalars.token(number))
+            return tokens[-1]
+
+        kwargs = dict(kwargs or {})
+        if func in _MAKE_TENSORS and isinstance(args[0], _Number):
+            # The token would be the tensor's data.
+            default = torch.get_default_dtype() if args[0].kind is float else torch.int64
+            func, kwargs = torch.scalar_tensor, {"dtype": default, **kwargs}
+        given, named = pytree.tree_map_only(_Number, token, (args, kwargs))
+        with self._scalars.handed_to(func, tokens):
+            result = func(*given, **named)
+        if func is not torch.Tensor.item:
+            return result
+        number = self._scalars.behind(result)
+        return result if number is None else number
+
+
+def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        numbers: Iterable[Any] = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        traced = next((number for number in numbers if isinstance(number, _Number)), None)
+        if traced is None or kwargs:
+            return function(*args, **kwargs)
+        return traced.scalars.apply(function, tuple(numbers))
+
+    return recording
+
+
+_ORIGINALS = [(module, name, getattr(module, name)) for module, names in _FUNCTIONS.items() for name in names]
+
+
+def _record_functions(is_wanted: bool) -> None:
+    for module, name, function in _ORIGINALS:
+        setattr(module, name, _recording(function) if is_wanted else function)
+
+
+_RECORDING = Patch[bool]("numbers_to_be_recorded", _record_functions)
+"""Functions of Python's own that are given numbers of a trace are recorded in it."""

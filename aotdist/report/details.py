@@ -1,0 +1,179 @@
+"""Everything that a page shows of one artifact, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from aotdist.codegen.tensor_text import tensor_text
+from aotdist.convention.dedupe import DedupePlan
+from aotdist.facts import Fresh, NotATensor, OutputFact
+from aotdist.passes.run import PassRecord
+from aotdist.program import ArgIdx, DistinctIdx, OutIdx, Row, Slot
+from aotdist.report import words
+from aotdist.report.nodes import (
+    CollectiveDetails,
+    GraphDetails,
+    Saved,
+    collective_details,
+    graph_details,
+    saved_details,
+)
+from aotdist.report.ranks import ALONE, Ranks
+from aotdist.report.text import counted
+from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.compilation import Compilation, Training
+from aotdist.subclasses.protocol import Recipe, Wrapper, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How long a stage took."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """An input or an output, its type (`f32[8, 16]`) and what happens to it, in words."""
+
+    name: str
+    type: str
+    facts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDetails:
+    """A kernel of our own, with its source."""
+
+    graph: str
+    name: str
+    operators: tuple[str, ...]
+    bytes: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedSource:
+    """What runs a graph, as its backend prints it."""
+
+    graph: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """One artifact.
+
+    Args:
+        name: of the function or module.
+        kind: `training` or `inference`.
+        backend: what emitted the graphs.
+        stages: with their times, in the order in which they ran.
+        passes: what each graph pass did.
+        inputs: what the program takes; `outputs` what it gives.
+        graphs: the joint graph first.
+        saved: from forward to backward.
+        saved_bytes: that are kept alive for the backward alone.
+        collectives: of the graphs that run, in the order in which they start.
+        kernels: of a backend that writes its own.
+        sources: what runs each graph.
+        wrapper: the printed call.
+        ranks: how other ranks differ.
+    """
+
+    name: str
+    kind: str
+    backend: str
+    stages: tuple[Stage, ...]
+    passes: tuple[PassRecord, ...]
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    graphs: tuple[GraphDetails, ...]
+    saved: tuple[Saved, ...]
+    saved_bytes: int
+    collectives: tuple[CollectiveDetails, ...]
+    kernels: tuple[KernelDetails, ...]
+    sources: tuple[EmittedSource, ...]
+    wrapper: str
+    ranks: Ranks = ALONE
+
+
+def details_of(artifact: Artifact) -> Details:
+    """What a page shows of an artifact, seen from this rank alone."""
+    compilation = artifact.compilation
+    region = compilation.region
+    graphs, emitted = compilation.graphs(), compilation.emitted()
+    split = region.split if isinstance(region, Training) else None
+    return Details(
+        name=compilation.captured.name,
+        kind="inference" if split is None else "training",
+        backend=compilation.backend,
+        stages=tuple(Stage(name, seconds) for name, seconds in compilation.seconds.items()),
+        passes=compilation.records,
+        inputs=tuple(_inputs(compilation)),
+        outputs=tuple(_outputs(compilation)),
+        graphs=tuple(graph_details(name, graph, split) for name, graph in graphs.items()),
+        saved=() if split is None else saved_details(graphs["joint"], split),
+        saved_bytes=0 if split is None else split.saved_bytes,
+        collectives=tuple(collective_details(graphs)),
+        kernels=tuple(
+            KernelDetails(name, kernel.name, tuple(counted(kernel.operators)), kernel.num_bytes, kernel.text)
+            for name, one in emitted.items()
+            if one.fusion is not None
+            for kernel in one.fusion().kernels
+        ),
+        sources=tuple(EmittedSource(name, one.source) for name, one in emitted.items()),
+        wrapper=artifact.source,
+    )
+
+
+def _inputs(compilation: Compilation) -> Iterator[TensorFacts]:
+    facts, program = compilation.traced.facts, compilation.traced.program
+    again = dict(_given_again(compilation.captured.program.ins, compilation.deduped))
+    for idx, slot in program.ins.enumerate():
+        said = list(words.of_input(facts, program.ins, idx)) or ["only read"]
+        if compilation.bases.is_new(idx):
+            said.append("memory that several inputs lie in, one of which is written")
+        if str(slot) in again:
+            said.append(f"the same tensor as {again[str(slot)]}")
+        yield TensorFacts(str(slot), _recipe_text(facts.recipes[idx]), tuple(said))
+
+
+def _given_again(ins: Row[ArgIdx, Slot], plan: DedupePlan) -> Iterator[tuple[str, str]]:
+    """The names of inputs that are given more than once, and the other names that they have."""
+    names: dict[DistinctIdx, list[str]] = {}
+    for arg, distinct in plan.source.enumerate():
+        names.setdefault(distinct, []).append(str(ins[arg]))
+    yield from ((name, ", ".join(f"`{other}`" for other in more)) for name, *more in names.values() if more)
+
+
+def _outputs(compilation: Compilation) -> Iterator[TensorFacts]:
+    facts, ins = compilation.traced.facts, compilation.traced.program.ins
+    names = words.output_names(compilation.returned, len(facts.outputs))
+
+    def name_of(out: OutIdx) -> str:
+        return names[out]
+
+    for idx, fact in facts.outputs.enumerate():
+        if isinstance(fact, NotATensor) and fact.value is compilation.returned:
+            continue  # how the results are put together, which the program says in an output of its own
+        made = facts.node_outs[fact.value] if isinstance(fact, Fresh) else None
+        differentiable = made is not None and made.differentiable
+        said = words.of_output(fact, ins, name_of, differentiable=differentiable)
+        yield TensorFacts(names[idx], _output_type(fact, compilation), tuple(said))
+
+
+def _output_type(fact: OutputFact, compilation: Compilation) -> str:
+    return (
+        _recipe_text(compilation.traced.facts.node_outs[fact.value].recipe) if isinstance(fact, Fresh) else ""
+    )
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    """A plain tensor, or a wrapper around some: `DTensor[3, 4] around f32[2, 4]`."""
+    inside = ", ".join(tensor_text(plain.dtype, plain.size) for _, plain in leaves(recipe))
+    return (
+        f"{recipe.cls.__name__}{list(recipe.size)} around {inside}" if isinstance(recipe, Wrapper) else inside
+    )

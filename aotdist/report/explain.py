@@ -1,0 +1,58 @@
+"""`explain`: a report to print, and a page to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from aotdist.report.details import Details, details_of
+from aotdist.report.page import render_page
+from aotdist.report.ranks import Told, compared, meet
+from aotdist.report.summary import Report, report_of
+from aotdist.report.text import format_bytes
+from aotdist.runtime.artifact import Artifact
+
+
+def explained(artifacts: Sequence[Artifact], html: str | Path | None) -> Report:
+    """The report of a list of artifacts.
+
+    Args:
+        artifacts: what was compiled.
+        html: where to write it as a page too. Of several ranks, rank 0 writes it, and it says how those
+            differ that call this as well.
+    """
+    if html is not None:
+        programs = [details_of(artifact) for artifact in artifacts]
+        ranks = meet([told_by(program) for program in programs])
+        if ranks is not None:
+            shown = [replace(one, ranks=found) for one, found in zip(programs, ranks, strict=True)]
+            _write(html, shown)
+    return report_of(artifacts)
+
+
+def write_page(html: str | Path, by_rank: Sequence[Sequence[Artifact]]) -> None:
+    """Write the page of rank 0's artifacts, and how those of the others differ; all are here."""
+    programs = [[details_of(artifact) for artifact in artifacts] for artifacts in by_rank]
+    shown = [
+        replace(here, ranks=compared({rank: told_by(one) for rank, one in enumerate([here, *others])}))
+        for here, *others in zip(*programs, strict=True)
+    ]
+    _write(html, shown)
+
+
+def _write(html: str | Path, programs: Sequence[Details]) -> None:
+    Path(html).write_text(render_page(programs), encoding="utf-8")
+
+
+def told_by(program: Details) -> Told:
+    """What a rank tells of an artifact, for others to compare."""
+    told = {"backend": program.backend}
+    told |= {f"nodes of the {graph.name} graph": f"{len(graph.nodes):,}" for graph in program.graphs}
+    told |= {"saved for the backward": format_bytes(program.saved_bytes)}
+    for role, tensors in (("input", program.inputs), ("output", program.outputs)):
+        told |= {f"{role} {one.name}": f"{one.type} ({', '.join(one.facts)})" for one in tensors}
+    for position, one in enumerate(program.collectives):
+        text = f"{one.operator}, {format_bytes(one.bytes)}, beside {one.beside} operators"
+        told[f"collective {position} of the {one.graph} graph"] = text
+    return told | {f"seconds of {stage.name}": f"{stage.seconds:.2f}" for stage in program.stages}

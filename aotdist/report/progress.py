@@ -1,0 +1,98 @@
+"""What a compilation is at, for the person who waits for it: one line of a terminal, rewritten.
+
+Nothing is shown of what takes less than `_PATIENCE_S`, where nobody looks (no terminal), and on any rank but
+the first. The line is standard error's, and is gone when the compilation is done.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TextIO
+
+import torch.distributed as dist
+
+_PATIENCE_S = 2.0
+_PAUSE_S = 0.1
+"""Between two looks: to write a line takes 20 us, and the thread that compiles waits for no other."""
+_ERASE = "\r\x1b[2K"
+
+_shown = threading.Lock()
+"""Of several that compile at once, the first one has the line."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a compilation is at.
+
+    Args:
+        name: of what is compiled.
+        started: when it began, by the clock of `time.perf_counter`.
+        stage: that runs.
+        num_nodes: counts the nodes of the graph that there is, if there is one yet.
+    """
+
+    name: str
+    started: float = field(default_factory=time.perf_counter)
+    stage: str = ""
+    num_nodes: Callable[[], int] | None = None
+
+    def line(self) -> str:
+        """`aotdist: compiling `Llama`: trace, 12,345 nodes, 7 s`."""
+        facts = [self.stage] if self.stage else []
+        if self.num_nodes is not None:
+            facts.append(f"{self.num_nodes():,} nodes")
+        facts.append(f"{time.perf_counter() - self.started:.0f} s")
+        return f"aotdist: compiling `{self.name}`: {', '.join(facts)}"
+
+
+@contextmanager
+def showing(name: str, stream: TextIO | None = None, patience_s: float = _PATIENCE_S) -> Generator[Progress]:
+    """Show what a compilation is at, as long as the block runs.
+
+    Args:
+        name: of what is compiled.
+        stream: a terminal to show it on; None for standard error, if that is one.
+        patience_s: seconds after which it is shown.
+    """
+    progress = Progress(name)
+    stream = _terminal() if stream is None else stream
+    if stream is None or not _shown.acquire(blocking=False):
+        yield progress
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_show, args=(progress, stream, patience_s, done), daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        done.set()
+        thread.join()
+        _shown.release()
+
+
+def _show(progress: Progress, stream: TextIO, patience_s: float, done: threading.Event) -> None:
+    if done.wait(patience_s):
+        return
+    while True:
+        columns = shutil.get_terminal_size().columns - 1
+        stream.write(f"{_ERASE}{progress.line()[:columns]}")
+        stream.flush()
+        if done.wait(_PAUSE_S):
+            break
+    stream.write(_ERASE)
+    stream.flush()
+
+
+def _terminal() -> TextIO | None:
+    """Standard error, if a person may be looking at it: a bar that is there already has replaced it."""
+    if sys.stderr is not sys.__stderr__ or not sys.stderr.isatty():
+        return None
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return None
+    return sys.stderr

@@ -1,0 +1,1 @@
+"""The whole training step as one program: forward, loss, backward, clipping, optimizer."""

@@ -1,0 +1,91 @@
+"""Where `param.grad` is while a step is traced: in the trace, and not on the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from aotdist.errors import UnsupportedProgram
+
+_GRAD: Any = torch.Tensor.grad
+
+
+class Gradients(TorchFunctionMode):
+    """Answers for the `grad` of parameters.
+
+    Args:
+        params: the parameters.
+        stand_ins: what the traced modules hold in their places.
+        before: the gradients that there are, in the trace.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        stand_ins: Sequence[torch.Tensor],
+        before: Sequence[torch.Tensor | None],
+    ) -> None:
+        super().__init__()
+        both = zip(params, stand_ins, range(len(params)), strict=True)
+        self._index = {id(tensor): at for param, stand_in, at in both for tensor in (param, stand_in)}
+        self._params = params
+        self._keep = stand_ins  # as long as their identities are known
+        self.now = list(before)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        at = self._index.get(id(args[0])) if args else None
+        if at is not None:
+            if func == _GRAD.__get__:
+                return self.now[at]
+            if func == _GRAD.__set__:
+                self.now[at] = args[1]
+                return None
+            if func == _GRAD.__delete__:
+                self.now[at] = None
+                return None
+        return func(*args, **(kwargs or {}))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """What `loss.backward()` does to the gradients.
+
+        Raises:
+            UnsupportedProgram: one is sparse.
+        """
+        wanted = [(at, param) for at, param in enumerate(self._params) if param.requires_grad]
+        found: Any = torch.autograd.grad(loss, [param for _, param in wanted], allow_unused=True)
+        with torch.no_grad():
+            for (at, param), grad in zip(wanted, found, strict=True):
+                if grad is not None:
+                    _refuse_sparse(grad)
+                    known = self.now[at]
+                    self.now[at] = _laid_out_like(grad, param) if known is None else known.add_(grad)
+
+
+def _refuse_sparse(grad: torch.Tensor) -> None:
+    """Raise for a gradient of which a trace knows no element."""
+    if grad.layout is not torch.strided:
+        raise UnsupportedProgram(
+            f"a parameter of size {list(grad.shape)} gets a sparse gradient",
+            stage="joint",
+            fix="let it be dense (`nn.Embedding(..., sparse=False)`), or use `aotdist.compile`",
+        )
+
+
+def _laid_out_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """`grad` with the strides of `param`, if that has no gaps, as autograd accumulates it.
+
+    What reads gradients in the order of memory (a norm) adds up in another order otherwise.
+    """
+    wanted = torch.empty_like(param).stride()
+    if all(size == 1 or a == b for size, a, b in zip(grad.shape, grad.stride(), wanted, strict=True)):
+        return grad
+    return torch.empty_like(param).copy_(grad)

@@ -1,0 +1,138 @@
+"""What an optimizer holds beside parameters: state and hyperparameters, tensor by tensor, number by number.
+
+They stay where they are, in the optimizer; a compiled step is handed those of the moment at each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Generator, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aotdist.capture.constants import is_constant
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An item of a dictionary, or of a list, that the optimizer holds.
+
+    Args:
+        path: as the user would write it, but for the optimizer's name: `state[0.weight].exp_avg`.
+        owner: the dictionary or the list.
+        key: the item's.
+        value: what is there.
+    """
+
+    path: str
+    owner: Any
+    key: Any
+    value: Any
+
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers at this place: itself, or the items of a tuple (`betas`)."""
+        return self.value if isinstance(self.value, tuple) else (self.value,)
+
+    def put(self, *numbers: Any) -> None:
+        """Let other numbers be there, one for each of `numbers()`."""
+        self.owner[self.key] = numbers if isinstance(self.value, tuple) else numbers[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an optimizer holds at a call.
+
+    Args:
+        tensors: the tensors, each once.
+        numbers: numbers that differ from call to call.
+        layout: everything else, constants and structure: what a step is specialised on.
+        containers: every dictionary and list, and what is in it.
+    """
+
+    tensors: list[Place] = field(default_factory=list["Place"])
+    numbers: list[Place] = field(default_factory=list["Place"])
+    layout: list[Hashable] = field(default_factory=list[Hashable])
+    containers: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
+
+    @contextlib.contextmanager
+    def put_back(self) -> Generator[None]:
+        """Let all containers have the items afterwards that they had."""
+        try:
+            yield
+        finally:
+            for container, items in self.containers:
+                container.clear()
+                (container.update if isinstance(container, dict) else container.extend)(items)
+
+    def has_grown(self) -> bool:
+        """Whether a container has other keys by now."""
+        return any(list(_keys(container)) != list(_keys(items)) for container, items in self.containers)
+
+    def changed(self) -> Iterator[tuple[Place, Any]]:
+        """Places of containers that hold another object by now, and which."""
+        for container, items in self.containers:
+            for key in _keys(items):
+                if container[key] is not items[key]:
+                    yield Place(str(key), container, key, items[key]), container[key]
+
+
+def held_by(optimizer: torch.optim.Optimizer, names: Mapping[int, str], varying: Collection[str]) -> Held:
+    """What `optimizer` holds.
+
+    Args:
+        optimizer: the optimizer.
+        names: of parameters, by identity.
+        varying: hyperparameters that differ from call to call.
+    """
+    held, seen = Held(), set[int]()
+    for position, group in enumerate(optimizer.param_groups):
+        held.layout.append(tuple(map(id, group["params"])))
+        held.containers.append((group, dict(group)))
+        for key, value in group.items():
+            if key != "params":
+                place = Place(f"param_groups[{position}].{key}", group, key, value)
+                _visit(held, place, seen, varies=key in varying)
+    held.containers.append((optimizer.state, dict(optimizer.state)))
+    for position, (param, entry) in enumerate(optimizer.state.items()):
+        path = f"state[{names.get(id(param), position)}]"
+        held.layout.append(id(param))
+        _visit(held, Place(path, optimizer.state, param, entry), seen, varies=True)
+    return held
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The constants in each group, by name."""
+    groups = optimizer.param_groups
+    return [{key: value for key, value in group.items() if is_constant(value)} for group in groups]
+
+
+def _visit(held: Held, place: Place, seen: set[int], *, varies: bool) -> None:
+    value = place.value
+    match value:
+        case torch.Tensor():
+            held.layout.append((place.key, "tensor"))
+            if id(value) not in seen:
+                seen.add(id(value))
+                held.tensors.append(place)
+        case dict() | list():
+            held.layout.append((place.path, tuple(_keys(value)) if isinstance(value, dict) else len(value)))
+            held.containers.append((value, value.copy()))
+            for key in _keys(value):
+                _visit(held, Place(f"{place.path}.{key}", value, key, value[key]), seen, varies=varies)
+        case _ if varies and _is_number(value):
+            held.layout.append((place.key, *map(type, place.numbers())))
+            held.numbers.append(place)
+        case _:
+            held.layout.append((place.key, type(value), value if is_constant(value) else id(value)))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_number, value))
+    return type(value) in (int, float)
+
+
+def _keys(container: Any) -> Any:
+    return container.keys() if isinstance(container, dict) else range(len(container))

@@ -1,0 +1,218 @@
+"""The step as a function of the batch and of everything that it reads and writes: what is traced."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.api import CompiledFunction, Compiling
+from aotdist.errors import UnsupportedProgram
+from aotdist.joint.scalars import Scalars
+from aotdist.step.done import DTYPES, Done
+from aotdist.step.gradients import Gradients
+from aotdist.step.held import Held
+from aotdist.step.questions import Questions
+from aotdist.step.recipe import Recipe, detached
+from aotdist.step.scaling import Scaling
+from aotdist.torch_seam import node_here
+
+
+class MakesState(Exception):
+    """The optimizer makes state in this step: it has to run as it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """What a step finds at a call.
+
+    Args:
+        held: what the optimizer holds.
+        grads: gradients that there are, by the name of their parameter.
+        scaling: the scale, and what else the scaler holds, by name.
+    """
+
+    held: Held
+    grads: Mapping[str, torch.Tensor]
+    scaling: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [
+            (f"{place.path}.{at}", n) for place in self.held.numbers for at, n in enumerate(place.numbers())
+        ]
+        tensors = {name: torch.tensor(n, dtype=DTYPES[type(n)]) for name, n in names}
+        object.__setattr__(self, "numbers", tensors)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that the step reads and that is no parameter."""
+        held = {place.path: place.value for place in self.held.tensors}
+        return {
+            **held,
+            **self.numbers,
+            **{f"{name}.grad": grad for name, grad in self.grads.items()},
+            **self.scaling,
+        }
+
+    def known_before(self) -> dict[str, torch.Tensor]:
+        """The tensors whose numbers can be read before the step: they lie on the CPU."""
+        plain = [place for place in self.held.tensors if type(place.value) is torch.Tensor]
+        single = {place.path: place.value for place in plain if place.value.dim() == 0 and place.value.is_cpu}
+        return {**self.numbers, **single}
+
+
+class StepProgram:
+    """A step, compiled for one layout of what the optimizer holds and one way to go.
+
+    Args:
+        recipe: what it consists of.
+        params: the parameters, by name.
+        updates: whether the optimizer has its turn.
+        make: compiles it.
+    """
+
+    def __init__(
+        self, recipe: Recipe, params: Mapping[str, torch.Tensor], make: Compiling, *, updates: bool
+    ) -> None:
+        self._recipe = recipe
+        self._params = params
+        self._updates = updates
+        self._now: Now | None = None
+        self._asked: Questions | None = None
+        self._questions: list[Questions] = []
+        self.compiled = CompiledFunction(_reaching(recipe, self._traced), make)
+
+    def fits(self, now: Now) -> bool:
+        """Whether the step would choose the same way as when it was traced."""
+        known = list(now.known_before().values()) if self._questions else []
+        return all(questions.hold(known) for questions in self._questions)
+
+    def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do the step.
+
+        Args:
+            now: what it finds.
+            args: of `loss_fn`, behind the model.
+            kwargs: likewise.
+
+        Raises:
+            MakesState: the optimizer makes state; nothing has been done.
+        """
+        self._now, self._asked = now, None
+        try:
+            done = self.compiled(*args, **kwargs, **now.tensors())
+        finally:
+            self._now = None
+        if self._asked is not None:
+            self._questions.append(self._asked)
+        done.put(now.held)
+        for name, grad in done.grads.items():
+            self._params[name].grad = grad
+        return done.result
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done:
+        """The step, on stand-ins."""
+        now, recipe = self._now, self._recipe
+        assert now is not None, "a trace belongs to a call"
+        given = {name: kwargs.pop(name) for name in now.tensors()}
+        traced = dict(recipe.model.named_parameters())
+        stand_ins = [traced.get(name, param) for name, param in self._params.items()]
+        before = [given.get(f"{name}.grad") for name in self._params]
+        scaling = Scaling(recipe.scaler) if now.scaling and recipe.scaler is not None else None
+        gradients = Gradients(list(self._params.values()), stand_ins, before)
+        done = Done()
+        with now.held.put_back(), gradients:
+            result = recipe.loss_fn(recipe.model, *args, **kwargs)
+            loss = recipe.loss_of(result)
+            gradients.backward(loss if scaling is None else scaling.scaled(loss))
+            if self._updates:
+                self._update(now, given, scaling, done)
+                for param in recipe.params():
+                    param.grad = None
+        for name, grad, known in zip(self._params, gradients.now, before, strict=True):
+            if grad is not None and grad is not known:
+                done.grads[name] = grad
+        done.result = detached(result)
+        return done
+
+    def _update(
+        self, now: Now, given: Mapping[str, torch.Tensor], scaling: Scaling | None, done: Done
+    ) -> None:
+        """Let the optimizer have its turn.
+
+        Args:
+            now: what the step finds.
+            given: stand-ins of its tensors, by name.
+            scaling: what the scaler does.
+            done: where to note what the optimizer assigns.
+        """
+        recipe, held = self._recipe, now.held
+        attributes = dict(vars(recipe.optimizer))
+        known = now.known_before()
+        scalars = Scalars([(given[name], real) for name, real in known.items()], node_here)
+        with scalars.followed():
+            for place in held.numbers:
+                place.put(*(given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))))
+            put = [place.owner[place.key] for place in held.numbers]
+            self._step(held, scaling)
+            if held.has_grown():
+                raise MakesState
+            done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
+        _refuse_attributes(recipe.optimizer, attributes)
+        if scaling is not None and (done.tensors or done.numbers):
+            raise UnsupportedProgram(
+                f"{type(recipe.optimizer).__name__} counts in Python, or replaces its tensors, and its steps "
+                "may be skipped (`scaler`)",
+                stage="capture",
+                fix="let it count in a tensor, and write its tensors in place",
+            )
+        self._asked = Questions.of(scalars)
+
+    def _step(self, held: Held, scaling: Scaling | None) -> None:
+        recipe = self._recipe
+        if scaling is None:
+            recipe.do_clip()
+            recipe.optimizer.step()
+            return
+        grads = [grad for param in recipe.params() if (grad := param.grad) is not None]
+        if recipe.clip is not None:
+            scaling.unscale(grads)
+        recipe.do_clip()
+        written = [*recipe.params(), *(place.value for place in held.tensors)]
+        with scaling.stepping(recipe.optimizer, grads, written):
+            recipe.optimizer.step()
+        scaling.update()
+
+
+def _reaching(recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
+    """A function that is looked through for what a step reaches: the model, what `loss_fn` closes over."""
+    model, loss_fn, clip = recipe.model, _function(recipe.loss_fn), _function(recipe.clip)
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        _ = model, loss_fn, clip
+        return traced(args, kwargs)
+
+    return train_step
+
+
+def _function(value: Any) -> Any:
+    """What is called when `value` is."""
+    known = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
+    return value.__call__ if callable(value) and not isinstance(value, known) else value
+
+
+def _refuse_attributes(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
+    """Raise for what the optimizer's step assigned to itself: that would only happen while it is traced."""
+    for name, value in vars(optimizer).items():
+        if value is not before.get(name) and name != "_opt_called":
+            optimizer.__dict__.update(before)
+            raise UnsupportedProgram(
+                f"the step of {type(optimizer).__name__} assigns to its attribute `{name}`",
+                stage="capture",
+                fix="let it keep what changes in `state` or in `param_groups`",
+            )

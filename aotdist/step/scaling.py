@@ -1,0 +1,88 @@
+"""What a `GradScaler` does in a step, as tensors: whether the optimizer has its turn is decided by selecting.
+
+In eager it reads whether a gradient overflowed, and leaves the optimizer's step out. Here the step is always
+computed, and what it wrote is taken back where a gradient had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+
+import torch
+
+from aotdist.torch_seam import scaler_state, takes_scale
+
+
+class Scaling:
+    """One traced step of a scaler that is enabled and has a scale.
+
+    Args:
+        scaler: the scaler.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._scale, self._growth_tracker = scaler_state(scaler)
+        self._found_inf: torch.Tensor | None = None
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, scaled."""
+        return loss * self._scale
+
+    def unscale(self, grads: Sequence[torch.Tensor]) -> None:
+        """Unscale gradients in place, and note whether one overflowed."""
+        self._check(grads, self._scale.double().reciprocal().float())
+
+    def _check(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        self._found_inf = torch.full((), 0.0, dtype=torch.float32, device=self._scale.device)
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            alike = [grad for grad in grads if grad.dtype == dtype]
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(alike, self._found_inf, factor)
+
+    @contextlib.contextmanager
+    def stepping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+    ) -> Generator[None]:
+        """The optimizer's step runs inside; it has not happened if a gradient overflowed.
+
+        Args:
+            optimizer: the optimizer.
+            grads: its gradients.
+            written: what its step may write.
+        """
+        if takes_scale(optimizer):
+            unscaled = self._found_inf is not None
+            if not unscaled:
+                self._check(grads, torch.full((), 1.0, dtype=torch.float32, device=self._scale.device))
+            scale = None if unscaled else self._scale
+            optimizer.grad_scale, optimizer.found_inf = scale, self._found_inf  # type: ignore[attr-defined]
+            try:
+                yield
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            return
+        if self._found_inf is None:
+            self.unscale(grads)
+        before = [tensor.detach().clone() for tensor in written]
+        yield
+        assert self._found_inf is not None, "gradients were checked"
+        skipped = self._found_inf.bool()
+        with torch.no_grad():
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(torch.where(skipped, value, tensor))
+
+    def update(self) -> None:
+        """Let the scale shrink or grow."""
+        scaler = self._scaler
+        torch.ops.aten._amp_update_scale_(
+            self._scale,
+            self._growth_tracker,
+            self._found_inf,
+            scaler.get_growth_factor(),
+            scaler.get_backoff_factor(),
+            scaler.get_growth_interval(),
+        )

@@ -1,0 +1,327 @@
+"""Writes `docs/troubleshooting.md`: programs that aotdist refuses, what it says, and the way out.
+
+`python docs/troubleshooting.py` prints the page. A function here is an entry: its docstring is the heading
+and the words, its body the program, and the message is what running it raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import aotdist
+from aotdist import AotdistError, BadArtifact, BadSettings, SignatureMismatch, UnsupportedProgram
+
+
+def value_of_a_tensor():
+    """The program needs the value of a tensor
+
+    A program is captured once and runs for other data later, so it cannot choose by what is in a tensor:
+    `if`, `while`, `item()`, `tolist()`, `float(tensor)`.
+    """
+
+    def step(x):
+        return x if x.sum() > 0 else -x
+
+    aotdist.compile(step)(torch.ones(3))
+
+
+def size_by_data():
+    """The size of a result depends on data
+
+    `nonzero`, `unique`, masks as indices: the sizes of a graph are known when it is made.
+    """
+    aotdist.compile(lambda x: x[x > 0])(torch.ones(3))
+
+
+def opaque_argument():
+    """An argument is neither a tensor nor a constant
+
+    What is passed is looked into: tuples, lists, dictionaries, dataclasses that are registered as pytrees.
+    """
+
+    class Options:
+        scale = 2.0
+
+    aotdist.compile(lambda x, options: x * options.scale)(torch.ones(3), Options())
+
+
+def sparse_argument():
+    """A tensor is sparse
+
+    Graphs hold dense tensors, and wrappers around dense tensors (2:4 sparsity is one of them).
+    """
+    aotdist.compile(lambda x: x * 2)(torch.eye(3).to_sparse())
+
+
+def lazy_module():
+    """A parameter has no shape yet
+
+    A lazy module makes its parameters at its first call.
+    """
+    aotdist.compile(nn.LazyLinear(3))(torch.ones(2, 4))
+
+
+def backward_inside():
+    """`backward()` is called inside
+
+    It writes `.grad` of leaves, which belongs to the caller's side. `aotdist.train_step` compiles backward
+    and optimizer too.
+    """
+
+    def step(weight, x):
+        (weight * x).sum().backward()
+        return weight.grad
+
+    aotdist.compile(step)(torch.ones(3, requires_grad=True), torch.ones(3))
+
+
+def hook_inside():
+    """A hook for an accumulated gradient is registered inside
+
+    At every call eager would add one more; a graph has no place for it.
+    """
+
+    class Hooked(nn.Linear):
+        def forward(self, x):
+            self.weight.register_post_accumulate_grad_hook(lambda weight: None)
+            return super().forward(x)
+
+    aotdist.compile(Hooked(2, 2))(torch.ones(2, 2))
+
+
+def generator_inside():
+    """A random generator is made, or seeded, inside
+
+    The graph draws from the generators that the caller has, so that they advance as in eager.
+    """
+
+    def noisy(x):
+        torch.manual_seed(0)
+        return x + torch.rand_like(x)
+
+    aotdist.compile(noisy)(torch.ones(3))
+
+
+def written_after_use():
+    """A tensor that the backward needs is written
+
+    Eager raises at `backward()`; here it is known when the program is compiled.
+    """
+
+    def step(x):
+        y = x.exp()
+        y.add_(1)
+        return y
+
+    aotdist.compile(step)(torch.ones(3, requires_grad=True))
+
+
+def dynamic_size_that_is_not():
+    """A size that was marked as dynamic is decided by the program
+
+    The message says what the size has to be.
+    """
+    x = torch.ones(4, 3)
+    aotdist.mark_dynamic(x, 0)
+    aotdist.compile(lambda x: x.view(2, 2, 3))(x)
+
+
+def unknown_backend():
+    """An unknown backend
+
+    There are `fx`, `inductor`, `triton` and `auto`, and any function `(graph_module, fake_arguments) ->
+    callable`.
+    """
+    aotdist.compile(lambda x: x, backend="inducto")
+
+
+def unknown_setting():
+    """An unknown setting
+
+    The names are the fields of `aotdist.Settings`.
+    """
+    aotdist.compile(lambda x: x, settings={"partitions": "default"})
+
+
+def wrong_variable():
+    """A variable of the environment that does not fit
+
+    Each setting is read from `AOTDIST_` and its name too, in capitals.
+    """
+    os.environ["AOTDIST_PARTITION"] = "best"
+    try:
+        aotdist.compile(lambda x: x)
+    finally:
+        del os.environ["AOTDIST_PARTITION"]
+
+
+def not_callable():
+    """Something that cannot be called is to be compiled
+
+    Modules, functions, methods and objects with a `__call__` can.
+    """
+    aotdist.compile(torch.ones(3))
+
+
+def not_compiled():
+    """Something is asked about that was not compiled
+
+    `source`, `graphs` and `explain` belong to what went through `compile`.
+    """
+    aotdist.explain(nn.Linear(2, 2))
+
+
+def optimizer_of_another_model():
+    """An optimizer and a model that have nothing to do with each other
+
+    After `to_empty`, `to_float8` or FSDP2 a model may have other parameters than the optimizer was made for.
+    """
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    aotdist.train_step(nn.Linear(2, 2), lambda model, x: model(x).sum(), optimizer)
+
+
+def optimizer_with_a_closure():
+    """An optimizer that runs the model by itself
+
+    `LBFGS` calls the forward as often as its search asks for.
+    """
+    model = nn.Linear(2, 2)
+    aotdist.train_step(model, lambda model, x: model(x).sum(), torch.optim.LBFGS(model.parameters()))
+
+
+def no_artifact():
+    """A file that is no artifact, or is damaged
+
+    Artifacts have a version and a checksum. Build it again: `aotdist build`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step.aot")
+        path.write_bytes(b"something else")
+        aotdist.load(path, nn.Linear(2, 2))
+
+
+def artifact_for_another_call():
+    """A call that an artifact was not built for
+
+    `aotdist.load` never compiles; the message says what differs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step.aot")
+        aotdist.build(lambda: (nn.Linear(2, 2), (torch.ones(3, 2),)), path)
+        aotdist.load(path, nn.Linear(2, 2))(torch.ones(5, 2))
+
+
+SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
+    UnsupportedProgram: (
+        "A program, at its first call with arguments of this kind, cannot be compiled ahead of time. Nothing "
+        "was changed: buffers, random numbers and gradients are as before. Around what is refused, "
+        "`aotdist.disable` runs a part eagerly, and "
+        '`torch.compile(backend="aotdist")` leaves it to eager by itself.',
+        [
+            value_of_a_tensor,
+            size_by_data,
+            opaque_argument,
+            sparse_argument,
+            lazy_module,
+            backward_inside,
+            hook_inside,
+            generator_inside,
+            written_after_use,
+            dynamic_size_that_is_not,
+        ],
+    ),
+    BadSettings: (
+        "What was asked for does not exist, or does not go together. It is raised before anything is "
+        "compiled.",
+        [
+            unknown_backend,
+            unknown_setting,
+            wrong_variable,
+            not_callable,
+            not_compiled,
+            optimizer_of_another_model,
+            optimizer_with_a_closure,
+        ],
+    ),
+    BadArtifact: ("A file cannot be used here.", [no_artifact]),
+    SignatureMismatch: ("A call, and no artifact fits it.", [artifact_for_another_call]),
+}
+
+HEAD = """\
+# Troubleshooting
+
+By the name of the error. Every one is an `aotdist.AotdistError`, and says what happened to which tensor, at
+which line of your program, what noticed it, and the way out. This page is written by
+`docs/troubleshooting.py`, which runs what it shows.
+
+`aotdist doctor` looks at the machine: versions, compilers, GPUs, the cache. `TORCH_LOGS="+aotdist"` shows
+what is compiled, stage by stage.
+"""
+
+REST = """\
+## RankDivergence
+
+The ranks of a process group compiled different sequences of collectives, which would have hung. It is
+raised on every rank before the first one runs, and names the first difference. The usual causes are a
+branch on the rank's number, parameters in the order of a set, and a batch that only one rank has.
+
+## RankLost
+
+A rank died, or did not come to a collective in time (`rank_timeout_s`). It is raised on all other ranks,
+and names the lost ones: what these printed last says why. `py-spy dump` shows where a hanging process is.
+
+## CacheCorrupt
+
+An entry of the compile cache is damaged, or not yours alone. It is never raised at a call, but a warning:
+the program is compiled anew. `aotdist cache verify` lists such entries, `aotdist cache clear` removes them
+([cache.md](cache.md)).
+
+## InternalError
+
+A bug of aotdist. Please report it with the program. `aotdist.disable` runs the function eagerly until then.
+"""
+
+
+def told_by(case: Callable[[], None], kind: type[AotdistError]) -> str:
+    """What a program's user reads."""
+    try:
+        case()
+    except kind as error:
+        assert type(error) is kind
+        # Neither where this file lies nor where its lines are is of interest.
+        text = re.sub(r"(\.py):\d+", r"\1", f"{kind.__name__}: {error}")
+        text = re.sub(r"\S*/(troubleshooting\.py|step\.aot)", r"\1", text)
+        return text.replace(f"{__name__}.{case.__name__}.<locals>.", "")
+    raise AssertionError(f"{case.__name__} raises no {kind.__name__}")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for kind, (words, cases) in SECTIONS.items():
+        parts.append(f"## {kind.__name__}\n\n{textwrap.fill(words, 110)}\n")
+        parts += [_entry(case, kind) for case in cases]
+    parts.append(REST)
+    return "\n".join(parts)
+
+
+def _entry(case: Callable[[], None], kind: type[AotdistError]) -> str:
+    title, _, words = inspect.cleandoc(case.__doc__ or "").partition("\n")
+    body = inspect.getsource(case).partition('"""')[2].partition('"""')[2]
+    words = textwrap.fill(" ".join(words.split()), 110)
+    program = f"```python\n{textwrap.dedent(body).strip()}\n```"
+    message = f"```\n{told_by(case, kind)}\n```"
+    return f"### {title}\n\n{words}\n\n{program}\n\n{message}\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,107 @@
+"""How long a kernel takes, by a model of memory: what ranks its configurations where nothing can be measured.
+
+A GPU reaches the bandwidth of its memory only while enough bytes are on their way: bandwidth times latency,
+20 KB for each of its multiprocessors. What is on its way is what the blocks that run at a time asked for, and
+how many run at a time follows from their threads and registers. No block is done before its loads are, of
+which some wait for others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from aotdist.kernels.access import axes_of, reads, writes
+from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.ir import Kernel, Reduce
+from aotdist.kernels.launching import NUM_MULTIPROCESSORS, Config, is_persistent
+from aotdist.kernels.polynomial import hint_of
+
+BANDWIDTH = 4.8e12
+"""Bytes a second of an H200."""
+_LATENCY = 0.6e-6  # seconds from a load to its value, when memory is busy
+_REGISTERS = 2**16  # of a multiprocessor, 32 bits each
+_MAX_REGISTERS = 255  # of a thread
+_SURE = 0.8  # of them: the estimate is some 20% too low at times
+_THREADS = 2048
+_BLOCKS = 32
+_OWN_REGISTERS = 24  # of a thread, for addresses and places
+_EXCHANGE = 0.1e-6  # seconds that the warps of a block need to reduce what each has
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a configuration costs.
+
+    Args:
+        seconds: that the kernel takes.
+        fits: whether a thread surely has registers enough.
+    """
+
+    seconds: float
+    fits: bool
+
+
+def estimate(emitted: EmittedKernel, config: Config) -> Estimate:
+    """What a kernel costs with these blocks.
+
+    Args:
+        emitted: the kernel.
+        config: its blocks.
+    """
+    block = _Block.of(emitted.kernel, config)
+    per_processor = min(
+        _BLOCKS,
+        _THREADS // block.threads,
+        _REGISTERS // (min(block.registers, _MAX_REGISTERS) * block.threads),
+    )
+    num_blocks = emitted.num_blocks_in(config)
+    at_a_time = min(num_blocks, max(1, per_processor) * NUM_MULTIPROCESSORS)
+    reached = min(1.0, at_a_time * block.bytes_asked / (BANDWIDTH * _LATENCY))
+    moving = emitted.num_bytes / (BANDWIDTH * reached)
+    waiting = math.ceil(num_blocks / at_a_time) * block.seconds_waiting
+    return Estimate(max(moving, waiting) + block.seconds_waiting / block.turns, block.fits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One block.
+
+    Args:
+        threads: of it.
+        registers: of a thread.
+        bytes_asked: for at once.
+        seconds_waiting: for one load after the other.
+        turns: of its loop; 1 without.
+    """
+
+    threads: int
+    registers: int
+    bytes_asked: float
+    seconds_waiting: float
+    turns: int
+
+    @property
+    def fits(self) -> bool:
+        return self.registers <= _SURE * min(_MAX_REGISTERS, _REGISTERS // self.threads)
+
+    @classmethod
+    def of(cls, kernel: Kernel, config: Config) -> _Block:
+        threads = 32 * config.num_warps
+        places = {"x": config.xblock, "r": config.rblock if kernel.r else 1}
+        held, asked = 0.0, 0.0
+        for index, dtype in reads(kernel):
+            count = math.prod(places[axis] for axis in axes_of(index))
+            held += max(1.0, count / threads)
+            asked += count * dtype.itemsize
+        sums = [part for part in kernel.parts() if isinstance(part.op, Reduce)]
+        turns = 1
+        if kernel.p is not None:
+            turns = math.ceil(hint_of(kernel.num_in_part) / config.xblock)
+            held += len(list(writes(kernel))) * config.rblock / threads  # sums that every turn adds to
+        elif sums and not is_persistent(kernel):
+            turns = math.ceil(hint_of(kernel.num_reduced) / config.rblock)
+            held += len(sums) * max(1.0, config.xblock * config.rblock / threads)
+        levels = max((part.level for part in kernel.parts()), default=0)
+        waiting = turns * _LATENCY + levels * _EXCHANGE * (turns if kernel.p is not None else 1)
+        return cls(threads, _OWN_REGISTERS + math.ceil(held), asked, waiting, turns)

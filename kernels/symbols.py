@@ -1,0 +1,71 @@
+"""What the sizes of a graph are to index arithmetic: numbers, or sums of products of symbols."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.fx import Node
+
+from aotdist.kernels.polynomial import NotProved, Whole, symbol
+from aotdist.torch_seam import expression, hint, least_of, products_of, surely_equal, symbols_in
+
+_known: WeakKeyDictionary[Any, dict[Any, Whole]] = WeakKeyDictionary()
+"""By the environment that keeps the symbols, and the expression: most are asked for often."""
+
+
+def whole(number: int | torch.SymInt) -> Whole:
+    """A whole number as index arithmetic takes it."""
+    if isinstance(number, int):
+        return number
+    known = _known.setdefault(number.node.shape_env, {})
+    key = number.node.expr
+    if key not in known:
+        known[key] = _sum_of_products(number)
+    return known[key]
+
+
+def natural(number: int | torch.SymInt) -> Whole:
+    """A size or a stride, which is never below 0: where that cannot be proved, a symbol of its own.
+
+    One that is 1 wherever the trace holds is 1: by it, tensors are broadcast.
+    """
+    if not isinstance(number, int) and hint(number) == 1 and surely_equal([number], [1]):
+        return 1
+    found = whole(number)
+    return found if isinstance(found, int) or found.is_natural else _symbol(number, 0)
+
+
+def told(names: Sequence[str], sizes: Mapping[str, Node]) -> list[Node]:
+    """The arguments of a graph that are the values of symbols.
+
+    Args:
+        names: of the symbols.
+        sizes: the graph's numbers, by expression.
+
+    Raises:
+        NotProved: no argument is one of them.
+    """
+    for name in names:
+        if name not in sizes:
+            raise NotProved(f"{name}, which no argument of the graph tells")
+    return [sizes[name] for name in names]
+
+
+def _sum_of_products(number: torch.SymInt) -> Whole:
+    products = products_of(number)
+    return sum(scale * math.prod(map(_factor, factors)) for scale, factors in products)
+
+
+def _factor(number: torch.SymInt) -> Whole:
+    return _symbol(number, least_of(number))
+
+
+def _symbol(number: Any, least: int | None) -> Whole:
+    name = expression(number)
+    return symbol(
+        name if name.isidentifier() else f"({name})", symbols_in(number), least=least, hint=hint(number)
+    )

@@ -1,0 +1,136 @@
+"""Kernels that may be cut in several ways: the first start measures each, and the quickest runs from then on.
+
+The choice is kept, so that a kernel is measured once for a kind of GPU; kernels of one source but for names
+are the same. What they compute, they compute in each way, so measuring leaves nothing behind; where a kernel
+writes over what it reads, a copy of that is given.
+
+A kernel that reduces adds up in another order in another way, and may differ in the last bits. Where several
+ranks run, or results must be deterministic, such ones are left as they are: `Tuner.reductions` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from aotdist.kernels import triton_seam
+from aotdist.kernels.choices import Choices, key_of
+from aotdist.kernels.compilation import pointers_of
+from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.launching import Config
+from aotdist.kernels.running import Runner, copied, on_device
+
+_TENSOR = re.compile(r"\b(?:in|out)_\w+")
+
+
+class Clock(Protocol):
+    """Measures."""
+
+    def __call__(self, start: Callable[[], None]) -> float:
+        """Seconds that the GPU needs for what `start` starts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tuner:
+    """How kernels are tuned.
+
+    Args:
+        choices: what is known, and where it is kept.
+        reductions: whether those that reduce are.
+        clock: measures.
+    """
+
+    choices: Choices
+    reductions: bool
+    clock: Clock = triton_seam.seconds_of
+
+    def may_tune(self, emitted: EmittedKernel) -> bool:
+        """Whether every configuration of a kernel will do."""
+        return self.reductions or not emitted.kernel.r or emitted.kernel.is_tiled
+
+
+class Tuned:
+    """A kernel that chooses among configurations when it is first started.
+
+    Args:
+        ways: what starts it by configuration, the one that runs where nothing can be measured first.
+        source: the kernel, see `likeness`.
+        device: where it runs.
+        overwritten: positions of the inputs that it writes.
+        tuner: how.
+    """
+
+    def __init__(
+        self,
+        ways: Mapping[Config, Runner],
+        source: str,
+        device: torch.device,
+        overwritten: frozenset[int],
+        tuner: Tuner,
+    ) -> None:
+        self._ways = ways
+        self._source = source
+        self._device = device
+        self._overwritten = overwritten
+        self._tuner = tuner
+        self._chosen: Runner | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """See `Runner`: of the first way, until one is chosen."""
+        first, *_ = self._ways.values()
+        return first.num_blocks
+
+    @property
+    def registers(self) -> int | None:
+        """See `Runner`."""
+        return self._chosen.registers if self._chosen else None
+
+    def __call__(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """See `Runner`."""
+        way = self._chosen or self._choose(inputs, written)
+        way(inputs, written)
+
+    def _choose(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Runner:
+        first, *_ = self._ways
+        if triton_seam.is_recording():
+            return self._ways[first]  # a CUDA graph would hold all that is measured
+        with on_device(self._device):
+            key = key_of(*triton_seam.gpu_and_version(), self._source)
+            chosen = self._tuner.choices.get(key, tuple(self._ways))
+            if chosen is None:
+                seconds = self._measured(inputs, written)
+                chosen = self._tuner.choices.keep(key, seconds) if seconds else first
+        self._chosen = self._ways[chosen]
+        self._ways = {chosen: self._chosen}
+        return self._chosen
+
+    def _measured(
+        self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> dict[Config, float]:
+        """Seconds by configuration; none if there is no memory to measure in."""
+        seconds: dict[Config, float] = {}
+        try:
+            given = [copied(x) if at in self._overwritten else x for at, x in enumerate(inputs)]
+            for config, way in self._ways.items():
+                start = functools.partial(way, given, written)
+                with contextlib.suppress(triton_seam.too_large()):
+                    seconds[config] = self._tuner.clock(start)
+        except torch.OutOfMemoryError:
+            return {}
+        return seconds
+
+
+def likeness(emitted: EmittedKernel) -> str:
+    """The source of a kernel without its names: equal for kernels that do the same to other tensors."""
+    types = pointers_of(emitted)
+    places = {name: f"t{at}" for at, name in enumerate(types)}
+    lines = [_TENSOR.sub(lambda name: places[name[0]], line) for line in emitted.printed.body]
+    return "\n".join([" ".join(types.values()), *lines])

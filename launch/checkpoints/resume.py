@@ -1,0 +1,99 @@
+"""Goes on with a run: finds the last good checkpoint, and puts it into the training state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from aotdist.errors import BadSettings
+from aotdist.launch.checkpoints.manifest import (
+    BadCheckpoint,
+    Manifest,
+    complete_checkpoints,
+    first_damage,
+    read_manifest,
+)
+from aotdist.launch.checkpoints.snapshot import load_tensors
+from aotdist.launch.parallel import World
+from aotdist.launch.state import NEVER, TrainState
+
+_TEXT_FLAGS = {
+    "seq_len": "--data.seq-len",
+    "num_bytes": "--data.root and --data.validation-percent",
+    "seed": "--run.seed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where training goes on.
+
+    Args:
+        step: of the checkpoint; `NEVER` when there was none yet, and training begins.
+        refused: checkpoints that came later and are not good, each with the reason.
+    """
+
+    step: int
+    refused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = "from the beginning, without a checkpoint" if self.step == NEVER else f"from step {self.step}"
+        return "; ".join([where, *self.refused])
+
+
+def resume(state: TrainState, root: Path, world: World, text: Mapping[str, int]) -> Resumed:
+    """Loads the latest checkpoint that is as it was written; every rank must take part.
+
+    Args:
+        state: is overwritten.
+        root: the run's folder of checkpoints.
+        world: the ranks, which need not be those that saved.
+        text: what positions in the text count in.
+
+    Raises:
+        BadCheckpoint: there are checkpoints and none is good, or the good one is of another model.
+        BadSettings: the text is another one than that which the run was trained on.
+    """
+    refused: list[str] = []
+    for folder in world.from_rank_0(lambda: complete_checkpoints(root)):
+        found = _checked(folder, world)
+        if isinstance(found, Manifest):
+            _restore(state, folder, found, world, text)
+            return Resumed(found.heading.step, tuple(refused))
+        refused.append(f"{folder.name} is refused: {found}")
+    if refused:
+        raise BadCheckpoint(
+            f"none of the checkpoints in {root} is good: {'; '.join(refused)}",
+            stage="launch",
+            fix="bring one back from a copy, or begin a new run",
+        )
+    return Resumed(NEVER, ())
+
+
+def _checked(folder: Path, world: World) -> Manifest | str:
+    """The manifest of a checkpoint, or why it is not as it was written; each rank looks at a share."""
+    try:
+        manifest = read_manifest(folder)
+        share = sorted(manifest.files)[world.place.rank :: world.place.world_size]
+        damage = first_damage(folder, manifest.files, share)
+    except BadCheckpoint as error:
+        manifest, damage = None, error.what
+    found = [reason for reason in world.gather(damage) if reason is not None]
+    if found or manifest is None:
+        return found[0]
+    return manifest
+
+
+def _restore(
+    state: TrainState, folder: Path, manifest: Manifest, world: World, text: Mapping[str, int]
+) -> None:
+    heading = manifest.heading
+    for name, flag in _TEXT_FLAGS.items():
+        if heading.text[name] != text[name]:
+            raise BadSettings(
+                f"the run's place in its text is lost: {name} was {heading.text[name]} and is {text[name]}",
+                fix=f"give it the text that it began with: {flag}",
+            )
+    load_tensors(state, folder, manifest, rank=world.place.rank, layout=world.layout.sizes)
+    state.step, state.stream.position, state.validated = heading.step, heading.position, heading.validated

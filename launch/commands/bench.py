@@ -1,0 +1,189 @@
+"""`aotdist bench`: a step of a model as it is, through `torch.compile` and through aotdist, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import aotdist
+from aotdist.errors import BadSettings
+from aotdist.launch.commands.build import maker_named
+from aotdist.settings import Settings
+from aotdist.store.build import Made
+from aotdist.torch_seam import local_part, pytree
+
+_DESCRIPTION = """\
+Run one step of a model or function (forward, and backward of the sum of its results) as it is, through
+torch.compile and through aotdist, in turns, and compare times and results. What draws random numbers differs
+where a compiler draws others than eager.
+
+MODEL names a function that makes what to compile and what to call it with, see `aotdist build --help`; it is
+called once for each of the three. Under torchrun (`torchrun --no-python aotdist bench ...`) it may make
+meshes and shard. How to compile is read from AOTDIST_* variables."""
+
+_EAGER = "eager"
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the subcommand to the parser of `aotdist`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bench",
+        help="time a step beside eager and torch.compile",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
+    parser.add_argument("--backend", default="auto", help="of aotdist.compile (default: %(default)s)")
+    parser.add_argument("--rounds", metavar="N", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--inference", action="store_true", help="no backward: under torch.no_grad()")
+    parser.set_defaults(run=_run)
+
+
+@dataclass(slots=True)
+class _Contender:
+    """One way to run the step.
+
+    Args:
+        name: as the table shows it.
+        step: runs it, and returns its results and gradients.
+        first_s: seconds of the first step, which compiles.
+        results: of the first step.
+        failure: why it has no results; empty if it has.
+        seconds: of each later step.
+    """
+
+    name: str
+    step: Callable[[], Sequence[Tensor]]
+    first_s: float = 0.0
+    results: Sequence[Tensor] = ()
+    failure: str = ""
+    seconds: list[float] = field(default_factory=list)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.rounds < 1:
+        raise BadSettings(f"--rounds is {options.rounds}", fix="give 1 or more")
+    make, settings = maker_named(options.model), Settings.from_environment()
+    ways: dict[str, Callable[[Any], Any]] = {
+        _EAGER: lambda target: target,
+        "torch.compile": torch.compile,
+        "aotdist": lambda target: aotdist.compile(target, backend=options.backend, settings=settings),
+    }
+    with _ranks(), torch.no_grad() if options.inference else nullcontext():
+        contenders = [_Contender(name, _step_of(make, way)) for name, way in ways.items()]
+        for contender in contenders:
+            _begin(contender)
+        _take_turns([each for each in contenders if not each.failure], options.rounds)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print("\n".join(_table(contenders)))
+
+
+@contextmanager
+def _ranks() -> Generator[None]:
+    """The process group of a launcher's ranks, if one started this process."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    dist.init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _step_of(make: Callable[[], Made], way: Callable[[Any], Any]) -> Callable[[], Sequence[Tensor]]:
+    """The step of a model of its own, with the same numbers in it as every other's."""
+    torch.manual_seed(0)
+    made = make()
+    target, args, *more = next(made) if isinstance(made, Generator) else made
+    kwargs = more[0] if more else {}
+    parameters = list(target.parameters()) if isinstance(target, nn.Module) else []
+    leaves = [x for x in (*parameters, *_tensors((args, kwargs))) if x.requires_grad and x.is_leaf]
+    call = way(target)
+
+    def step() -> Sequence[Tensor]:
+        results = _tensors(call(*args, **kwargs))
+        differentiable = [x for x in results if x.requires_grad]
+        if differentiable:
+            torch.autograd.backward([x.sum() for x in differentiable])
+        gradients = [x.grad for x in leaves if x.grad is not None]
+        for leaf in leaves:
+            leaf.grad = None
+        return [x.detach() for x in (*results, *gradients)]
+
+    return step
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _begin(contender: _Contender) -> None:
+    """The first step; a contender that fails is left out of the rest, on all ranks alike."""
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    try:
+        contender.results = [x.clone() for x in contender.step()]
+    except Exception as error:
+        if contender.name == _EAGER:
+            raise
+        contender.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    contender.first_s = _seconds_since(started)
+
+
+def _take_turns(contenders: Sequence[_Contender], rounds: int) -> None:
+    for _ in range(rounds):
+        for contender in contenders:
+            gc.collect()
+            if dist.is_initialized():
+                dist.barrier()
+            started = time.perf_counter()
+            contender.step()
+            contender.seconds.append(_seconds_since(started))
+
+
+def _seconds_since(started: float) -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _table(contenders: Sequence[_Contender]) -> Generator[str]:
+    eager = contenders[0]
+    yield f"{'':<14}{'first step':>12}{'step':>12}{'of eager':>10}   results and gradients"
+    for each in contenders:
+        if each.failure:
+            yield f"{each.name:<14}{each.first_s:>10.2f} s   failed: {each.failure}"
+            continue
+        ratios = [own / other for own, other in zip(each.seconds, eager.seconds, strict=True)]
+        times = f"{each.first_s:>10.2f} s{1e3 * statistics.median(each.seconds):>9.2f} ms"
+        yield f"{each.name:<14}{times}{statistics.median(ratios):>10.2f}   {_likeness(each, eager)}"
+
+
+def _likeness(one: _Contender, eager: _Contender) -> str:
+    """How the results of the first steps compare."""
+    if one is eager:
+        return ""
+    ours, theirs = ([local_part(x) for x in each.results] for each in (one, eager))
+    if [x.shape for x in ours] != [x.shape for x in theirs]:
+        return "of other sizes than eager's"
+    pairs = list(zip(ours, theirs, strict=True))
+    if all(torch.equal(own.nan_to_num(), other.nan_to_num()) for own, other in pairs):
+        return "eager's, bit for bit"
+    off = max((_wide(own) - _wide(other)).abs().max().item() for own, other in pairs if own.numel())
+    return f"off eager's by at most {off:.1e}"
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float64))

@@ -1,0 +1,51 @@
+"""`aotdist explain`: what compiling a model comes to, as text, tables or a page; nothing runs."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aotdist.launch.commands.build import maker_named
+from aotdist.report.explain import write_page
+from aotdist.report.summary import report_of
+from aotdist.settings import Settings
+from aotdist.store.build import KNOWN_TARGETS, compiled_ahead
+
+_DESCRIPTION = """\
+Compile one call of a model or function, as `aotdist build` does, and show what came of it.
+
+MODEL names a function that makes what to compile and what to call it with, see `aotdist build --help`. With
+several ranks, rank 0's programs are shown, and the page tells how those of the others differ. How to compile
+is read from AOTDIST_* variables."""
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the subcommand to the parser of `aotdist`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "explain",
+        help="compile, and show what came of it",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with all details, too")
+    parser.add_argument("--target", default="cpu", help=f"{', '.join(KNOWN_TARGETS)} (default: %(default)s)")
+    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks that will run it")
+    parser.add_argument("--inference", action="store_true", help="compile it as called under torch.no_grad()")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    make, settings = maker_named(options.model), Settings.from_environment()
+    with torch.no_grad() if options.inference else nullcontext():
+        by_rank = compiled_ahead(
+            make, target=options.target, world_size=options.world_size, settings=settings
+        )
+    report_of(by_rank[0]).show()
+    if options.html is not None:
+        write_page(options.html, by_rank)
+        print(f"{options.html}: open it in a browser")

@@ -1,0 +1,67 @@
+"""`aotdist train`: the example trainer, alone, on ranks that it starts, or as one of a launcher's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from aotdist.errors import BadSettings
+
+_DESCRIPTION = """\
+Train the example model; every option that is not below is the trainer's (`aotdist train --help`).
+
+Without --ranks it trains in this process, or as one rank of the launcher that started it (torchrun, SLURM);
+with --ranks it starts that many processes on this machine, and starts them again from the last good
+checkpoint when one of them dies."""
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the subcommand to the parser of `aotdist`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "train",
+        help="train the example model",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # `--run.name` is no `--ranks`
+        add_help=False,
+    )
+    parser.add_argument("--help", "-h", action="store_true", help="show this and the trainer's options")
+    parser.add_argument("--ranks", metavar="N", type=int, help="start N processes")
+    parser.add_argument("--max-restarts", metavar="N", type=int, help="with --ranks (default: 3)")
+    parser.set_defaults(run=_run, parser=parser, takes_more=True)
+
+
+def _run(options: argparse.Namespace) -> int:
+    words: list[str] = options.more
+    if options.help:
+        print(options.parser.format_help(), flush=True)
+        return _train(["--help"])
+    if options.ranks is None:
+        if options.max_restarts is not None:
+            raise BadSettings("--max-restarts says nothing without --ranks", fix="give both, or use torchrun")
+        return _train(words)
+    restarts = 3 if options.max_restarts is None else options.max_restarts
+    command = torchrun(options.ranks, restarts, words)
+    os.execv(command[0], command)  # signals then reach torchrun, which hands them on
+
+
+def _train(words: list[str]) -> int:
+    try:
+        from aotdist.launch import train
+    except ModuleNotFoundError as error:  # the other commands need none of these packages
+        raise BadSettings(
+            f"training needs the package {error.name}", fix="pip install 'aotdist[train]'"
+        ) from error
+    return train.main(words)
+
+
+def torchrun(ranks: int, restarts: int, words: list[str]) -> list[str]:
+    """The command that trains on ranks of this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"),
+        *("-m", "aotdist.launch.train"),
+        *words,
+    ]

@@ -1,0 +1,213 @@
+"""What a machine has for aotdist, and what it lacks: each finding with a way out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from aotdist.cache.backend import folder_of
+from aotdist.codegen.backend import resolve
+from aotdist.codegen.inductor import InductorBackend
+from aotdist.errors import BadSettings
+from aotdist.settings import Settings
+from aotdist.store.archive import version_of
+
+State = Literal["fine", "limited", "broken"]
+
+_TORCH, _TRITON = ((2, 11), (2, 13)), ((3, 6), (3, 9))
+"""The oldest and the newest minor release that the tests pass on."""
+
+_ROOM = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found out.
+
+    Args:
+        subject: of what.
+        state: `limited` where something is missing that not everybody needs.
+        what: in words.
+        fix: the way out; empty where all is fine.
+    """
+
+    subject: str
+    state: State
+    what: str
+    fix: str = ""
+
+
+def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Everything that can be found out in a second or two, without starting ranks."""
+    yield _python()
+    yield _version("torch", torch.__version__, _TORCH, "broken")
+    yield _triton()
+    yield _compiler()
+    yield _gpus()
+    yield from _communication()
+    yield _settings(environ)
+    yield from _cache(environ)
+    yield from _combinations(environ)
+
+
+def _python() -> Finding:
+    return Finding("python", "fine", f"Python {platform.python_version()}")
+
+
+def _version(
+    package: str, version: str, known: tuple[tuple[int, int], tuple[int, int]], outside: State
+) -> Finding:
+    """A package whose version is within the range that the tests pass on, or not."""
+    oldest, newest = (".".join(map(str, each)) for each in known)
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if known[0] <= found <= known[1]:
+        return Finding(package, "fine", f"{package} {version}")
+    fix = f"install {package} {oldest} to {newest}, which aotdist is tested with"
+    return Finding(package, outside, f"{package} {version}", fix)
+
+
+def _triton() -> Finding:
+    if find_spec("triton") is None:
+        return Finding(
+            "triton",
+            "broken" if torch.cuda.is_available() else "limited",
+            'Triton is not installed: no backend="triton", and no inductor on GPUs',
+            "pip install 'aotdist[triton]'",
+        )
+    return _version("triton", version_of("triton"), _TRITON, "limited")
+
+
+def _compiler() -> Finding:
+    try:
+        InductorBackend().check()
+    except BadSettings as error:
+        fix = (error.fix or "").removesuffix(', or use backend="fx"')
+        return Finding("compiler", "limited", f'{error.what}: backend="auto" is fx here', fix)
+    return Finding("compiler", "fine", f'it builds kernels; backend="auto" is {resolve("auto").name}')
+
+
+def _gpus() -> Finding:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        return Finding("gpus", "fine", f"{len(names)}: {', '.join(dict.fromkeys(names))}")
+    if shutil.which("nvidia-smi") is not None:
+        built = "was built without CUDA" if torch.version.cuda is None else "finds no GPU"
+        fix = "install the build of torch that fits the driver (`nvidia-smi` names its CUDA version)"
+        return Finding("gpus", "broken", f"there is an NVIDIA driver, and torch {built}", fix)
+    return Finding("gpus", "fine", "none: programs run on the CPU")
+
+
+def _communication() -> Iterator[Finding]:
+    if not dist.is_available():
+        what, fix = "torch was built without distributed", "install a build of torch that has it"
+        yield Finding("ranks", "broken", what, fix)
+        return
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    names = [name for name, there in available.items() if there]
+    if torch.cuda.is_available() and not available["nccl"]:
+        what, fix = "there are GPUs, and torch has no NCCL", "install the build of torch for CUDA"
+        yield Finding("ranks", "broken", what, fix)
+    else:
+        yield Finding("ranks", "fine", f"process groups: {', '.join(names)}")
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        what = f"the name of this machine, {socket.gethostname()}, leads to no address: gloo may not connect"
+        yield Finding("network", "limited", what, "set GLOO_SOCKET_IFNAME=lo, or add the name to /etc/hosts")
+
+
+def _settings(environ: Mapping[str, str]) -> Finding:
+    try:
+        Settings.from_environment(environ)
+    except BadSettings as error:
+        return Finding("settings", "broken", error.what, error.fix or "unset the variable")
+    names = sorted(name for name in environ if name.startswith("AOTDIST_"))
+    return Finding("settings", "fine", f"from the environment: {', '.join(names) or 'none'}")
+
+
+def _cache(environ: Mapping[str, str]) -> Iterator[Finding]:
+    try:
+        settings = Settings.from_environment(environ)
+    except BadSettings:
+        return
+    folder = folder_of(settings)
+    complaint = folder.complaint()
+    entries = folder.listed()
+    if settings.cache_bytes == 0:
+        what, fix = "it is switched off: every process compiles", "unset AOTDIST_CACHE_BYTES"
+        yield Finding("cache", "limited", what, fix)
+    elif complaint is not None:
+        yield Finding("cache", "broken", complaint, "`chmod 700` it, or set AOTDIST_CACHE_FOLDER to another")
+    elif not os.access(_there(folder.path), os.W_OK):
+        what, fix = f"{folder.path} cannot be written", "set AOTDIST_CACHE_FOLDER to a folder that can be"
+        yield Finding("cache", "broken", what, fix)
+    elif shutil.disk_usage(_there(folder.path)).free < _ROOM:
+        what, fix = f"the disk of {folder.path} is nearly full", "free a gigabyte, or `aotdist cache clear`"
+        yield Finding("cache", "limited", what, fix)
+    else:
+        size = sum(each.num_bytes for each in entries) / 1e6
+        yield Finding("cache", "fine", f"{len(entries)} entries, {size:.1f} MB, in {folder.path}")
+
+
+def _there(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+@dataclass(frozen=True, slots=True)
+class _Combination:
+    """Things that do not go together.
+
+    Args:
+        is_here: whether they meet here.
+        what: what comes of it.
+        fix: the way out.
+    """
+
+    is_here: Callable[[Mapping[str, str]], bool]
+    what: str
+    fix: str
+
+
+_COMBINATIONS = (
+    _Combination(
+        lambda environ: environ.get("TRITON_INTERPRET") == "1" and torch.cuda.is_available(),
+        "TRITON_INTERPRET=1 runs kernels in Python, though there is a GPU",
+        "unset TRITON_INTERPRET",
+    ),
+    _Combination(
+        lambda environ: environ.get("CUDA_LAUNCH_BLOCKING") == "1" and torch.cuda.is_available(),
+        "CUDA_LAUNCH_BLOCKING=1 waits for every kernel: no collective overlaps with anything",
+        "unset CUDA_LAUNCH_BLOCKING",
+    ),
+    _Combination(
+        lambda environ: "RANK" in environ and "OMP_NUM_THREADS" not in environ,
+        "this is a rank, and OMP_NUM_THREADS is not set: each rank starts a thread for every core",
+        "set OMP_NUM_THREADS to cores divided by ranks",
+    ),
+    _Combination(
+        lambda _: (_minor("accelerate"), _minor("transformers")) == ("1.15", "5.23"),
+        "accelerate 1.15 cannot join FSDP2 and tensor parallelism for models of transformers 5.23",
+        "install another version of one of them, or shard without accelerate",
+    ),
+)
+
+
+def _minor(package: str) -> str:
+    return ".".join(version_of(package).split(".")[:2])
+
+
+def _combinations(environ: Mapping[str, str]) -> Iterator[Finding]:
+    for each in _COMBINATIONS:
+        if each.is_here(environ):
+            yield Finding("combination", "limited", each.what, each.fix)

@@ -1,0 +1,273 @@
+"""`aotdist.prepare`: what `Accelerator.prepare` does, with FSDP2 on ranks of any kind and the model compiled.
+
+The model is sharded here, and accelerate is told so: from then on it does what it does with FSDP2
+(`accumulate`, `clip_grad_norm_`, `save_state`, `get_state_dict`) on ranks without a GPU too, where it shards
+nothing itself. It is imported when `prepare` is called, and not before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from aotdist.api import compile as compile_in_place
+from aotdist.api import settings_of
+from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.contract import Backend
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.launch.sharding import blocks_of, chosen, same_on_all_ranks, shard
+from aotdist.settings import Settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    is_block: Callable[[nn.Module], bool] | None = None,
+    backend: str | Compiler | Backend | None = None,
+    settings: Settings | Mapping[str, Any] | None = None,
+) -> Any:
+    """Prepare a model and what it is trained with, in the place of `accelerator.prepare`.
+
+    On several ranks the model is sharded with FSDP2, in place, from what rank 0 has, and the optimizers are
+    pointed to the shards, with the state that they have already. It is compiled in place as well, so
+    `accelerator.unwrap_model` returns the model that came in. Loaders and schedules are accelerate's own.
+
+    Args:
+        accelerator: without a compiler of its own, or with an `AotdistPlugin`.
+        *objects: one model, and any optimizers, schedules and loaders.
+        is_block: says of a submodule whether its parameters are gathered together; by default what the
+            accelerator's FSDP options say, and without these the elements of the outermost `nn.ModuleList`s.
+        backend: as for `aotdist.compile`; by default the plugin's, else `auto`.
+        settings: likewise.
+
+    Returns:
+        The prepared objects in the order in which they came; one alone as it is.
+
+    Raises:
+        BadSettings: the accelerator is set up for what cannot be combined with this.
+        UnsupportedProgram: the model is wrapped or sharded already, or an optimizer is of other parameters.
+    """
+    _require_combinable(accelerator)
+    model = _only_model(objects)
+    plugin = accelerator.state.dynamo_plugin
+    code_backend = resolve(backend if backend is not None else getattr(plugin, "code_backend", "auto"))
+    code_backend.check()
+    settings = settings_of(settings if settings is not None else getattr(plugin, "settings", None))
+    if accelerator.use_distributed:
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        _shard(accelerator, model, optimizers, is_block)
+        vars(model)["_is_accelerate_prepared"] = True  # accelerate is to count it in, and not to wrap it
+    with _uncompiled(accelerator):
+        prepared = [_prepared(accelerator, each) for each in objects]
+    compile_in_place(model, backend=code_backend, settings=settings)
+    # Schedules last: accelerate looks for their optimizers among those that are prepared.
+    prepared = [
+        accelerator.prepare_scheduler(each) if isinstance(each, LRScheduler) else each for each in prepared
+    ]
+    return tuple(prepared) if len(prepared) > 1 else prepared[0]
+
+
+def _prepared(accelerator: Accelerator, each: Any) -> Any:
+    match each:
+        case nn.Module():
+            return accelerator.prepare_model(each)
+        case Optimizer():
+            return accelerator.prepare_optimizer(each)
+        case DataLoader():
+            return accelerator.prepare_data_loader(each)
+        case _:
+            return each
+
+
+@contextmanager
+def _uncompiled(accelerator: Accelerator) -> Generator[None]:
+    """Let accelerate compile nothing inside: the model is compiled in place, and once."""
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+    state = accelerator.state
+    before, state.dynamo_plugin = state.dynamo_plugin, TorchDynamoPlugin(backend=DynamoBackend.NO)
+    try:
+        yield
+    finally:
+        state.dynamo_plugin = before
+
+
+def _shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    is_block: Callable[[nn.Module], bool] | None,
+) -> None:
+    options = _fsdp_options(accelerator)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    same_on_all_ranks(model, mesh)
+    if accelerator.mixed_precision != "no":
+        _keep_in_float32(model)
+    is_block = is_block or _policy_of(options, model)
+    shard(
+        model,
+        optimizers,
+        blocks_of(model) if is_block is None else chosen(model, is_block),
+        mesh,
+        precision=cast("MixedPrecisionPolicy", options.mixed_precision_policy or MixedPrecisionPolicy()),
+        reshard_after_forward=bool(options.reshard_after_forward),
+    )
+    _tell(accelerator, options)
+
+
+def _keep_in_float32(model: nn.Module) -> None:
+    """Make what the optimizer steps float32, as accelerate does where computation is in half precision."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def _fsdp_options(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
+    """The accelerator's own, or those of `accelerate launch`, which it drops where there is no GPU.
+
+    Raises:
+        BadSettings: they ask for what is not done here.
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    options = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin(
+        fsdp_version=2
+    )
+    if options.fsdp_version != 2:
+        raise BadSettings("the accelerator is set up for FSDP1", fix="set `fsdp_version` to 2")
+    unsupported = {
+        "cpu_offload": isinstance(options.cpu_offload, CPUOffloadPolicy),
+        "activation_checkpointing": options.activation_checkpointing,
+        "ignored_modules": options.ignored_modules,
+    }
+    for name, asked in unsupported.items():
+        if asked:
+            raise BadSettings(
+                f"`aotdist.prepare` does not know the FSDP option `{name}`",
+                fix="checkpoint in the model itself (`torch.utils.checkpoint`)"
+                if name == "activation_checkpointing"
+                else "leave it out",
+            )
+    if accelerator.mixed_precision != "no":
+        options.set_mixed_precision(accelerator.mixed_precision)
+    return options
+
+
+def _policy_of(
+    options: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
+    """The policy among the options (`TRANSFORMER_BASED_WRAP`, say) as a predicate, if there is one."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
+    return fsdp2_prepare_auto_wrap_policy(options, model)
+
+
+def _tell(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> None:
+    """Say that the model is sharded with FSDP2, in the two places that accelerate asks."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    accelerator.state.fsdp_plugin = options
+    PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+
+
+def _require_combinable(accelerator: Accelerator) -> None:
+    """Refuse what shards, compiles or casts in its own way.
+
+    Raises:
+        BadSettings: the accelerator does.
+    """
+    from accelerate.utils import DistributedType, DynamoBackend
+
+    from aotdist.launch.accelerate import AotdistPlugin
+
+    others = {
+        DistributedType.DEEPSPEED: "DeepSpeed",
+        DistributedType.MEGATRON_LM: "Megatron-LM",
+        DistributedType.XLA: "XLA",
+    }
+    if accelerator.distributed_type in others:
+        raise BadSettings(
+            f"the accelerator is set up for {others[accelerator.distributed_type]}, and `aotdist.prepare` "
+            "shards with FSDP2",
+            fix="leave that out of the accelerator and its configuration",
+        )
+    if accelerator.parallelism_config is not None:
+        raise BadSettings(
+            "the accelerator has a `parallelism_config`, and `aotdist.prepare` shards over all ranks alike",
+            fix="leave it out, or use `parallelize_module`, `fully_shard` and `aotdist.compile` yourself",
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise BadSettings(
+            "`aotdist.prepare` does not do accelerate's fp8",
+            fix="use `aotdist.to_float8(model)` and mixed_precision='bf16'",
+        )
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and accelerator.num_processes == 1:
+        raise BadSettings(
+            f"there are {ranks} ranks, and the accelerator has not joined them: each would train by itself",
+            fix="pass `cpu=True` to `Accelerator` where there is no GPU",
+        )
+    plugin: Any = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO and not isinstance(plugin, AotdistPlugin):
+        raise BadSettings(
+            f"the accelerator compiles by {plugin.backend.value}, and `aotdist.prepare` by aotdist",
+            fix="leave its dynamo backend out, or use `accelerator.prepare`",
+        )
+
+
+def _only_model(objects: Sequence[Any]) -> nn.Module:
+    """The model among them.
+
+    Raises:
+        BadSettings: there is none, or there are several.
+        UnsupportedProgram: something else shards or compiles it already.
+    """
+    from accelerate.utils import is_compiled_module
+
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    if len(models) != 1:
+        raise BadSettings(
+            f"`aotdist.prepare` takes one model with its optimizers, and was given {len(models)}",
+            fix="call it once for each model; loaders alone are for `accelerator.prepare`",
+        )
+    (model,) = models
+    wrapped = {
+        "compiled by torch.compile": is_compiled_module(model),
+        "in DistributedDataParallel": isinstance(model, DistributedDataParallel),
+        "sharded": isinstance(model, FSDPModule)
+        or any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "prepared by accelerate": getattr(model, "_is_accelerate_prepared", False),
+    }
+    for how, so in wrapped.items():
+        if so:
+            raise UnsupportedProgram(
+                f"the {type(model).__name__} is {how} already",
+                stage="launch",
+                fix="hand `aotdist.prepare` the model as it was made",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UnsupportedProgram(
+                f"`{name}` is on the meta device: it has no values to shard",
+                stage="launch",
+                fix="make the model on the CPU or a GPU, at least on rank 0, and `to_empty` elsewhere",
+            )
+    return model

@@ -1,0 +1,115 @@
+"""A model of somebody else's sharded with FSDP2, and its optimizers with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from aotdist.errors import UnsupportedProgram
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts whose parameters are gathered together: what repeats.
+
+    These are the elements of `nn.ModuleList`s, but for those that lie inside of others, and of a model that
+    is itself an `nn.Sequential`.
+    """
+    return _elements(model) if isinstance(model, nn.Sequential) else _listed(model)
+
+
+def _listed(module: nn.Module) -> list[nn.Module]:
+    if not isinstance(module, nn.ModuleList):
+        return [block for child in module.children() for block in _listed(child)]
+    # Lists and dictionaries are never called, so that nothing would gather for them: go on inside.
+    return [
+        block
+        for child in _elements(module)
+        for block in (_listed(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child])
+    ]
+
+
+def _elements(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if next(child.parameters(), None) is not None]
+
+
+def chosen(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """The parts that a predicate chooses, what is inside of others before these."""
+    return [module for module in reversed(list(model.modules())) if module is not model and is_block(module)]
+
+
+def same_on_all_ranks(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks the parameters and buffers of rank 0."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        shared = tensor.detach().to(mesh.device_type)
+        dist.broadcast(shared, 0)
+        tensor.detach().copy_(shared)
+
+
+def shard(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    precision: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+) -> None:
+    """Shard a model, in place, and what its optimizers hold of its parameters.
+
+    Args:
+        model: the model, whole and the same on every rank.
+        optimizers: of its parameters; what they know about these (moments, say) is sharded as they are.
+        blocks: parts that are gathered one by one, the inner ones first; the rest is gathered together.
+        mesh: of one axis.
+        precision: what parameters are cast to when they are gathered, and gradients when they are reduced.
+        reshard_after_forward: whether gathered parameters of blocks are let go of until the backward.
+
+    Raises:
+        UnsupportedProgram: an optimizer has parameters that are not the model's.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        _require_own(optimizer, names)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    shards = dict(model.named_parameters())
+    for optimizer in optimizers:
+        _point_to(optimizer, {parameter: shards[name] for parameter, name in names.items()})
+
+
+def _require_own(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for at, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise UnsupportedProgram(
+                    f"parameter {at} of group {number} of the {type(optimizer).__name__}, of size "
+                    f"{list(parameter.shape)}, is not the model's",
+                    stage="launch",
+                    fix="make the optimizer of `model.parameters()`, and hand both to one `aotdist.prepare`",
+                )
+
+
+def _point_to(optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [shards[parameter] for parameter in group["params"]]
+    for parameter in cast("list[nn.Parameter]", [*optimizer.state]):
+        state = optimizer.state.pop(parameter)
+        shard = shards[parameter]
+        optimizer.state[shard] = {key: _sharded_as(shard, value) for key, value in state.items()}
+
+
+def _sharded_as(shard: Tensor, value: Any) -> Any:
+    """What an optimizer keeps about a parameter: sharded with it if it has its size, else as it is."""
+    if not isinstance(shard, DTensor) or not isinstance(value, Tensor) or value.shape != shard.shape:
+        return value
+    value = value.to(shard.device)
+    return distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)

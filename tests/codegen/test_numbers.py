@@ -1,0 +1,82 @@
+"""Graphs that compute Python numbers, cut in two for compilers that only know tensors."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from aotdist.codegen.contract import Emitted
+from aotdist.codegen.fx import FxBackend
+from aotdist.codegen.numbers import numbers_apart
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import Graph
+from tests.codegen.captured import captured, emission
+
+_ATEN = torch.ops.aten
+READ = _ATEN._local_scalar_dense.default
+X, STEP = torch.linspace(-1, 2, 6), torch.tensor(3.0)
+
+
+def with_number(call: Callable[[Any, Any, Any], Any], *, of_step: bool) -> Graph:
+    """A graph of `x` and a step count: `step + 1`, and `call(graph, x, number)` of a number that it reads.
+
+    Args:
+        call: makes the last node.
+        of_step: read the number off the step count, else off `x`.
+    """
+    graph = captured(lambda x, step: [step + 1, x.sum()], [X, STEP])
+    fx = graph.gm.graph
+    output = fx.output_node()
+    step, total = output.args[0]
+    with fx.inserting_before(output):
+        read = fx.call_function(READ, (step if of_step else total,))
+        number = fx.call_function(operator.pow, (2.0, read))
+        number = fx.call_function(builtins.max, (0.25, number))
+        number = fx.call_function(math.sqrt, (number,))
+        for node in fx.nodes:
+            if node.op == "call_function" and "val" not in node.meta:
+                node.meta["val"] = 1.0
+        result = call(fx, graph.placeholders()[0], number)
+        result.meta["val"] = graph.placeholders()[0].meta["val"]
+    output.args = ((step, result),)
+    return graph
+
+
+def add(fx: torch.fx.Graph, x: torch.fx.Node, number: torch.fx.Node) -> torch.fx.Node:
+    return fx.call_function(_ATEN.add.Tensor, (x, x), {"alpha": number})
+
+
+@pytest.mark.parametrize("of_step", [True, False], ids=["ahead", "within"])
+def test_both_parts_together_are_the_graph(of_step: bool) -> None:
+    graph = with_number(add, of_step=of_step)
+    mode = emission(graph).fake_mode
+    assert mode is not None
+    apart = numbers_apart(graph, mode)
+    assert apart is not None
+    targets = {node.target for node in apart.rest.gm.graph.nodes}
+    assert targets.isdisjoint({READ, operator.pow, builtins.max, math.sqrt})
+    assert ("numbers" in map(str, apart.rest.ins)) == of_step
+    assert apart.rest.results()[0] is None, "the step count is computed ahead"
+    whole = FxBackend().emit(graph, emission(graph)).call
+    parts: Emitted = apart.around(FxBackend().emit(apart.rest, emission(graph)))
+    torch.testing.assert_close(list(parts.call([X, STEP])), list(whole([X, STEP])))
+
+
+def test_graph_without_numbers_stays_whole() -> None:
+    graph = captured(lambda x, step: [x * 2, step + 1], [X, STEP])
+    mode = emission(graph).fake_mode
+    assert mode is not None and numbers_apart(graph, mode) is None
+
+
+def test_operator_without_a_form_for_tensors_is_refused() -> None:
+    graph = with_number(lambda fx, x, n: fx.call_function(_ATEN.leaky_relu.default, (x, n)), of_step=True)
+    mode = emission(graph).fake_mode
+    assert mode is not None
+    with pytest.raises(UnsupportedProgram, match="leaky_relu"):
+        numbers_apart(graph, mode)

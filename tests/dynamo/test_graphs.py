@@ -1,0 +1,185 @@
+"""What Dynamo's graphs may hold: each program as in eager, and as many regions as Dynamo cuts it into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.dynamo.comparison import compiled, same_as_eager
+
+
+def leaf(*size: int) -> torch.Tensor:
+    return torch.randn(*size, requires_grad=True)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x.cos()
+
+
+def broken(x):
+    y = x.sin()
+    y.add_(1)
+    torch._dynamo.graph_break()
+    y.mul_(2)
+    return y, y.t()
+
+
+def under_no_grad(x):
+    with torch.no_grad():
+        y = x * 2
+        torch._dynamo.graph_break()
+        y += 1
+    return y + x
+
+
+def with_autocast(x):
+    with torch.autocast("cpu"):
+        y = x @ x.t()
+    return y.float() * 2
+
+
+def checkpointed(x):
+    return checkpoint(lambda y: F.dropout((y @ y).relu(), 0.5), x.sin(), use_reentrant=False)
+
+
+@torch.compiler.nested_compile_region
+def nested(x):
+    return x.sin() * 2
+
+
+def hooked(x):
+    y = x * 2
+    y.register_hook(lambda grad: grad * 3)
+    return y.sum()
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {
+    "one graph": (lambda x: F.gelu(x) * x, 1),
+    "a break in the middle of writes": (broken, 2),
+    "a break under no_grad": (under_no_grad, 2),
+    "an autograd.Function": (lambda x: Doubled.apply(x * 2) * x, 1),
+    "a checkpoint": (checkpointed, 1),
+    "autocast": (with_autocast, 1),
+    "random numbers": (lambda x: F.dropout(x, 0.3) + torch.rand_like(x), 1),
+    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), 1),
+    "func.grad": (lambda x: torch.func.grad(lambda y: y.sin().sum())(x), 1),
+    "vmap": (lambda x: torch.vmap(lambda row: row.sin() * row.sum())(x), 1),
+    "a nested region": (lambda x: nested(nested(x)), 1),
+    "a hook": (hooked, 1),
+    "data in a shape": (lambda x: x[x > 0] * 2, 2),
+    "a leaf made inside": (lambda x: x.detach().requires_grad_() * 2, 2),
+    "complex numbers": (lambda x: (x * 1j).conj().real, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str):
+    program, num_regions = PROGRAMS[name]
+    made = same_as_eager(program, lambda: (leaf(4, 4),))
+    assert len(made) <= num_regions
+
+
+def test_modules(made):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+    models = make(), make()
+    calls = models[0], compiled(models[1])
+    for step in range(3):
+        losses = []
+        for model, call in zip(models, calls, strict=True):
+            torch.manual_seed(step)
+            losses.append(call(torch.randn(5, 3)).square().sum())
+            losses[-1].backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        assert torch.equal(*losses)
+    for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    (region,) = made()
+    assert len(region.artifacts) == 1
+
+
+def test_one_region_serves_modules_of_one_class(made):
+    """Parameters are inputs: what Dynamo compiled for one layer, the next one runs."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(3))
+
+        def forward(self, x):
+            return x * self.scale
+
+    first, second = Block(), Block()
+    x = torch.randn(2, 3)
+    for block in (first, second):
+        assert torch.equal(compiled(block)(x), x * block.scale)
+    (region,) = made()
+    assert len(region.artifacts) == 1
+
+
+def overlapping() -> tuple[torch.Tensor, ...]:
+    base = torch.randn(3, 4)
+    return base[:2], base[1:]
+
+
+def test_inputs_that_share_memory():
+    """Dynamo's graph is the same for both calls; what is compiled for it is not."""
+    apart = lambda: (torch.randn(2, 4), torch.randn(2, 4))  # noqa: E731
+    (region,) = same_as_eager(lambda x, y: (x.add_(1), y * 2), overlapping, apart)
+    assert len(region.artifacts) == 2
+
+
+def test_wrappers():
+    def make() -> tuple[torch.Tensor, ...]:
+        return TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_(), torch.randn(3, 4)
+
+    same_as_eager(lambda x, y: (x * y + 1).sum(0), make)
+
+
+def test_inference():
+    (region,) = same_as_eager(lambda x: x.sin() * 2, lambda: (leaf(3),), around=torch.no_grad)
+    assert region.explain().artifacts[0].kind == "inference"
+
+
+def test_names_and_lines(made):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(3, 3)])
+
+        def forward(self, x):
+            return self.blocks[0](x).relu()
+
+    compiled(Net())(torch.randn(2, 3))
+    (region,) = made()
+    assert region.name.startswith("forward [0/0")
+    graph = region.artifacts[0].compilation.graphs()["forward"]
+    assert [str(slot) for slot in graph.ins] == ["blocks.0.weight", "blocks.0.bias", "x"]
+    relu = next(node for node in graph.gm.graph.nodes if "relu" in node.name)
+    assert "test_graphs.py" in relu.meta["source"] and ".relu()" in relu.meta["source"]
+    assert any(node.meta.get("module") == "blocks.0" for node in graph.gm.graph.nodes)
+
+
+def test_reset_lets_go(made):
+    compiled(lambda x: x.sin() * 2)(leaf(3)).sum().backward()
+    assert len(made()) == 1
+    torch._dynamo.reset()
+    assert not made()

@@ -1,0 +1,122 @@
+"""Kernels have few ways to be cut into blocks, and compute the same in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aotdist.codegen.triton import with_kernels
+from aotdist.kernels import configurations as module
+from aotdist.kernels import costs, emission
+from aotdist.kernels.configurations import MOST, configurations
+from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.launching import MIN_COLUMNS, Config, config_of
+from benchmarks.kernels.graphs import graphs_of
+from tests.kernels.as_on_a_gpu import cut_as_on_a_gpu
+from tests.kernels.reference import Emissions, assert_same
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def loss(x: Tensor) -> Tensor:
+    return torch.logsumexp(x, -1)
+
+
+def columns(x: Tensor) -> Tensor:
+    return x.square().sum(0)
+
+
+def both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 2, (x * 2).t().contiguous()
+
+
+def many(x: Tensor, y: Tensor) -> list[Tensor]:
+    return torch._foreach_mul([x, y], 2)
+
+
+def as_on_a_gpu(program: Callable[..., object], *args: Tensor) -> list[EmittedKernel]:
+    """The kernels of a program with the blocks that a GPU has; it is not run."""
+    made = [
+        emitted
+        for _, graph in graphs_of(program, *args)
+        for emitted in with_kernels(graph, keeps_casts=False, label="test").kernels
+    ]
+    return [replace(one, ways=(config_of(one.kernel, is_interpreted=False),)) for one in made]
+
+
+@pytest.mark.parametrize(
+    ("program", "sizes"),
+    [
+        (torch.nn.functional.gelu, (4096, 4096)),
+        (norm, (4096, 2048)),
+        (loss, (4096, 32000)),
+        (columns, (4096, 4096)),
+        (both_ways, (4096, 4096)),
+    ],
+)
+def test_large_kernels_have_two_to_four_ways_with_the_usual_one_among_them(program, sizes):
+    for emitted in as_on_a_gpu(program, torch.zeros(sizes, dtype=torch.bfloat16)):
+        ways = configurations(emitted)
+        assert 2 <= len(ways) <= MOST
+        assert len(set(ways)) == len(ways)
+        assert emitted.config in ways[:2]
+        assert all(costs.estimate(emitted, way).fits for way in ways)
+
+
+def test_what_takes_no_longer_than_a_launch_has_one_way():
+    (emitted,) = as_on_a_gpu(F.gelu, torch.zeros(512, 512))
+    assert configurations(emitted) == (emitted.config,)
+
+
+def test_blocks_stay_as_wide_as_memory_is_read():
+    (emitted,) = as_on_a_gpu(lambda x: x.sum(0), torch.zeros(30000, 1000, dtype=torch.bfloat16))
+    assert all(way.xblock >= MIN_COLUMNS for way in configurations(emitted))
+
+
+def test_several_members_keep_their_blocks():
+    (emitted,) = as_on_a_gpu(many, torch.zeros(4096, 4096), torch.zeros(8192, 2048))
+    assert len(emitted.members) == 2
+    ways = configurations(emitted)
+    assert len(ways) > 1
+    assert {(way.xblock, way.rblock) for way in ways} == {(emitted.config.xblock, 1)}
+
+
+def test_a_way_that_should_be_much_quicker_leads(monkeypatch: pytest.MonkeyPatch):
+    (emitted,) = as_on_a_gpu(F.gelu, torch.zeros(4096, 4096))
+    better = replace(emitted.config, num_warps=8)
+
+    def estimate(_: EmittedKernel, config: Config) -> costs.Estimate:
+        return costs.Estimate(1e-4 if config == better else 2e-4, fits=True)
+
+    monkeypatch.setattr(module, "estimate", estimate)
+    assert configurations(emitted)[0] == better
+
+
+def test_a_kernel_that_waits_less_costs_less():
+    (emitted,) = as_on_a_gpu(lambda x: x.sum(0), torch.zeros(4096, 2048))
+    few, more = (costs.estimate(emitted, replace(emitted.config, rblock=rblock)) for rblock in (32, 256))
+    assert more.seconds < few.seconds
+    assert more.seconds > emitted.num_bytes / costs.BANDWIDTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(MOST))
+@pytest.mark.parametrize("program", [F.gelu, norm, loss, columns, both_ways])
+def test_every_way_computes_the_same(number, program, monkeypatch: pytest.MonkeyPatch):
+    def turned(emitted: EmittedKernel) -> tuple[Config, ...]:
+        ways = configurations(emitted)
+        return ways[number % len(ways) :] + ways[: number % len(ways)]
+
+    cut_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(emission, "configurations", turned)
+    emissions = Emissions(monkeypatch)
+    x = torch.randn(72, 2400, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert_same(program, x, rtol=1e-4, atol=1e-5)
+    assert any(len(one.ways) > 1 for fused in emissions.made for one in fused.kernels)

@@ -1,0 +1,47 @@
+"""`aotdist bench`: times a step, and says whether its results are eager's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aotdist.launch.commands.main import main
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    return layers, (torch.randn(3, 4),)
+
+def reads_data():
+    return lambda x: x * 2 if x.sum() > 0 else x, (torch.ones(3),)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(torch, "compile", lambda target: target)  # takes a minute where it generates C++
+    path = tmp_path / "benched.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_times_and_results(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"{file}:model", "--backend", "fx", "--rounds", "2"]) == 0
+    head, eager, peer, ours = capsys.readouterr().out.splitlines()
+    assert "first step" in head and eager.startswith("eager ") and peer.startswith("torch.compile ")
+    assert ours.startswith("aotdist ") and ours.endswith("eager's, bit for bit")
+
+
+def test_who_fails_is_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"{file}:reads_data", "--backend", "fx", "--rounds", "1", "--inference"]) == 0
+    *_, ours = capsys.readouterr().out.splitlines()
+    assert "failed: UnsupportedProgram" in ours
+
+
+def test_wrong_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"{file}:model", "--rounds", "0"]) == 2
+    assert "give 1 or more" in capsys.readouterr().err

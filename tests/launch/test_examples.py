@@ -1,0 +1,83 @@
+"""The examples run as a new user runs them, on one rank and on two."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+import pytest
+
+from tests.house.tree import ROOT
+
+EXAMPLES = ROOT / "launch" / "examples"
+IS_DECLARED = "aotdist" in entry_points(group="torch_dynamo_backends").names
+
+
+def run(name: str, *options: str, ranks: int = 1, launcher: Sequence[str] = (sys.executable,)) -> list[str]:
+    launcher = [*launcher]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, str(EXAMPLES / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_step(ranks: int) -> None:
+    *losses, graphs = run("train_step.py", ranks=ranks)
+    assert losses == run("train_step.py", "--eager", ranks=ranks)
+    assert len(losses) == 3 and graphs.startswith("2 graphs")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.skipif(
+    not IS_DECLARED, reason="aotdist was installed before it had the entry point: `make setup`"
+)
+def test_torch_compile(ranks: int) -> None:
+    *losses, regions = run("torch_compile.py", ranks=ranks)
+    assert losses == run("torch_compile.py", "--eager", ranks=ranks)
+    assert len(losses) == 3 and regions.startswith("forward [") and regions.endswith(": 1")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "way", [(), pytest.param(("--dynamo",), marks=pytest.mark.sweep)], ids=["prepare", "dynamo"]
+)
+def test_accelerate_loop(ranks: int, way: tuple[str, ...]) -> None:
+    lines = run("accelerate_loop.py", *way, ranks=ranks)
+    assert lines == run("accelerate_loop.py", "--eager", *way, ranks=ranks)
+    assert [line.split(":")[0] for line in lines[:3]] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert lines[3].startswith("gone on from the checkpoint: the same True")
+    assert lines[4:] == ["16 weights to keep, the first of size [32, 2]"]
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks
+def test_accelerate_launch_shards_by_its_configuration() -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", str(EXAMPLES / "accelerate.yaml")]
+    assert run("accelerate_loop.py", launcher=launcher) == run("accelerate_loop.py", "--eager", ranks=2)
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hf_trainer(ranks: int) -> None:
+    found = [line for line in run("hf_trainer.py", ranks=ranks) if not line.startswith("{")]
+    eager = [line for line in run("hf_trainer.py", "--eager", ranks=ranks) if not line.startswith("{")]
+    assert found == [*eager, "1 graphs"] and len(eager) == 3
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ()), (2, ()), (2, ("--shard",))], ids=["1", "2 with DDP", "2 with FSDP2"]
+)
+def test_fabric_loop(ranks: int, options: tuple[str, ...]) -> None:
+    *losses, graphs = run("fabric_loop.py", *options, ranks=ranks)
+    assert losses == run("fabric_loop.py", "--eager", *options, ranks=ranks)
+    assert len(losses) == 3 and graphs.endswith("graphs")

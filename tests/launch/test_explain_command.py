@@ -1,0 +1,53 @@
+"""`aotdist explain`: a model that is named on the command line, shown and written as a page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from aotdist.launch.commands.main import main
+
+MODEL = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), (torch.randn(2, 4),)
+
+def plain():
+    return torch.nn.Linear(4, 3), (torch.randn(2, 4),)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "explained_model.py"
+    file.write_text(MODEL)
+    return file
+
+
+def test_a_model_is_explained_for_all_its_ranks(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    assert main(["explain", f"{file}:make", "--world-size", "2", "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "reduce_scatter_tensor" in shown and f"{page}: open it in a browser" in shown
+    data = re.search(r'id="data">(.*)</script>', page.read_text())
+    assert data
+    (program,) = json.loads(data[1])
+    differences = {one["what"]: one["values"] for one in program["ranks"]["differences"]}
+    assert set(differences["input 0.weight"]) == {"0", "1"}
+
+
+def test_without_gradients(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:plain", "--inference"]) == 0
+    assert "Linear · inference · fx" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_there(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{file}:nothing"]) == 2
+    assert "names no function" in capsys.readouterr().err

@@ -1,0 +1,265 @@
+"""Checkpoints and going on from them, in one process: a resumed run is the uninterrupted one."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+
+from aotdist.launch import loop, recorder, train
+from aotdist.launch.checkpoints import writer
+from aotdist.launch.checkpoints.manifest import read_manifest
+from aotdist.launch.metrics import CheckpointRecord, EndRecord
+from tests.launch.harness import losses, step_records
+
+EVERY_2 = ("--checkpoint.every=2",)
+
+
+@pytest.fixture(autouse=True)
+def no_curve(monkeypatch):
+    """Drawing takes longer than these runs do."""
+    monkeypatch.setattr(recorder, "draw_curve", lambda folder: None)
+
+
+def run(job, name, *options, **kinds):
+    return train.main(job.arguments(name, *EVERY_2, *options, **kinds))
+
+
+def resume(job, name, *options):
+    return train.main(["--resume", str(job.folder / name), *options])
+
+
+def checkpoints(job, name):
+    return sorted(path.name for path in (job.folder / name / "checkpoints").iterdir())
+
+
+def stop_after(monkeypatch, step, number=signal.SIGTERM):
+    take_step = loop.Trainer._take_step
+
+    def stopping(self, state):
+        if state.step == step - 1:
+            os.kill(os.getpid(), number)
+        return take_step(self, state)
+
+    monkeypatch.setattr(loop.Trainer, "_take_step", stopping)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("eager", []),
+        ("fx", ["--model.no-tie-head"]),
+        ("eager", ["--float8.recipe=delayed"]),
+        ("eager", ["--sparse24.mask=transposable", "--sparse24.decay=2e-4", "--optim.accumulate=2"]),
+    ],
+)
+def test_a_run_that_is_stopped_and_resumed_is_the_uninterrupted_one(job, monkeypatch, backend, options):
+    options = [*options, "--run.validate-every=3"]
+    assert run(job, "whole", *options, backend=backend, steps=8) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert run(job, "parts", *options, backend=backend, steps=8) == 128 + signal.SIGTERM
+    assert checkpoints(job, "parts") == ["step-00000002", "step-00000003"]
+    assert resume(job, "parts") == 0
+    assert job.numbers("whole") == job.numbers("parts")
+    ends = [record.status for record in job.records("parts") if isinstance(record, EndRecord)]
+    assert ends == ["stopped", "finished"]
+
+
+def test_random_numbers_go_on_where_they_stood(job, monkeypatch):
+    loss = loop.Trainer._loss
+    monkeypatch.setattr(loop.Trainer, "_loss", lambda self, *given: loss(self, *given) * torch.rand(()))
+    assert run(job, "whole", steps=8) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        run(job, "parts", steps=8)
+    assert resume(job, "parts") == 0
+    assert job.numbers("whole") == job.numbers("parts")
+
+
+def test_the_latest_are_kept_and_recorded(job):
+    assert run(job, "kept", "--checkpoint.keep=2", steps=7) == 0
+    assert checkpoints(job, "kept") == ["step-00000006", "step-00000007"]
+    records = [record for record in job.records("kept") if isinstance(record, CheckpointRecord)]
+    assert [record.step for record in records] == [2, 4, 6, 7]
+    assert all(record.num_bytes > 1000 and not record.failure for record in records)
+    assert all(0 <= record.waited_s <= record.seconds for record in records)
+
+
+def test_all_are_kept_on_request(job):
+    assert run(job, "all", "--checkpoint.keep=0", "--checkpoint.no-asynchronous", steps=5) == 0
+    assert checkpoints(job, "all") == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_a_manifest_says_what_a_checkpoint_is_of(job):
+    run(job, "said", steps=4)
+    manifest = read_manifest(job.folder / "said" / "checkpoints" / "step-00000004")
+    assert (manifest.heading.step, manifest.heading.position) == (4, 16)
+    assert manifest.tensors["model.blocks.0.attention.query.weight"] == "float32[32, 32]"
+    assert manifest.tensors["optimizer.norm.weight.exp_avg"] == "float32[32]"
+    assert set(manifest.files) == {".metadata", "__0_0.distcp"}
+
+
+def test_what_is_saved_is_the_step_that_it_is_called_after(job, monkeypatch):
+    """Training writes the parameters in place while the thread writes the file."""
+    written = {}
+    write_data = writer.AtomicWriter.write_data
+
+    def late(self, *given):
+        written[self._heading.step] = True
+        while self._heading.step == 2 and not written.get("goes on"):
+            pass
+        return write_data(self, *given)
+
+    take_step = loop.Trainer._take_step
+
+    def told(self, state):
+        if state.step == 3:
+            written["goes on"] = True
+        return take_step(self, state)
+
+    monkeypatch.setattr(writer.AtomicWriter, "write_data", late)
+    monkeypatch.setattr(loop.Trainer, "_take_step", told)
+    assert run(job, "whole", "--checkpoint.keep=0", steps=4) == 0
+    shutil.copytree(job.folder / "whole", job.folder / "again")
+    shutil.rmtree(job.folder / "again" / "checkpoints" / "step-00000004")
+    assert resume(job, "again") == 0
+    assert job.numbers("whole") == job.numbers("again")
+
+
+def test_options_that_are_given_override_those_of_the_run(job):
+    run(job, "longer", steps=4)
+    assert resume(job, "longer", "--optim.steps=6", "--run.log-every=2") == 0
+    assert [record.step for record in step_records(job.records("longer"))] == [1, 2, 3, 4, 5, 6]
+    document = json.loads((job.folder / "longer" / "config.json").read_text())
+    assert document["options"]["optim"]["steps"] == 6
+    assert document["options"]["model"]["dim"] == 32
+
+
+def test_auto_begins_a_run_and_goes_on_with_it(job, capsys):
+    arguments = job.arguments("auto", *EVERY_2, "--resume=auto", steps=2)
+    assert train.main(arguments) == 0
+    assert "going on" not in capsys.readouterr().out
+    assert train.main([*arguments, "--optim.steps=4"]) == 0
+    assert "from step 2" in capsys.readouterr().out
+    assert len(losses(job.records("auto"))) == 4
+
+
+def test_auto_needs_a_name(job, capsys):
+    arguments = [word for word in job.arguments("", "--resume=auto") if not word.startswith("--run.name")]
+    assert train.main(arguments) == 2
+    assert "--run.name" in capsys.readouterr().err
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(job, capsys):
+    run(job, "young", steps=2)
+    shutil.rmtree(job.folder / "young" / "checkpoints")
+    assert resume(job, "young") == 0
+    assert "from the beginning" in capsys.readouterr().out
+    assert [record.step for record in step_records(job.records("young"))] == [1, 2]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "no manifest", "partial"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over(job, capsys, damage):
+    run(job, "whole", steps=6)
+    run(job, "torn", steps=6)
+    folder = job.folder / "torn" / "checkpoints" / "step-00000006"
+    file = folder / "__0_0.distcp"
+    match damage:
+        case "cut":
+            os.truncate(file, 1000)
+        case "changed":
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+        case "no manifest":
+            (folder / "manifest.json").unlink()
+        case "partial":
+            folder.rename(folder.with_name("partial-00000006"))
+    assert resume(job, "torn") == 0
+    printed = capsys.readouterr().out
+    assert "from step 4" in printed
+    assert ("step-00000006 is refused: its " in printed) == (damage != "partial")
+    assert job.numbers("whole") == job.numbers("torn")
+    assert checkpoints(job, "torn") == ["step-00000004", "step-00000006"]
+
+
+def test_no_good_checkpoint_is_an_error_and_not_a_new_beginning(job, capsys):
+    run(job, "lost", steps=2)
+    (job.folder / "lost" / "checkpoints" / "step-00000002" / ".metadata").write_bytes(b"")
+    assert resume(job, "lost") == 1
+    message = capsys.readouterr().err
+    assert "BadCheckpoint: none of the checkpoints" in message
+    assert "step-00000002 is refused: its file .metadata has 0 bytes of" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (
+            "--model.hidden-dim=96",
+            "its `model.blocks.0.mlp.gate.weight` is float32[64, 32], and float32[96",
+        ),
+        ("--model.num-layers=3", "it has no `model.blocks.2.attention_norm.weight`, which is float32[32]"),
+        ("--model.num-layers=1", "its `model.blocks.1.attention_norm.weight`, float32[32], is not there"),
+        ("--float8.recipe=delayed", "it has no `model.blocks.0.attention.query.amax_history`"),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_first_difference(job, capsys, option, named):
+    run(job, "other", steps=2)
+    assert resume(job, "other", option) == 1
+    assert f"the checkpoint is of another model: {named}" in capsys.readouterr().err
+
+
+def test_another_text_is_refused(job, capsys):
+    run(job, "text", steps=2)
+    assert resume(job, "text", "--data.seq-len=16") == 2
+    assert "seq_len was 32 and is 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (None, "cannot be read"),
+        ("{", "is damaged"),
+        ('{"options": {"model": {"width": 3}}}', "not those of this version"),
+    ],
+)
+def test_a_folder_without_a_run_is_refused(job, capsys, config, reason):
+    if config is not None:
+        (job.folder / "config.json").write_text(config)
+    assert train.main(["--resume", str(job.folder)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_files():
+    """The largest file that may be written is smaller than a checkpoint: a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_stops_no_run_but_its_last_checkpoint_is_missed(job, capsys, monkeypatch, small_files):
+    take_step = loop.Trainer._take_step
+
+    def filling(self, state):
+        if state.step == 2:
+            small_files(100_000)
+        return take_step(self, state)
+
+    monkeypatch.setattr(loop.Trainer, "_take_step", filling)
+    assert run(job, "full", "--checkpoint.no-asynchronous", steps=6) == 1
+    printed, message = capsys.readouterr()
+    assert "checkpoint FAILED, training goes on: rank 0: " in printed
+    assert "File too large" in printed
+    assert "CheckpointFailed: the checkpoint of step 6" in message
+    assert "the checkpoint before it, of step 2" in message
+    records = job.records("full")
+    assert [record.step for record in step_records(records)] == [1, 2, 3, 4, 5, 6]
+    assert [bool(r.failure) for r in records if isinstance(r, CheckpointRecord)] == [False, True]
+    small_files(resource.RLIM_INFINITY)
+    monkeypatch.setattr(loop.Trainer, "_take_step", take_step)
+    assert resume(job, "full") == 0
+    assert checkpoints(job, "full") == ["step-00000004", "step-00000006"]

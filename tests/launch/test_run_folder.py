@@ -1,0 +1,58 @@
+"""Which folder a run writes to: a new one, or that of a run that goes on."""
+
+import json
+
+import pytest
+
+from aotdist import BadSettings
+from aotdist.launch.config import JobOptions, RunOptions
+from aotdist.launch.parallel import Place
+from aotdist.launch.run_folder import RunFolder, claim_run_folder
+
+FIRST = Place(launched=True, launch_id="a")
+RESTARTED = Place(launched=True, launch_id="a", restarts=1)
+
+
+@pytest.fixture
+def options(tmp_path):
+    def make(name=None, resume=None):
+        return JobOptions(run=RunOptions(folder=tmp_path, name=name), resume=resume)
+
+    return make
+
+
+def begun(folder, launch_id):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"environment": {"launch_id": launch_id}}))
+    return folder
+
+
+def test_ranks_that_are_started_again_go_on_with_their_own_run(options, tmp_path):
+    begun(tmp_path / "other", "b")
+    mine = begun(tmp_path / "mine", "a")
+    assert claim_run_folder(options(), RESTARTED) == RunFolder(mine, is_new=False)
+    assert claim_run_folder(options("mine"), RESTARTED) == RunFolder(mine, is_new=False)
+    with pytest.raises(BadSettings, match="'mine' exists already"):
+        claim_run_folder(options("mine"), FIRST)
+    with pytest.raises(BadSettings, match="'other' exists already"):
+        claim_run_folder(options("other"), RESTARTED)
+
+
+def test_ranks_that_died_before_they_had_a_run_begin_one(options, tmp_path):
+    begun(tmp_path / "other", "b")
+    claimed = claim_run_folder(options(), RESTARTED)
+    assert claimed.is_new and claimed.path.parent == tmp_path and claimed.path.name != "other"
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_folder_whose_process_died_at_once_is_free(options, tmp_path, resume):
+    (tmp_path / "young").mkdir()
+    (tmp_path / "young" / "config.json.tmp").write_text("{")
+    assert claim_run_folder(options("young", resume), FIRST) == RunFolder(tmp_path / "young", is_new=True)
+    (tmp_path / "young" / "notes").write_text("mine")
+    with pytest.raises(BadSettings, match="exists already"):
+        claim_run_folder(options("young", resume), FIRST)
+
+
+def test_a_folder_that_is_named_is_taken(options, tmp_path):
+    assert claim_run_folder(options(resume="there"), FIRST).path.name == "there"

@@ -1,0 +1,57 @@
+"""`aotdist train`: what it takes for itself, and what it hands to the trainer."""
+
+import os
+
+import pytest
+
+from aotdist.launch import train
+from aotdist.launch.commands.main import main
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The words that the trainer was given."""
+    given = []
+    monkeypatch.setattr(train, "main", lambda words: given.append(words) or 143)
+    return given
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """The commands that took this process's place."""
+    given = []
+    monkeypatch.setattr(os, "execv", lambda program, words: given.append(words[1:]))
+    return given
+
+
+def test_alone_it_is_the_trainer_with_its_exit_code(trained):
+    words = ["--run.name", "a", "--resume", "auto", "--model.no-tie-head"]
+    assert main(["train", *words]) == 143
+    assert trained == [words]
+
+
+def test_ranks_are_started_by_torchrun(trained, executed):
+    main(["train", "--ranks", "4", "--max-restarts=2", "--run.name", "a"])
+    assert trained == []
+    assert executed == [
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=2"]
+        + ["-m", "aotdist.launch.train", "--run.name", "a"]
+    ]
+
+
+def test_restarts_without_ranks_are_refused(trained, capsys):
+    assert main(["train", "--max-restarts", "2"]) == 2
+    assert "--ranks" in capsys.readouterr().err
+    assert trained == []
+
+
+def test_help_shows_both(trained, capsys):
+    main(["train", "--help"])
+    assert "--ranks N" in capsys.readouterr().out
+    assert trained == [["--help"]]
+
+
+def test_other_commands_take_no_more_than_they_know(capsys):
+    with pytest.raises(SystemExit):
+        main(["build", "a.py:b", "--optim.steps", "3"])
+    assert "unrecognized arguments: --optim.steps 3" in capsys.readouterr().err

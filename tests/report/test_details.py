@@ -1,0 +1,139 @@
+"""What a page says of real programs."""
+
+import html.parser
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aotdist
+from aotdist.api import compiled_call
+from aotdist.report.details import Details, details_of
+from aotdist.report.explain import told_by
+from aotdist.report.page import embedded
+from aotdist.report.ranks import compared
+from tests.report.big_report import HOSTILE
+
+
+def details(target: Any, *args: Any) -> Details:
+    compiled = aotdist.compile(target, backend="fx")
+    compiled(*args)
+    (artifact,) = compiled_call(compiled).artifacts
+    return details_of(artifact)
+
+
+def facts(tensors: Any) -> dict[str, tuple[str, ...]]:
+    return {one.name: one.facts for one in tensors}
+
+
+@pytest.fixture(scope="module")
+def normed() -> Details:
+    norm = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2, bias=False))
+    return details(norm, torch.randn(3, 4))
+
+
+def test_inputs_are_told_in_words(normed: Details) -> None:
+    told = facts(normed.inputs)
+    assert told["args[0]"] == ("only read",)
+    assert told["1.weight"] == ("gets a gradient",)
+    assert told["0.num_batches_tracked"] == ("written in forward, copied back after the graph",)
+    assert "written in forward" in told["0.running_mean"][0]
+    assert {one.name: one.type for one in normed.inputs}["args[0]"] == "f32[3, 4]"
+    assert facts(normed.outputs) == {"out[0]": ("a tensor of its own", "takes a gradient")}
+
+
+def test_nodes_know_their_module_their_line_and_their_partner(normed: Details) -> None:
+    joint = normed.graphs[0].nodes
+    product = next(node for node in joint if node.operator == "aten.mm.default" and node.phase == "forward")
+    assert product.module == "1"
+    assert Path(__file__).name in product.source
+    partners = [n for n in joint if n.sequence == product.sequence and n.phase == "backward"]
+    assert {node.module for node in partners} == {"1"}
+    assert "output `out[0]`" in product.results
+    assert any("gradient of `1.weight`" in node.results for node in joint)
+
+
+def test_what_is_saved_adds_up(normed: Details) -> None:
+    kept = [one for one in normed.saved if not one.note]
+    assert sum(one.bytes for one in kept) == normed.saved_bytes > 0
+    saved = {node.name for node in normed.graphs[0].nodes if node.is_saved}
+    assert saved == {one.node for one in kept}
+    assert normed.saved[-1].note == "an input: nothing more is kept"
+
+
+def test_what_aliases_is_told_in_words() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor, again: torch.Tensor) -> tuple[Any, ...]:
+        y.mul_(2)
+        made = x + 1
+        return x, x[0].t(), made.view(-1), made, made, 3
+
+    x, y = torch.randn(2, 3, 4), torch.randn(3)
+    told = details(program, x, y, x)
+    assert facts(told.inputs) == {
+        "args[0]": ("only read", "the same tensor as `args[2]`"),
+        "args[1]": ("written in forward, copied back after the graph",),
+    }
+    outputs = facts(told.outputs)
+    assert outputs["out[0]"] == ("is `args[0]`, the same object",)
+    assert outputs["out[1]"] == ("a view of `args[0]`, made again outside: select, t",)
+    assert outputs["out[4]"] == ("is `out[3]`, the same object",)
+    assert outputs["out[5]"] == ("the same at every call: 3",)
+
+
+def test_writes_of_what_a_tensor_is_are_told_in_words() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x.t_()
+        return x.mul_(w)
+
+    told = facts(details(program, torch.randn(2, 3), torch.randn(3, 2, requires_grad=True)).inputs)
+    assert "`t_` is repeated on it" in told["args[0]"]
+    assert (
+        "written in forward, copied back outside of the graph, where its gradient passes" in told["args[0]"]
+    )
+
+
+class Data(html.parser.HTMLParser):
+    """The text of the element with the id `data`."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self._inside = "", False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = ("id", "data") in attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self._inside else ""
+
+
+def test_explain_writes_one_page_that_needs_no_other(tmp_path: Path) -> None:
+    model = aotdist.compile(torch.nn.Linear(2, 2), backend="fx")
+    model(torch.randn(3, 2))
+    report = model.explain(html=tmp_path / "report.html")  # type: ignore[operator]
+    assert "Linear" in str(report)
+    page = (tmp_path / "report.html").read_text()
+    assert "http:" not in page and "https:" not in page and "src=" not in page and "@import" not in page
+    (program,) = json.loads(Data(page).text)
+    assert program["name"] == "Linear" and program["graphs"][0]["name"] == "joint"
+    assert "class Node(Function)" in program["wrapper"]
+    assert [source["graph"] for source in program["sources"]] == ["forward", "backward"]
+
+
+def test_text_of_programs_cannot_end_the_script() -> None:
+    text = embedded({"name": HOSTILE})
+    assert "<" not in text
+    assert json.loads(text) == {"name": HOSTILE}
+
+
+def test_ranks_are_compared_name_by_name(normed: Details) -> None:
+    told = told_by(normed)
+    other = {**told, "input args[0]": "f32[2, 4] (only read)"}
+    found = compared({0: told, 1: other, 2: None, 3: told})
+    assert (found.others, found.missing) == ((1, 3), (2,))
+    (difference,) = found.differences
+    assert difference.what == "input args[0]"
+    mine, others = told["input args[0]"], other["input args[0]"]
+    assert difference.values == {0: mine, 1: others, 3: mine}

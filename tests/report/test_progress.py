@@ -1,0 +1,80 @@
+"""What is shown while something compiles, and where nothing is."""
+
+import io
+import re
+import threading
+
+import pytest
+import torch
+
+import aotdist
+import aotdist.report.progress as progress_of
+from aotdist.report.progress import Progress, showing
+
+
+class Terminal(io.StringIO):
+    """A terminal that tells when something was written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.written.set()
+        return count
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_names_stage_and_nodes() -> None:
+    progress = Progress("Llama")
+    assert re.fullmatch(r"aotdist: compiling `Llama`: \d+ s", progress.line())
+    progress.stage, progress.num_nodes = "trace", lambda: 12_345
+    assert re.fullmatch(r"aotdist: compiling `Llama`: trace, 12,345 nodes, \d+ s", progress.line())
+
+
+def test_the_line_is_gone_in_the_end() -> None:
+    terminal = Terminal()
+    with showing("Llama", terminal, patience_s=0):
+        terminal.written.wait()
+    assert "compiling `Llama`" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[2K")
+
+
+def test_what_is_quick_is_not_shown() -> None:
+    terminal = Terminal()
+    with showing("Llama", terminal, patience_s=60):
+        pass
+    assert terminal.getvalue() == ""
+
+
+def test_of_two_at_once_one_is_shown() -> None:
+    first, second = Terminal(), Terminal()
+    with showing("first", first, patience_s=0), showing("second", second, patience_s=0):
+        first.written.wait()
+    assert second.getvalue() == ""
+    with showing("third", second, patience_s=0):
+        second.written.wait()
+
+
+def test_no_terminal_hears_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with showing("Llama", patience_s=0):
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_a_compilation_tells_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Heard(Progress):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "stage" and value:
+                seen.append((self.stage, self.num_nodes() if self.num_nodes else 0))
+
+    monkeypatch.setattr(progress_of, "Progress", Heard)
+    aotdist.compile(lambda x: x.sin().sum(), backend="fx")(torch.randn(3, requires_grad=True))
+    assert [stage for stage, _ in seen][:4] == ["capture", "trace", "convention", "passes"]
+    assert dict(seen)["codegen"] > 0

@@ -1,0 +1,3 @@
+"""The lasting worlds of two and four ranks; see `tests/ranks/harness.py`."""
+
+from tests.ranks.harness import world2 as world2

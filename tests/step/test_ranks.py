@@ -1,0 +1,84 @@
+"""Sharded models in a compiled step, on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.ranks.harness import World
+from tests.step.comparison import Pair, train
+
+pytestmark = pytest.mark.ranks
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "AdamW": ("AdamW", {"lr": 0.01}),
+    "AdamW foreach": ("AdamW", {"lr": 0.01, "foreach": True}),
+}
+
+
+class Feeding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def sharded() -> nn.Module:
+    model = Feeding()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def split() -> nn.Module:
+    model = Feeding()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def of_rank(step: int) -> torch.Tensor:
+    seed = 10 * step + torch.distributed.get_rank()
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def of_all(step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def fsdp_case(name: str, options: dict[str, Any], clip: float | None) -> list[str]:
+    pair = Pair.of(lambda params: getattr(torch.optim, name)(params, **options), sharded)
+    step = train(pair, num_steps=4, clip=clip, data=of_rank)
+    return [str(node.target) for node in step.graphs[0]["inference"].graph.nodes]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["whole", "clipped"])
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_fsdp(world2: World, name: str, options: dict[str, Any], clip: float | None) -> None:
+    for targets in world2.run(fsdp_case, name, options, clip):
+        assert any("all_gather" in target for target in targets)
+        assert any("reduce_scatter" in target for target in targets)
+
+
+def tensor_parallel_case(name: str, options: dict[str, Any]) -> None:
+    train(Pair.of(lambda params: getattr(torch.optim, name)(params, **options), split), data=of_all)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_tensor_parallel(world2: World, kind: str) -> None:
+    world2.run(tensor_parallel_case, *OPTIMIZERS[kind])

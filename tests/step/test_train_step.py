@@ -1,0 +1,316 @@
+"""What a compiled step does around the optimizer: results, gradients, state, other calls, refusals."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+from tests.step import optimizers
+from tests.step.comparison import Net, Pair, batch, held, loss_of, same, train, trained
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def compiled_step(**options: Any) -> tuple[Pair, aotdist.TrainStep]:
+    pair = Pair.of(adamw)
+    return pair, aotdist.train_step(pair.models[1], loss_of, pair.optimizers[1], backend="fx", **options)
+
+
+def test_runs_without_autograd() -> None:
+    pair, step = compiled_step()
+    for at in range(2):
+        step(batch(at))
+    with torch.autograd.graph.saved_tensors_hooks(pytest.fail, pytest.fail):
+        loss = step(batch(2))
+    assert loss.grad_fn is None
+    assert all(param.grad is None for param in pair.models[1].parameters())
+    assert [set(graphs) for graphs in step.graphs] == [{"inference"}]
+
+
+def test_report_names_some_of_what_is_written() -> None:
+    _, step = compiled_step()
+    for at in range(2):
+        step(batch(at))
+    assert "writes: state[up.weight].step, state[up.weight].exp_avg, " in str(step.explain())
+    assert re.search(r" and \d+ more\n", str(step.explain()))
+
+
+@pytest.mark.parametrize("largest", [0.01, 1e6], ids=["clipped", "whole"])
+def test_norm_is_clipped(largest: float) -> None:
+    train(Pair.of(adamw), clip=largest)
+
+
+def test_clipping_by_a_function() -> None:
+    pair, step = compiled_step(clip=lambda params: nn.utils.clip_grad_value_(params, 1e-3))
+    eager, optimizer = pair.models[0], pair.optimizers[0]
+    for at in range(4):
+        torch.manual_seed(at)
+        loss_of(eager, batch(at)).backward()
+        nn.utils.clip_grad_value_(trained(eager), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(at)
+        step(batch(at))
+        pair.assert_same(at)
+
+
+def test_accumulation() -> None:
+    pair, step = compiled_step(accumulate=3, clip=0.1)
+    eager, optimizer = pair.models[0], pair.optimizers[0]
+    for at in range(9):
+        torch.manual_seed(at)
+        expected = loss_of(eager, batch(at))
+        (expected / 3).backward()
+        if at % 3 == 2:
+            nn.utils.clip_grad_norm_(trained(eager), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.manual_seed(at)
+        assert same(step(batch(at)), expected.detach())
+        pair.assert_same(at)
+
+
+def test_gradients_that_are_there_are_added_to() -> None:
+    pair, step = compiled_step()
+    eager, optimizer = pair.models[0], pair.optimizers[0]
+    for at in range(4):
+        for model in pair.models:
+            trained(model)[0].grad = torch.full_like(trained(model)[0], 0.5)
+        torch.manual_seed(at)
+        loss_of(eager, batch(at)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(at)
+        step(batch(at))
+        pair.assert_same(at)
+
+
+def test_results_are_those_of_the_loss_function_detached() -> None:
+    pair, _ = compiled_step()
+
+    def with_more(model: nn.Module, x: torch.Tensor, *, name: str) -> dict[str, Any]:
+        out = model(x)
+        return {"loss": out.square().mean(), "outs": [out], "name": name}
+
+    step = aotdist.train_step(pair.models[1], with_more, pair.optimizers[1], backend="fx")
+    for at in range(3):
+        result = step(batch(at), name="here")
+        assert set(result) == {"loss", "outs", "name"} and result["name"] == "here"
+        assert not result["loss"].requires_grad and not result["outs"][0].requires_grad
+        assert torch.equal(result["outs"][0].square().mean(), result["loss"])
+
+
+def test_other_batches_are_compiled_for() -> None:
+    _, step = compiled_step()
+    for size in (4, 4, 3, 4, 3):
+        step(batch(0)[:size])
+    assert len(step.graphs) == 2
+
+
+def test_eval_mode_and_back() -> None:
+    pair = Pair.of(adamw)
+    train(pair, num_steps=3)
+    for model in pair.models:
+        model.eval()
+    train(pair, num_steps=3)
+
+
+def test_state_that_is_loaded_between_steps() -> None:
+    pair, step = compiled_step()
+    model, optimizer = pair.models[1], pair.optimizers[1]
+    for at in range(3):
+        step(batch(at))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    runs: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        runs.append([step(batch(at)) for at in range(3, 6)])
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    assert all(map(same, *runs))
+    assert len(step.graphs) == 1
+
+
+def test_training_goes_on_as_a_plain_loop() -> None:
+    """State is where eager looks for it, after every step."""
+    pair = Pair.of(adamw)
+    train(pair, num_steps=3)
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        torch.manual_seed(11)
+        loss_of(model, batch(9)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.assert_same(9)
+
+
+def test_parameter_that_gets_its_first_gradient_late() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.is_whole = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x)) if self.is_whole else self.first(x)
+
+    pair = Pair.of(adamw, Late)
+    train(pair, num_steps=3)
+    for model in pair.models:
+        model.is_whole = True  # type: ignore[assignment]
+    train(pair, num_steps=4)
+
+
+def test_failing_step_changes_nothing() -> None:
+    pair = Pair.of(adamw)
+    model, optimizer = pair.models[1], pair.optimizers[1]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        loss = loss_of(model, x)
+        if fails and loss.item() > 0:
+            loss = loss * 2
+        return loss
+
+    step = aotdist.train_step(model, loss_fn, optimizer, backend="fx")
+    for at in range(2):
+        step(batch(at), False)
+    before = copy.deepcopy(list(held(model, optimizer)))
+    random_state, groups = torch.get_rng_state(), [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(aotdist.UnsupportedProgram, match="reads a tensor's data"):
+        step(batch(2), True)
+    assert all(same(a, b) for (_, a), (_, b) in zip(before, held(model, optimizer), strict=True))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(a[key] is b[key] for a, b in zip(groups, optimizer.param_groups, strict=True) for key in a)
+    step(batch(2), False)
+
+
+def refused(**options: Any) -> pytest.RaisesExc[Any]:
+    return pytest.raises(aotdist.UnsupportedProgram, **options)
+
+
+def test_closures_are_refused() -> None:
+    model = Net()
+    with pytest.raises(aotdist.BadSettings, match="LBFGS needs a closure"):
+        aotdist.train_step(model, loss_of, torch.optim.LBFGS(trained(model)))
+
+
+def test_parameters_of_others_are_refused() -> None:
+    with pytest.raises(aotdist.BadSettings, match="not the model's"):
+        aotdist.train_step(Net(), loss_of, adamw(trained(Net())))
+
+
+def test_accumulation_of_nothing_is_refused() -> None:
+    model = Net()
+    with pytest.raises(aotdist.BadSettings, match="accumulate is 0"):
+        aotdist.train_step(model, loss_of, adamw(trained(model)), accumulate=0)
+
+
+def test_hooks_are_refused() -> None:
+    pair, step = compiled_step()
+    step(batch(0))
+    handle = pair.optimizers[1].register_step_pre_hook(lambda *_: None)
+    with refused(match="AdamW has hooks of its step"):
+        step(batch(1))
+    handle.remove()
+    handle = trained(pair.models[1])[1].register_hook(lambda grad: grad)
+    with refused(match="has hooks of its gradient"):
+        step(batch(1))
+    handle.remove()
+    step(batch(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (optimizers.CountingOutside, "assigns to its attribute `num_steps`"),
+        (optimizers.Choosing, "chooses by a number that it computes in the same call"),
+    ],
+    ids=["attributes", "choices"],
+)
+def test_what_a_trace_would_miss_is_refused(kind: type[torch.optim.Optimizer], match: str) -> None:
+    model = Net()
+    step = aotdist.train_step(model, loss_of, kind(trained(model)), backend="fx")
+    step(batch(0))
+    with refused(match=match):
+        step(batch(1))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    """A trace knows of no element of them, and `SparseAdam` would do nothing."""
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    step = aotdist.train_step(model, loss_of, optimizer, backend="fx")
+    step(torch.arange(5))
+    with refused(match="gets a sparse gradient"):
+        step(torch.arange(5))
+
+
+def test_parameters_without_an_optimizer_keep_their_gradients() -> None:
+    train(Pair.of(lambda params: torch.optim.AdamW(params[:2], lr=0.01)))
+
+
+def test_autocast_inside_of_the_loss_function() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    train(Pair.of(adamw), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64], ids=str)
+def test_parameters_of_other_dtypes(kind: torch.dtype) -> None:
+    train(Pair.of(adamw, lambda: Net().to(kind)), data=lambda at: batch(at).to(kind))
+
+
+def test_sizes_that_differ_from_call_to_call() -> None:
+    _, step = compiled_step(settings={"dynamic": True})
+    for size in (4, 4, 3, 6, 5):
+        step(batch(0).repeat(2, 1)[:size])
+    assert len(step.graphs) == 1
+
+
+def test_model_that_is_compiled_itself() -> None:
+    pair = Pair.of(adamw)
+    aotdist.compile(pair.models[1], backend="fx")
+    train(pair)
+
+
+def test_frozen_parameters_of_the_optimizer() -> None:
+    pair = Pair.of(lambda params: torch.optim.AdamW(params, lr=0.01))
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        optimizer.add_param_group({"params": [model.frozen]})
+    train(pair, num_steps=3)
+    for model in pair.models:
+        model.up.bias.requires_grad_(False)
+    train(pair, num_steps=3)
+
+
+def test_parameter_that_is_replaced() -> None:
+    """The optimizer keeps the old one, which gets no gradient any more."""
+    pair, step = compiled_step()
+    eager, optimizer = pair.models[0], pair.optimizers[0]
+    for at in range(6):
+        if at == 3:
+            for model in pair.models:
+                model.down.bias = nn.Parameter(torch.zeros(6))  # type: ignore[assignment]
+        torch.manual_seed(at)
+        loss_of(eager, batch(at)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(at)
+        step(batch(at))
+        pair.assert_same(at)
+
+
+def test_result_without_a_loss_is_refused() -> None:
+    model = Net()
+    step = aotdist.train_step(model, lambda model, x: {"out": model(x)}, adamw(trained(model)), backend="fx")
+    with refused(match="without a loss"):
+        step(batch(0))
