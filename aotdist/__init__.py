@@ -19,6 +19,7 @@ from aotdist.errors import (
     UnsupportedProgram,
 )
 from aotdist.launch.prepare import prepare
+from aotdist.report.profile import Profile, profile
 from aotdist.settings import Settings
 from aotdist.step.train_step import TrainStep, train_step
 from aotdist.store.build import Built, build
@@ -34,6 +35,7 @@ __all__ = [
     "Built",
     "CacheCorrupt",
     "InternalError",
+    "Profile",
     "RankDivergence",
     "RankLost",
     "Settings",
@@ -50,6 +52,7 @@ __all__ = [
     "load",
     "mark_dynamic",
     "prepare",
+    "profile",
     "reset",
     "sparsify_24",
     "to_float8",

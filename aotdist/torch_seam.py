@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 # What autograd knows of how a view was made.
 from torch._C._autograd import CreationMeta as CreationMeta
 
+
 # One C++ check for the metadata of many tensors.
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 
@@ -1240,6 +1241,31 @@ def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(group_name)._get_backend(device).name() == "gloo"
+
+
+# --- codegen: marks in the profiler's traces -----------------------------------------------------------
+
+
+RecordFunctionFast = torch._C._profiler._RecordFunctionFast
+"""A mark around what a block runs, in C++: `record_function` takes twenty times as long."""
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch's records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def group_words(group_name: str) -> str:
+    """A process group for a reader: its description, if its maker gave it one, and how many ranks it has."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        group = _resolve_process_group(group_name)
+    except (RuntimeError, ValueError):  # it was destroyed since
+        return f"group {group_name}"
+    description = group.group_desc
+    word = f"group {group_name}" if description in ("", "undefined") else description
+    return f"{word} ({group.size()} ranks)"
 
 
 # --- codegen: Inductor ----------------------------------------------------------------------------

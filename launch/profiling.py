@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from aotdist.errors import BadSettings
 from aotdist.launch.config import ProfileOptions
+from aotdist.report.lanes import STEP_MARK
+from aotdist.report.profile import profile_of
 from aotdist.torch_seam import dump_memory_snapshot, record_memory_history
 
 PROFILE_FOLDER = "profile"
@@ -56,7 +58,7 @@ class StepProfiler:
             return
         if step == first:
             self._begin()
-        with record_function(f"step {step}"):
+        with record_function(f"{STEP_MARK}{step}"):
             yield
         if step == first + num_steps - 1:
             self.close()
@@ -77,7 +79,8 @@ class StepProfiler:
             return
         self._trace.stop()
         self.folder.mkdir(exist_ok=True)
-        self._trace.export_chrome_trace(str(self.folder / f"trace-rank{self.rank}.json.gz"))
+        found = profile_of(self._trace, self.folder / f"trace-rank{self.rank}.json.gz")
+        (self.folder / f"times-rank{self.rank}.txt").write_text(f"{found}\n", encoding="utf-8")
         self._trace = None
         if self.options.memory:
             dump_memory_snapshot(self.folder / f"memory-rank{self.rank}.pickle")

@@ -1,4 +1,4 @@
-"""The example of docs/report.md runs as it stands, and leaves a page."""
+"""The examples of docs/report.md run as they stand, and leave a page and a trace."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from tests.house.tree import ROOT
 from tests.pages import python_blocks, run
 
-(EXAMPLE,) = python_blocks((ROOT / "docs" / "report.md").read_text())
+BLOCKS = python_blocks((ROOT / "docs" / "report.md").read_text())
+EXAMPLE = "\n".join(BLOCKS)
 
 
 def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +18,5 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for comment in re.findall(r"  # (.*)$", EXAMPLE, re.MULTILINE):
         assert comment in printed
     assert "<!doctype html>" in (tmp_path / "report.html").read_text()
+    assert "Sequential backward" in printed
+    assert (tmp_path / "trace.json.gz").exists()

@@ -141,6 +141,8 @@ class Emitted:
         recordings: tells what was recorded until now, of a graph that is.
         portable: makes it something for another process, once `finish` is done; None where that cannot be.
         from_cache: it was compiled before, perhaps by another process, and found in the compile cache.
+        with_modules: makes what runs while somebody profiles: `call`, with a mark around the operators of
+            each module. None where the backend cannot tell.
     """
 
     call: BoxedCall
@@ -151,6 +153,7 @@ class Emitted:
     recordings: Callable[[], Recordings] | None = None
     portable: Callable[[], Portable | None] | None = None
     from_cache: bool = False
+    with_modules: Callable[[], BoxedCall] | None = None
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ saved values and tangents with those strides.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.marks import with_marks
 from aotdist.codegen.numbers import numbers_apart
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
@@ -108,7 +109,10 @@ class Emitter:
         apart = None if isinstance(self.backend, FxBackend) else numbers_apart(graph, self.fake_mode)
         graph = graph if apart is None else apart.rest
         emitted = self.backend.emit(graph, emission)
-        emitted = with_cuda_graphs(emitted, graph, emission) if self.settings.cuda_graphs else emitted
+        if self.settings.cuda_graphs:
+            # What was recorded is replayed as a whole.
+            emitted = replace(with_cuda_graphs(emitted, graph, emission), with_modules=None)
+        emitted = with_marks(emitted, graph, emission)
         return emitted if apart is None else apart.around(emitted)
 
 

@@ -16,13 +16,14 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
-from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
+from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function
 from aotdist.codegen.tensor_text import tensor_text
 from aotdist.codegen.unbind import rejoin_selects
 from aotdist.errors import InternalError
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import OpOverload, native_callable, training_rnn
+from aotdist.torch_seam import OpOverload, RecordFunctionFast, native_callable, training_rnn
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,10 @@ class FxBackend:
         """Print the graph and load what was printed."""
         if emission.kind == "backward" and takes_any_strides(graph):
             graph = with_reshapes(graph)
-        printed = print_graph(rejoin_selects(graph))
-        call = load_function(printed.source, "forward", printed.bound, f"{emission.name} {emission.kind}")
-        return Emitted(call, printed.source)
+        graph, label = rejoin_selects(graph), f"{emission.name} {emission.kind}"
+        printed = print_graph(graph)
+        call = load_function(printed.source, "forward", printed.bound, label)
+        return Emitted(call, printed.source, with_modules=lambda: marked_call(graph, label))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,23 @@ class PrintedGraph:
     bound: Mapping[str, Any]
 
 
-def print_graph(graph: Graph) -> PrintedGraph:
+def marked_call(graph: Graph, label: str) -> BoxedCall:
+    """What runs `graph` with a mark around the operators of each module, for profilers.
+
+    Args:
+        graph: to be printed.
+        label: a word for the file name that tracebacks show.
+    """
+    printed = print_graph(graph, marked=True)
+    return load_function(printed.source, "forward", printed.bound, f"{label} with marks")
+
+
+def print_graph(graph: Graph, *, marked: bool = False) -> PrintedGraph:
     """Print `graph` as `def forward(args)`, with each local deleted after its last use.
+
+    Args:
+        graph: functional.
+        marked: put a mark around the operators of each module.
 
     Raises:
         InternalError: the graph calls modules or methods, which a functional graph never does.
@@ -76,7 +93,8 @@ def print_graph(graph: Graph) -> PrintedGraph:
     bindings = Bindings({"forward", "slice", "Ellipsis", *_local_names(graph.gm)})
     writer = _Writer(graph.gm, bindings)
     args = bindings.reserve("args")
-    body = [*_arguments(graph, args), *_statements(graph.gm.graph, writer), *_return(graph, writer)]
+    mark = bindings.name(RecordFunctionFast, "mark") if marked else ""
+    body = [*_arguments(graph, args), *_statements(graph.gm.graph, writer, mark), *_return(graph, writer)]
     text = "\n".join([*writer.functions, f"def forward({args}):", *(f"    {line}" for line in body)])
     return PrintedGraph(text + "\n", bindings.values())
 
@@ -124,17 +142,22 @@ def _arguments(graph: Graph, args: str) -> Iterator[str]:
         yield f"del {', '.join(unused)}"
 
 
-def _statements(graph: torch.fx.Graph, writer: _Writer) -> Iterator[str]:
+def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Iterator[str]:
     deaths = _deaths(graph)
-    shown = ""
+    shown, around = "", ""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
+        module = module_mark(node) if mark else ""
+        if module and module != around:
+            yield f"with {mark}({module!r}):"
+        around = module
+        indent = "    " if around else ""
         comment = _provenance(node)
         if comment and comment != shown:
-            yield f"# {comment}"
+            yield f"{indent}# {comment}"
             shown = comment
-        yield _statement(node, writer, deaths.get(node, ()))
+        yield f"{indent}{_statement(node, writer, deaths.get(node, ()))}"
 
 
 def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion, KernelSummary
 from aotdist.codegen.decompose import decompose
-from aotdist.codegen.fx import print_graph
+from aotdist.codegen.fx import marked_call, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
@@ -101,7 +101,12 @@ class TritonBackend:
         def fusion() -> Fusion:
             return with_registers(known, {name: launch.registers for name, launch in launches.items()})
 
-        return Emitted(call, f"{fused.source}\n\n{printed.source}", fusion=fusion)
+        return Emitted(
+            call,
+            f"{fused.source}\n\n{printed.source}",
+            fusion=fusion,
+            with_modules=lambda: marked_call(fused.graph, label),
+        )
 
 
 def _tuner(settings: Settings) -> Tuner | None:

@@ -267,19 +267,23 @@ class Recorder:
         self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
     def _stamp(self) -> dict[str, Any]:
-        if self.phase == "forward":
+        running, function = running_node()
+        if self.phase == "backward":
+            seq_nr = running
+            source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
+        elif running is not None and running in self._forward_origins:  # `autograd.grad` within the program
+            seq_nr = next_sequence_nr() - 1
+            source, module = self._forward_origins[running]
+        else:
             seq_nr, function = next_sequence_nr() - 1, ""
             source, module = self._origins.current(), current_module()
             # The first operation that an autograd node covers is the one the user wrote.
             self._forward_origins.setdefault(seq_nr, (source, module))
-        else:
-            seq_nr, function = running_node()
-            source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
         stamp["serial"] = next(self._serials)
         if self.phase == "forward":
             stamp["grad"] = torch.is_grad_enabled()
-        elif function:
+        if function:
             stamp["function"] = function
         if seq_nr is not None:
             stamp["seq_nr"] = seq_nr - self._first_seq_nr

@@ -7,6 +7,8 @@ import pytest
 
 from aotdist.launch import profiling, recorder, train
 
+FILES = {"trace-rank0.json.gz", "times-rank0.txt"}
+
 
 @pytest.fixture(autouse=True)
 def no_curve(monkeypatch):
@@ -16,8 +18,10 @@ def no_curve(monkeypatch):
 def test_the_steps_that_are_named_are_traced(job):
     options = ["--profile.first-step=2", "--profile.steps=2"]
     assert train.main(job.arguments("traced", *options, steps=5)) == 0
-    (trace,) = (job.folder / "traced" / "profile").iterdir()
-    assert trace.name == "trace-rank0.json.gz"
+    folder = job.folder / "traced" / "profile"
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert "2 steps" in (folder / "times-rank0.txt").read_text()
+    trace = folder / "trace-rank0.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"step 2", "step 3", "aten::linear"} <= names
     assert not {"step 1", "step 4"} & names
@@ -25,7 +29,7 @@ def test_the_steps_that_are_named_are_traced(job):
 
 def test_a_run_that_ends_in_the_midst_of_them_leaves_what_there_was(job):
     assert train.main(job.arguments("early", "--profile.first-step=3", "--profile.steps=9", steps=4)) == 0
-    assert [path.name for path in (job.folder / "early" / "profile").iterdir()] == ["trace-rank0.json.gz"]
+    assert {path.name for path in (job.folder / "early" / "profile").iterdir()} == FILES
     assert train.main(job.arguments("never", "--profile.first-step=5", "--profile.steps=1", steps=4)) == 0
     assert not (job.folder / "never" / "profile").exists()
 
@@ -41,4 +45,4 @@ def test_a_snapshot_shows_what_lay_in_a_gpus_memory(job):
     options = ["--parallel.device=cuda", "--profile.first-step=2", "--profile.steps=1", "--profile.memory"]
     assert train.main(job.arguments("snapshot", *options)) == 0
     files = {path.name for path in (job.folder / "snapshot" / profiling.PROFILE_FOLDER).iterdir()}
-    assert files == {"trace-rank0.json.gz", "memory-rank0.pickle"}
+    assert files == {*FILES, "memory-rank0.pickle"}

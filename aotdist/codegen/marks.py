@@ -1,0 +1,138 @@
+"""Marks in a trace of PyTorch's profiler: which graph runs, and which module an operator belongs to.
+
+Nothing is marked, and no other code runs, while nobody profiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch.fx import Node
+
+from aotdist.codegen.contract import BoxedCall, Emission, Emitted
+from aotdist.partition.traits import is_collective, is_wait
+from aotdist.passes.collectives import group_name
+from aotdist.program import Graph
+from aotdist.torch_seam import OpOverload, RecordFunctionFast, is_profiling
+
+GRAPH_MARK = "aotdist graph "
+"""Begins the mark around a graph that runs; its number and its name follow: `7: Llama forward`."""
+
+MODULE_MARK = "aotdist module "
+"""Begins the mark around the operators of a module; its path follows."""
+
+_serial = itertools.count()
+_marked: WeakValueDictionary[int, MarkedCall] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """An operator of a graph that starts a collective or waits for one.
+
+    Args:
+        op: name of the operator, with its namespace: `_c10d_functional::wait_tensor`.
+        collective: name of the collective: that of the operator that starts it.
+        group: name of the process group.
+        serves: the unit of FSDP, else the module, that it is for.
+    """
+
+    op: str
+    collective: str
+    group: str
+    serves: str
+
+
+class MarkedCall:
+    """A compiled graph, which tells a profiler that it runs.
+
+    Args:
+        run: the compiled graph.
+        with_modules: makes the same with a mark around the operators of each module, if the backend can.
+        name: of the graph: `Llama forward`.
+        communications: what starts a collective or waits for one, in the order of the graph.
+    """
+
+    __slots__ = ("__weakref__", "_mark", "_run", "_shown", "_with_modules", "communications")
+
+    def __init__(
+        self,
+        run: BoxedCall,
+        with_modules: Callable[[], BoxedCall] | None,
+        name: str,
+        communications: tuple[Communication, ...],
+    ) -> None:
+        self._run = run
+        self._with_modules = with_modules
+        self._shown: BoxedCall | None = None
+        self.communications = communications
+        serial = next(_serial)
+        self._mark = f"{GRAPH_MARK}{serial}: {name}"
+        _marked[serial] = self
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run the graph."""
+        if not is_profiling():
+            return self._run(args)
+        if self._shown is None:
+            self._shown = self._run if self._with_modules is None else self._with_modules()
+        with RecordFunctionFast(self._mark):
+            return self._shown(args)
+
+
+def communications_of(mark: str) -> tuple[Communication, ...]:
+    """Those of the graph that a mark of a trace names; none of a graph that is gone."""
+    serial = mark.removeprefix(GRAPH_MARK).partition(":")[0]
+    found = _marked.get(int(serial))
+    return () if found is None else found.communications
+
+
+def with_marks(emitted: Emitted, graph: Graph, emission: Emission) -> Emitted:
+    """The same, which tells a profiler that it runs.
+
+    Args:
+        emitted: the graph, compiled.
+        graph: the graph.
+        emission: how it was compiled.
+    """
+    nodes = graph.gm.graph.nodes
+    communications = tuple(_communication(node) for node in nodes if is_collective(node) or is_wait(node))
+    name = f"{emission.name} {emission.kind}"
+    return replace(emitted, call=MarkedCall(emitted.call, emitted.with_modules, name, communications))
+
+
+def module_mark(node: Node) -> str:
+    """The mark for what runs a node, or nothing outside of modules."""
+    path = node.meta.get("module")
+    if not path:
+        return ""
+    is_backward = node.meta.get("phase") == "backward" or "function" in node.meta
+    return f"{MODULE_MARK}{path}{' (backward)' if is_backward else ''}"
+
+
+def _communication(node: Node) -> Communication:
+    start = node if is_collective(node) else _start_of(node)
+    if start is None:
+        return Communication(_name(node), "", "", "")
+    collective = _name(start).partition("::")[2].removesuffix("_out")
+    serves = start.meta.get("unit") or start.meta.get("module") or ""
+    return Communication(_name(node), collective, group_name(start), serves)
+
+
+def _name(node: Node) -> str:
+    """The operator's name as traces have it: without the overload."""
+    assert isinstance(node.target, OpOverload), f"{node.name} calls no operator"
+    return node.target.name().partition(".")[0]
+
+
+def _start_of(wait: Node) -> Node | None:
+    """What starts the collective that a node waits for, also by parts; None if another graph does."""
+    node = wait
+    while not is_collective(node):
+        if not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return node

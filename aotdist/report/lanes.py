@@ -1,0 +1,282 @@
+"""What a trace of PyTorch's profiler says, by lanes: phases, modules, compute, each process group, waits.
+
+A collective is *exposed* while it runs, or is waited for, and nothing computes. On a GPU that is read off the
+kernels. On a CPU, a group's threads run its collectives, and the program computes while an operator or a
+compiled graph runs and does not wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aotdist.codegen.marks import GRAPH_MARK, MODULE_MARK, Communication, communications_of
+from aotdist.report.spans import Span, Stretches, minus, outermost, stretches, total, union, within
+from aotdist.torch_seam import group_words
+
+STEP_MARK = "aotdist step "
+"""Begins the mark around a step; its number follows."""
+
+_SHORT_US = 5.0
+"""Stretches of compiled code between operators that are not worth a span."""
+_OURS = (GRAPH_MARK, MODULE_MARK)
+"""What traces take for operators."""
+_COLLECTIVES = "_c10d_functional::"
+_WAIT = "_c10d_functional::wait_tensor"
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"
+_ENGINE = "autograd::engine::"
+_GLOO = "gloo:"
+_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_OF_GLOO: Mapping[str, str] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+"""What gloo calls a collective, where that is another word: it reduces as a whole to scatter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of the trace."""
+
+    name: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What a trace says.
+
+    Args:
+        steps: the steps, one after the other.
+        phases: graphs that ran, steps of optimizers, and what else was marked.
+        modules: the operators of each module, and around them those of the modules that hold it.
+        compute: kernels of a GPU; of a CPU, operators and graphs.
+        groups: collectives, by process group.
+        waits: for collectives.
+        exposed: when a collective ran, or was waited for, and nothing computed.
+    """
+
+    steps: Lane
+    phases: Lane
+    modules: Lane
+    compute: Lane
+    groups: tuple[Lane, ...]
+    waits: Lane
+    exposed: Lane
+
+    def all(self) -> tuple[Lane, ...]:
+        """Every lane, from top to bottom."""
+        return (self.steps, self.phases, self.modules, self.compute, *self.groups, self.waits, self.exposed)
+
+
+def lanes_of(events: Iterable[Mapping[str, Any]]) -> Lanes:
+    """The lanes of a trace.
+
+    Args:
+        events: `traceEvents` of a trace in Chrome's format.
+    """
+    by_category: dict[str, list[tuple[Span, Mapping[str, Any]]]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and "dur" in event:
+            span = Span(event["name"], event["ts"], event["ts"] + event["dur"], event.get("tid", 0))
+            by_category[event.get("cat", "")].append((span, event.get("args", {})))
+    operators = [span for span, _ in by_category["cpu_op"] if not span.name.startswith(_OURS)]
+    ours = [span for span, _ in by_category["cpu_op"] if span.name.startswith(_OURS)]
+    marks = [*ours, *(span for span, _ in by_category["user_annotation"])]
+    kernels = [found for category in _DEVICE for found in by_category[category]]
+    steps = _in_order(span for span in marks if span.name.startswith(STEP_MARK))
+    graphs = _in_order(span for span in marks if span.name.startswith(GRAPH_MARK))
+    waits, groups = _communication(graphs, operators, [span for span in marks if span.name.startswith(_GLOO)])
+    if kernels:
+        groups = _groups_of_kernels(kernels)
+        compute = _in_order(span for span, args in kernels if not _is_communication(span, args))
+        busy = stretches(compute)
+        communicating = stretches(span for lane in groups for span in lane.spans)
+    else:
+        of_groups = {span.thread for span in marks if span.name.startswith(_GLOO)}
+        beside = [span for span in operators if span.thread not in of_groups]
+        compute = [*outermost(span for span in beside if not _is_around(span, graphs))]
+        blocked = stretches(waits)
+        busy = minus(union(stretches(compute), stretches(graphs)), blocked)
+        compute += _between(minus(busy, stretches(compute)))
+        communicating = union(stretches(span for lane in groups for span in lane.spans), blocked)
+    exposed = within(minus(communicating, busy), stretches(steps))
+    return Lanes(
+        steps=Lane("steps", tuple(_named(steps, "aotdist "))),
+        phases=Lane("phases", tuple(_phases(marks))),
+        modules=Lane("modules", tuple(_modules(graphs, marks))),
+        compute=Lane("compute", tuple(compute)),
+        groups=groups,
+        waits=Lane("waits", tuple(waits)),
+        exposed=Lane("exposed communication", tuple(Span("exposed", *stretch) for stretch in exposed)),
+    )
+
+
+def exposed_percent(lanes: Lanes) -> float:
+    """How much of the steps is exposed communication."""
+    whole = total(stretches(lanes.steps.spans))
+    return 100 * total(stretches(lanes.exposed.spans)) / whole if whole else 0.0
+
+
+def _in_order(spans: Iterable[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: (span.start, -span.end))
+
+
+def _is_around(span: Span, graphs: Iterable[Span]) -> bool:
+    """Whether an operator waits, or only calls others: autograd's are around graphs, too."""
+    if span.name == _WAIT or span.name.startswith(_ENGINE):
+        return True
+    return any(span.holds(graph) and span.thread == graph.thread for graph in graphs)
+
+
+def _between(code: Stretches) -> Iterator[Span]:
+    """What a graph does besides calling operators: on a CPU, Inductor's kernels."""
+    for start, end in code:
+        if end - start >= _SHORT_US:
+            yield Span("compiled code", start, end)
+
+
+def _named(spans: Iterable[Span], prefix: str) -> Iterator[Span]:
+    for span in spans:
+        yield Span(span.name.removeprefix(prefix), span.start, span.end, span.thread)
+
+
+def _phases(marks: Iterable[Span]) -> Iterator[Span]:
+    """Marks of graphs, of optimizers, and of the user's own."""
+    for span in _in_order(marks):
+        if span.name.startswith(GRAPH_MARK):
+            yield Span(span.name.partition(": ")[2], span.start, span.end, span.thread)
+        elif not span.name.startswith((STEP_MARK, MODULE_MARK, _GLOO)):
+            yield span
+
+
+def _modules(graphs: Iterable[Span], marks: Iterable[Span]) -> Iterator[Span]:
+    """Spans of modules within the graphs, each holding those of the modules inside of it."""
+    inner = _in_order(span for span in marks if span.name.startswith(MODULE_MARK))
+    for graph in graphs:
+        yield from _nested([span for span in inner if graph.holds(span) and span.thread == graph.thread])
+
+
+def _nested(marks: Sequence[Span]) -> Iterator[Span]:
+    """Of marks that follow each other, what their paths have in common, level by level."""
+    open_spans: list[Span] = []  # a module, the one inside of it, and so on
+    for mark in marks:
+        path = mark.name.removeprefix(MODULE_MARK)
+        names = [*_prefixes(path)]
+        common = 0
+        while common < min(len(open_spans), len(names)) and open_spans[common].name == names[common]:
+            common += 1
+        yield from open_spans[common:]
+        grown = [Span(span.name, span.start, mark.end, span.thread) for span in open_spans[:common]]
+        open_spans = [*grown, *(Span(name, mark.start, mark.end, mark.thread) for name in names[common:])]
+    yield from open_spans
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """`layers.0`, `layers.0.mlp` of `layers.0.mlp`: a list of layers is no module that runs."""
+    path, _, note = path.partition(" ")
+    parts = path.split(".")
+    for length in range(1, len(parts) + 1):
+        is_container = length < len(parts) and parts[length].isdigit()
+        if not is_container:
+            yield " ".join(filter(None, (".".join(parts[:length]), note)))
+
+
+def _is_communication(span: Span, args: Mapping[str, Any]) -> bool:
+    return "Collective name" in args or span.name.startswith(("ncclDevKernel", "ncclKernel"))
+
+
+def _groups_of_kernels(kernels: Iterable[tuple[Span, Mapping[str, Any]]]) -> tuple[Lane, ...]:
+    """Lanes of the process groups whose kernels ran on a GPU."""
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span, args in kernels:
+        if _is_communication(span, args):
+            word = args.get("Process Group Description") or args.get("Process Group Name") or "a group"
+            size = f" ({args['Group size']} ranks)" if "Group size" in args else ""
+            found[f"{word}{size}"].append(
+                Span(args.get("Collective name", span.name), span.start, span.end, span.thread)
+            )
+    return tuple(Lane(name, tuple(_in_order(spans))) for name, spans in sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A collective of a graph, from its start to the end of the first wait for it."""
+
+    what: Communication
+    start: float
+    end: float
+
+
+def _communication(
+    graphs: Sequence[Span], operators: Iterable[Span], ran: Sequence[Span]
+) -> tuple[list[Span], tuple[Lane, ...]]:
+    """What was waited for, and the collectives that gloo ran, by process group."""
+    functional = _in_order(
+        span for span in operators if span.name.startswith(_COLLECTIVES) and span.name != _WRAP
+    )
+    waits = {span: span.name.removeprefix(_COLLECTIVES) for span in functional if span.name == _WAIT}
+    in_flight = list[_InFlight]()
+    for graph in graphs:
+        seen = [span for span in functional if graph.holds(span) and span.thread == graph.thread]
+        known = communications_of(graph.name)
+        if not _agree(seen, known):  # the compiler gave them another order: the starts may have kept theirs
+            seen = [span for span in seen if span.name != _WAIT]
+            known = tuple(what for what in known if what.op != _WAIT)
+        pairs = list(zip(seen, known, strict=True)) if _agree(seen, known) else []
+        for at, (span, what) in enumerate(pairs):
+            if span.name == _WAIT:
+                waits[span] = _words(what)
+            else:
+                ends = (later.end for later, that in pairs[at + 1 :] if _is_wait_for(that, what))
+                in_flight.append(_InFlight(what, span.start, next(ends, graph.end)))
+    named = [Span(name, span.start, span.end, span.thread) for span, name in waits.items()]
+    return named, _lanes_of_groups(in_flight, ran)
+
+
+def _agree(seen: Sequence[Span], known: Sequence[Communication]) -> bool:
+    return [span.name for span in seen] == [what.op for what in known]
+
+
+def _is_wait_for(wait: Communication, start: Communication) -> bool:
+    return wait.op == _WAIT and (wait.collective, wait.group, wait.serves) == (
+        start.collective,
+        start.group,
+        start.serves,
+    )
+
+
+def _words(what: Communication) -> str:
+    return " ".join(filter(None, (what.collective, what.serves and f"of {what.serves}")))
+
+
+def _lanes_of_groups(in_flight: Sequence[_InFlight], ran: Sequence[Span]) -> tuple[Lane, ...]:
+    """What gloo ran, by the group that most of what a thread ran fits to: threads are a group's own."""
+    votes: dict[int | str, Counter[str]] = defaultdict(Counter)
+    for span in ran:
+        votes[span.thread].update({one.what.group for one in in_flight if _fits(span, one)})
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in ran:
+        group = votes[span.thread].most_common(1)
+        words = group_words(group[0][0]) if group else "other collectives"
+        found[words].append(Span(span.name.removeprefix(_GLOO), span.start, span.end, span.thread))
+    return tuple(Lane(name, tuple(_in_order(spans))) for name, spans in sorted(found.items()))
+
+
+def _fits(span: Span, one: _InFlight) -> bool:
+    called = _OF_GLOO.get(one.what.collective, one.what.collective)
+    return span.name.removeprefix(_GLOO).startswith(called) and one.start <= span.start <= one.end
+
+
+def busy_seconds(lane: Lane) -> float:
+    """How long at least one of a lane's spans went on."""
+    return total(stretches(lane.spans)) / 1e6
+
+
+def seconds_exposed(lane: Lane, lanes: Lanes) -> float:
+    """How long a process group ran something while nothing computed."""
+    exposed: Stretches = stretches(lanes.exposed.spans)
+    return total(within(stretches(lane.spans), exposed)) / 1e6

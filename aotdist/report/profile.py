@@ -1,0 +1,243 @@
+"""`profile`: a few steps, looked at closely: a trace for Perfetto, and a table of where the time goes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from aotdist.errors import BadSettings
+from aotdist.report.lanes import (
+    STEP_MARK,
+    Lane,
+    Lanes,
+    busy_seconds,
+    exposed_percent,
+    lanes_of,
+    seconds_exposed,
+)
+
+_MOST_ROWS = 8
+_PROCESS = "aotdist"
+"""The trace's process that has our lanes; PyTorch's own keep theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTime:
+    """What a process group ran.
+
+    Args:
+        name: of the group.
+        collectives: how many.
+        seconds: how long at least one ran.
+        exposed_seconds: for how much of that nothing computed.
+    """
+
+    name: str
+    collectives: int
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of some steps went, on this rank.
+
+    Args:
+        steps: seconds of each step.
+        exposed_percent: how much of them communication took that nothing computed beside.
+        phases: seconds of all steps, by what was marked: graphs, steps of optimizers; as they follow.
+        modules: likewise by module, those inside of it included; most first.
+        groups: what each process group ran.
+        waits: seconds spent waiting, by collective and what it is for; most first.
+        path: where the trace is.
+    """
+
+    steps: tuple[float, ...]
+    exposed_percent: float
+    phases: Mapping[str, float]
+    modules: Mapping[str, float]
+    groups: tuple[GroupTime, ...]
+    waits: Mapping[str, float]
+    path: Path | None
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+    def __repr__(self) -> str:
+        return str(self)  # what a prompt shows
+
+    def show(self) -> None:
+        """Print it."""
+        print(self)
+
+
+def profile(
+    step: Callable[[], Any], *, steps: int = 3, warmup: int = 1, path: str | Path | None = None
+) -> Profile:
+    """Run a step some times, and see what runs when.
+
+    The trace is one of PyTorch's profiler, for Perfetto (ui.perfetto.dev) or chrome://tracing, with lanes of
+    ours above it: phases, modules, compute, one for each process group, what is waited for, and where
+    communication is exposed. With several ranks, all of them call this, and each has a trace of its own.
+
+    Args:
+        step: a training step: no arguments; what it returns is dropped.
+        steps: how often it is profiled.
+        warmup: how often it runs before, to compile; then once more, for what profilers are shown.
+        path: where to write the trace: `trace.json`, or `trace.json.gz`; of several ranks, each writes
+            `trace-rank1.json.gz`.
+
+    Raises:
+        BadSettings: `steps` is less than 1, `warmup` less than 0, or `path` is no JSON file in a folder that
+            exists.
+    """
+    _require(steps >= 1, f"steps={steps} profiles nothing", "run at least one step")
+    _require(warmup >= 0, f"warmup={warmup} is no number of steps", "say 0 for none")
+    target = None if path is None else _of_this_rank(Path(path))
+    for _ in range(warmup):
+        step()
+    if warmup:
+        with _profiling():  # what tells modules apart is made when a profiler is first there
+            step()
+    with _profiling() as found:
+        for number in range(steps):
+            with record_function(f"{STEP_MARK}{number}"):
+                step()
+                _synchronize()
+    return profile_of(found, target)
+
+
+def profile_of(found: torch_profile, path: Path | None) -> Profile:
+    """Where the time went that a profiler of PyTorch's recorded, in steps that are marked with `STEP_MARK`.
+
+    Args:
+        found: the profiler, stopped.
+        path: where to write the trace with our lanes in it, compressed if it ends in `.gz`; None for nowhere.
+    """
+    trace = _trace_of(found)
+    lanes = lanes_of(trace["traceEvents"])
+    if path is not None:
+        whole = {**trace, "traceEvents": [*_events(lanes), *trace["traceEvents"]]}
+        data = json.dumps(whole, separators=(",", ":")).encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return _profile(lanes, path)
+
+
+def _trace_of(found: torch_profile) -> dict[str, Any]:
+    """What was recorded, in Chrome's format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        found.export_chrome_trace(str(path))
+        return json.loads(path.read_bytes())
+
+
+def _profiling() -> torch_profile:
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    return torch_profile(activities=activities, acc_events=True)  # one cycle; torch 2.11 warns of several
+
+
+def _synchronize() -> None:
+    """Let a step end with its last kernel."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _of_this_rank(path: Path) -> Path:
+    stem, found, ending = path.name.partition(".json")
+    _require(bool(found) and ending in ("", ".gz"), f"`{path}` is no trace", "end it in .json or .json.gz")
+    _require(path.parent.is_dir(), f"the folder of `{path}` does not exist", "make it first")
+    is_alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+    return path if is_alone else path.with_name(f"{stem}-rank{dist.get_rank()}{found}{ending}")
+
+
+def _require(holds: bool, problem: str, fix: str) -> None:  # noqa: FBT001  # reads like an assertion
+    if not holds:
+        raise BadSettings(f"profile: {problem}", fix=fix)
+
+
+def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
+    """Our lanes, as a process of their own at the top."""
+    here = {"ph": "M", "pid": _PROCESS}
+    yield {**here, "name": "process_name", "args": {"name": _PROCESS}}
+    yield {**here, "name": "process_sort_index", "args": {"sort_index": -1}}
+    for position, lane in enumerate(lanes.all()):
+        yield {**here, "tid": position, "name": "thread_name", "args": {"name": lane.name}}
+        yield {**here, "tid": position, "name": "thread_sort_index", "args": {"sort_index": position}}
+        for span in lane.spans:
+            times = {"ts": span.start, "dur": span.end - span.start}
+            yield {"ph": "X", "cat": _PROCESS, "pid": _PROCESS, "tid": position, "name": span.name, **times}
+
+
+def _profile(lanes: Lanes, path: Path | None) -> Profile:
+    groups = (
+        GroupTime(lane.name, len(lane.spans), busy_seconds(lane), seconds_exposed(lane, lanes))
+        for lane in lanes.groups
+    )
+    return Profile(
+        steps=tuple((span.end - span.start) / 1e6 for span in lanes.steps.spans),
+        exposed_percent=exposed_percent(lanes),
+        phases=_seconds(lanes.phases),
+        modules=_most_first(_seconds(lanes.modules)),
+        groups=tuple(groups),
+        waits=_most_first(_seconds(lanes.waits)),
+        path=path,
+    )
+
+
+def _seconds(lane: Lane) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for span in lane.spans:
+        seconds[span.name] += (span.end - span.start) / 1e6
+    return dict(seconds)
+
+
+def _most_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _text(found: Profile) -> Iterator[str]:
+    whole = sum(found.steps)
+    yield (
+        f"{len(found.steps)} steps, {1e3 * median(found.steps):.1f} ms each (median); "
+        f"exposed communication {found.exposed_percent:.1f} %"
+    )
+    yield from _table("phase", found.phases, whole)
+    yield from _table("module", found.modules, whole)
+    for group in found.groups:
+        yield (
+            f"  {group.name}: {group.collectives:,} collectives, {_share(group.seconds, whole)}, "
+            f"exposed {_share(group.exposed_seconds, whole)}"
+        )
+    yield from _table("waits for", found.waits, whole)
+    if found.path is not None:
+        yield f"  trace: {found.path}"
+
+
+def _table(title: str, seconds: Mapping[str, float], whole: float) -> Iterator[str]:
+    rows: Sequence[tuple[str, float]] = list(seconds.items())
+    if not rows:
+        return
+    yield f"  {title}"
+    width = max(len(name) for name, _ in rows[:_MOST_ROWS])
+    for name, value in rows[:_MOST_ROWS]:
+        yield f"    {name:<{width}}  {_share(value, whole)}"
+    if len(rows) > _MOST_ROWS:
+        yield f"    and {len(rows) - _MOST_ROWS:,} more"
+
+
+def _share(seconds: float, whole: float) -> str:
+    return f"{1e3 * seconds:9.2f} ms {100 * seconds / whole if whole else 0.0:5.1f} %"
