@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 from aotdist.codegen.contract import Emission, Emitted, Fusion
-from aotdist.codegen.fx import FxBackend, print_graph
+from aotdist.codegen.fx import FxBackend, marked_call, print_graph
 from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.marks import with_marks
 from aotdist.codegen.python_source import load_function
 from aotdist.codegen.triton import (
     Launch,
@@ -89,7 +90,13 @@ class Ahead:
                 node.target = node.target.on(device)
         printed = print_graph(here)
         call = load_function(printed.source, "forward", printed.bound, label)
-        return Emitted(call, printed.source, fusion=lambda: self.fusion)
+        emitted = Emitted(
+            call,
+            printed.source,
+            fusion=lambda: self.fusion,
+            with_modules=lambda: marked_call(here, label),
+        )
+        return with_marks(emitted, here, label)
 
 
 def _runs_elsewhere() -> InternalError:
@@ -126,7 +133,7 @@ class TargetBackend(TritonBackend):
                 node.target = PackedLaunch(launch.name, packed[launch.name], num_blocks, results)
         source = f"{fused.source}\n\n{print_graph(fused.graph).source}"
         fusion = with_registers(summary(fused), {name: one.registers for name, one in packed.items()})
-        return Emitted(Ahead(fused.graph, fusion), source, fusion=lambda: fusion)
+        return Emitted(Ahead(fused.graph, fusion), source, fusion=lambda: fusion, runs_here=False)
 
 
 LOADED = FxBackend(name="triton", partition="min_cut", any_tangents=False)

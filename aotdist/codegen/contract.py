@@ -141,6 +141,7 @@ class Emitted:
         recordings: tells what was recorded until now, of a graph that is.
         portable: makes it something for another process, once `finish` is done; None where that cannot be.
         from_cache: it was compiled before, perhaps by another process, and found in the compile cache.
+        runs_here: it is not for another machine.
         with_modules: makes what runs while somebody profiles: `call`, with a mark around the operators of
             each module. None where the backend cannot tell.
     """
@@ -153,6 +154,7 @@ class Emitted:
     recordings: Callable[[], Recordings] | None = None
     portable: Callable[[], Portable | None] | None = None
     from_cache: bool = False
+    runs_here: bool = True
     with_modules: Callable[[], BoxedCall] | None = None
 
 

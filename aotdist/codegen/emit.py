@@ -112,7 +112,8 @@ class Emitter:
         if self.settings.cuda_graphs:
             # What was recorded is replayed as a whole.
             emitted = replace(with_cuda_graphs(emitted, graph, emission), with_modules=None)
-        emitted = with_marks(emitted, graph, emission)
+        if emitted.runs_here:
+            emitted = with_marks(emitted, graph, f"{emission.name} {kind}")
         return emitted if apart is None else apart.around(emitted)
 
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch.fx import Node
 
-from aotdist.codegen.contract import BoxedCall, Emission, Emitted
+from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
@@ -90,17 +90,16 @@ def communications_of(mark: str) -> tuple[Communication, ...]:
     return () if found is None else found.communications
 
 
-def with_marks(emitted: Emitted, graph: Graph, emission: Emission) -> Emitted:
+def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
     """The same, which tells a profiler that it runs.
 
     Args:
         emitted: the graph, compiled.
         graph: the graph.
-        emission: how it was compiled.
+        name: of the program and the graph: `Llama forward`.
     """
     nodes = graph.gm.graph.nodes
     communications = tuple(_communication(node) for node in nodes if is_collective(node) or is_wait(node))
-    name = f"{emission.name} {emission.kind}"
     return replace(emitted, call=MarkedCall(emitted.call, emitted.with_modules, name, communications))
 
 
