@@ -111,7 +111,7 @@ def compiling(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.sweep)])
 def test_cubins_are_launched_without_a_compiler(target: str, tmp_path: Path) -> None:
     compiling("build", target, str(tmp_path / "it.aot"))
     assert (

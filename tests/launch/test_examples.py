@@ -10,6 +10,7 @@ import pytest
 from tests.house.tree import ROOT
 
 EXAMPLES = ROOT / "launch" / "examples"
+ON_ONE_AND_ON_TWO = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
 IS_DECLARED = "aotdist" in entry_points(group="torch_dynamo_backends").names
 
 
@@ -24,7 +25,7 @@ def run(name: str, *options: str, ranks: int = 1, launcher: Sequence[str] = (sys
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2])
+@ON_ONE_AND_ON_TWO
 def test_train_step(ranks: int) -> None:
     *losses, graphs = run("train_step.py", ranks=ranks)
     assert losses == run("train_step.py", "--eager", ranks=ranks)
@@ -32,7 +33,7 @@ def test_train_step(ranks: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2])
+@ON_ONE_AND_ON_TWO
 @pytest.mark.skipif(
     not IS_DECLARED, reason="aotdist was installed before it had the entry point: `make setup`"
 )
@@ -43,7 +44,7 @@ def test_torch_compile(ranks: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2])
+@ON_ONE_AND_ON_TWO
 @pytest.mark.parametrize(
     "way", [(), pytest.param(("--dynamo",), marks=pytest.mark.sweep)], ids=["prepare", "dynamo"]
 )
