@@ -267,13 +267,10 @@ class Recorder:
         self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
     def _stamp(self) -> dict[str, Any]:
-        running, function = running_node()
-        if self.phase == "backward":
-            seq_nr = running
+        seq_nr, function = running_node()
+        # The program itself may call for a backward: `autograd.grad`.
+        if self.phase == "backward" or seq_nr in self._forward_origins:
             source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
-        elif running is not None and running in self._forward_origins:  # `autograd.grad` within the program
-            seq_nr = next_sequence_nr() - 1
-            source, module = self._forward_origins[running]
         else:
             seq_nr, function = next_sequence_nr() - 1, ""
             source, module = self._origins.current(), current_module()

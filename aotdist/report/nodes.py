@@ -125,7 +125,7 @@ def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[
             operator=_operator(node),
             type=_value_text(node.meta.get("val")),
             bytes=value_bytes(node),
-            phase=node.meta.get("phase") or default_phase,
+            phase=_phase(node) or default_phase,
             kind=_kind(node),
             module=node.meta.get("module") or "",
             source=node.meta.get("source") or "",
@@ -134,6 +134,11 @@ def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[
             results=tuple(said.get(node, ())),
             is_saved=_saved_path(node) in kept,
         )
+
+
+def _phase(node: Node) -> str | None:
+    """Of a node that a backward within the program recorded, what it is to a reader."""
+    return "backward" if "function" in node.meta else node.meta.get("phase")
 
 
 def _said(graph: Graph) -> dict[Node, list[str]]:

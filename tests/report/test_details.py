@@ -55,6 +55,20 @@ def test_nodes_know_their_module_their_line_and_their_partner(normed: Details) -
     assert any("gradient of `1.weight`" in node.results for node in joint)
 
 
+def test_a_backward_within_the_program_has_partners_too() -> None:
+    """As that of a whole training step."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(model(x).sum(), [model[0].weight])[0]
+
+    nodes = {node.operator: node for node in details(step, torch.randn(2, 4)).graphs[0].nodes}
+    forward, backward = nodes["aten.sigmoid.default"], nodes["aten.sigmoid_backward.default"]
+    assert (forward.phase, backward.phase) == ("forward", "backward")
+    assert forward.sequence == backward.sequence is not None
+    assert forward.module == backward.module != ""
+
+
 def test_what_is_saved_adds_up(normed: Details) -> None:
     kept = [one for one in normed.saved if not one.note]
     assert sum(one.bytes for one in kept) == normed.saved_bytes > 0
