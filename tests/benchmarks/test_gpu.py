@@ -20,7 +20,7 @@ from benchmarks.timing import Series
 WITHOUT_LIGER = "Liger: ModuleNotFoundError: No module named 'liger_kernel'"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_every_row_runs_on_a_cpu(tmp_path: Path) -> None:
     script.main(Options(dry_run=True, folder=tmp_path))
