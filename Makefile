@@ -20,7 +20,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.aotdist-setup
 # One process and its OpenMP team a core; more teams than cores cost a two-rank step half its speed.
 RANK_THREADS := $(shell echo $$(( $(CORES) / $(NPROC) > 0 ? $(CORES) / $(NPROC) : 1 )))
-DOCUMENTED := program capture convention joint partition passes codegen runtime store cache report dynamo subclasses launch
 FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -33,10 +32,10 @@ help: ## Show this list
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)"
 	@echo "  ARGS='...' goes to train, test, bench, bench-gpu, models and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
 
-setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, validate and dev extras
+setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, validate, docs and dev extras
 
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[train,fp8,triton,validate,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[train,fp8,triton,validate,docs,dev]'
 	@touch $@
 
 $(BIN)/python:
@@ -95,9 +94,9 @@ format: $(STAMP) ## Fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(STAMP) ## Build the API reference into build/docs, and write anew the pages that programs write (docs/*.py)
+docs: $(STAMP) ## Build the site into build/docs, and write anew the pages that programs write (docs/*.py)
 	for page in semantics emitter troubleshooting; do $(BIN)/python docs/$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md; done
-	$(BIN)/pdoc --docformat google -o build/docs aotdist $(DOCUMENTED:%=aotdist.%)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove everything that was built or cached, but not the virtual environments or runs/
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

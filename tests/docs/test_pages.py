@@ -1,0 +1,69 @@
+"""The pages whose blocks are one script run as they stand, and print what they say they print."""
+
+import re
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.house.tree import ROOT
+from tests.pages import python_blocks, run
+
+DOCS = ROOT / "docs"
+QUICK_START = (DOCS / "quick_start.md").read_text()
+SHARDED = python_blocks(QUICK_START)[-1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def promised(blocks: list[str]) -> list[str]:
+    """What comments say is printed: behind a `print`, or each line of a comment after one."""
+    text = "".join(blocks)
+    return re.findall(r"print\(.*\)  # (.*)$", text, re.MULTILINE) + re.findall(
+        r"^# (.*)$", text, re.MULTILINE
+    )
+
+
+def printed_by(blocks: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    exec(compile("".join(blocks), "page", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("page", "promises"),
+    [("index", 0), ("passes", 8), ("subclasses", 2)],
+    ids=["index", "passes", "subclasses"],
+)
+def test_blocks_do_what_the_page_says(page: str, promises: int, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = python_blocks((DOCS / f"{page}.md").read_text())
+    says = promised(blocks)
+    printed = printed_by(blocks, capsys)
+    assert len(says) == promises
+    assert [each for each in says if each not in printed] == []
+
+
+def test_quick_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = python_blocks(QUICK_START)[:-1]
+    printed = printed_by(blocks, capsys)
+    assert [each for each in promised(blocks) if each not in printed] == []
+    assert "<!doctype html>" in (tmp_path / "report.html").read_text()
+    if torch.__version__.startswith("2.13"):
+        (shown,) = re.findall(r"```text\n(.*?)```", QUICK_START, re.DOTALL)
+        assert printed.startswith(shown)
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks
+def test_quick_start_on_two_ranks(tmp_path: Path) -> None:
+    """The README's example of FSDP2, which `make test` runs, is almost the same."""
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in QUICK_START
+    printed = run(SHARDED, tmp_path, ranks=2)
+    assert [each for each in promised([SHARDED]) if each not in printed] == []
