@@ -3,8 +3,8 @@
 A page links to `../launch/examples/train_step.py` as it does for readers of the repository. On the site that
 is `repository/launch/examples/train_step.py`: a page that shows the file, so that nothing is missing where
 there is no repository to look into. Markdown outside of docs/ becomes a page with links of its own, followed
-likewise. Programs of docs/ stand beside the pages. Pictures for light and dark follow the palette of the site,
-not the system's.
+likewise. Programs of docs/ stand beside the pages. Pictures for light and dark follow the palette
+of the site, not that of the system.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The site of the documentation holds every page, and builds without a warning from what is on the machine."""
+"""The site of the documentation holds every page, and builds without a warning from what is on disk."""
 
 import importlib.util
 import inspect
