@@ -1,5 +1,6 @@
 """The pages whose blocks are one script run as they stand, and print what they say they print."""
 
+import dataclasses
 import re
 from collections.abc import Generator
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import aotdist
+from aotdist.passes.order import PASS_NAMES
 from tests.house.tree import ROOT
 from tests.pages import python_blocks, run
 
@@ -67,3 +70,9 @@ def test_quick_start_on_two_ranks(tmp_path: Path) -> None:
     assert "torchrun --standalone --nproc-per-node 2 train.py" in QUICK_START
     printed = run(SHARDED, tmp_path, ranks=2)
     assert [each for each in promised([SHARDED]) if each not in printed] == []
+
+
+def test_every_pass_and_setting_is_on_their_page() -> None:
+    page = (DOCS / "passes.md").read_text()
+    names = [field.name for field in dataclasses.fields(aotdist.Settings)] + list(PASS_NAMES)
+    assert [name for name in names if f"`{name}`" not in page] == []
