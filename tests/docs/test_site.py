@@ -95,7 +95,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sweep
 def test_every_page_is_built(site: Path) -> None:
     missing = [page for page in NAVIGATION if not (site / page).with_name(html_name(page)).exists()]
     assert missing == []
