@@ -1228,6 +1228,18 @@ def call_with_primals_and_tangents(gm: torch.fx.GraphModule, num_primals: int, n
     gm.recompile()
 
 
+def primals_and_values(gm: torch.fx.GraphModule) -> tuple[int, int] | None:
+    """The numbers that `call_with_primals_and_tangents` was given for a graph; None if it was not."""
+    from torch.fx.graph import _PyTreeCodeGen
+
+    codegen = gm.graph._codegen
+    if not isinstance(codegen, _PyTreeCodeGen) or codegen.pytree_info.orig_args != ["primals", "tangents"]:
+        return None
+    info = codegen.pytree_info
+    assert info.out_spec is not None, "a joint graph returns values and gradients"
+    return tree_children(info.in_spec)[0].num_leaves, tree_children(info.out_spec)[0].num_leaves
+
+
 def operator_name(target: Any) -> str | None:
     """What PyTorch's tracer calls a node of this target: `add` for `aten.add.Tensor`; None for others."""
     return target.overloadpacket.__name__ if isinstance(target, OpOverload) else None

@@ -8,5 +8,14 @@ gradients.
 from aotdist.export.export_module import aot_export_module
 from aotdist.export.joint_simple import aot_export_joint_simple
 from aotdist.export.signature import BackwardSignature, GraphSignature
+from aotdist.export.stored import Exported, load, save
 
-__all__ = ["BackwardSignature", "GraphSignature", "aot_export_joint_simple", "aot_export_module"]
+__all__ = [
+    "BackwardSignature",
+    "Exported",
+    "GraphSignature",
+    "aot_export_joint_simple",
+    "aot_export_module",
+    "load",
+    "save",
+]

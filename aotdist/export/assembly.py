@@ -156,7 +156,7 @@ class Assembly:
         """The new node of a result, or the constant that it is."""
         match self._facts.outputs[position]:
             case NotATensor(value=value):
-                return value
+                return self._number(value)
             case Fresh(value=value):
                 return self._node_out(value, cloned=position in self._traced.cloned)
             case IsInput(input=idx):

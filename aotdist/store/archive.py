@@ -16,14 +16,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from aotdist.errors import BadArtifact
 from aotdist.files import AS_USUAL, write_whole
 from aotdist.store.ranks import Variant
 
-FORMAT = 3
+FORMAT = 4
 """Goes up with every change of what is written; an artifact of another format is built again."""
+
+Kind: TypeAlias = Literal["compiled", "exported"]
+"""What a file holds: programs that were compiled, or a graph that was exported."""
+
+_MADE_BY: Mapping[Kind, str] = {"compiled": "build", "exported": "save"}
+_READ_BY: Mapping[Kind, str] = {"compiled": "`aotdist.load`", "exported": "`aotdist.export.load`"}
 
 _MANIFEST = "manifest.json"
 _UNREADABLE = (
@@ -39,6 +45,7 @@ class Manifest:
 
     Args:
         format: of the file.
+        kind: what it holds.
         name: of the function or module.
         target: `cpu`, or a generation of GPUs: `sm_90`.
         backend: what emitted the graphs.
@@ -48,6 +55,7 @@ class Manifest:
     """
 
     format: int
+    kind: Kind
     name: str
     target: str
     backend: str
@@ -119,11 +127,16 @@ def _bytes(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def open_archive(path: Path) -> Archive:
+def open_archive(path: Path, kind: Kind = "compiled") -> Archive:
     """Read an artifact and check that it is whole.
 
+    Args:
+        path: of the file.
+        kind: what it has to hold.
+
     Raises:
-        BadArtifact: it is no artifact, or of another format; or a member is damaged, missing or unknown.
+        BadArtifact: it is no artifact, or of another format, or holds something else; or a member is damaged,
+            missing or unknown.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -133,9 +146,15 @@ def open_archive(path: Path) -> Archive:
             raise BadArtifact(
                 f"{path} has format {fields['format']}, and this aotdist reads format {FORMAT}",
                 stage="store",
-                fix="build it again with this aotdist",
+                fix=f"{_MADE_BY[kind]} it again with this aotdist",
             )
         manifest = Manifest(**fields)
+        if manifest.kind != kind:
+            raise BadArtifact(
+                f"{path} holds what was {manifest.kind}, and {_READ_BY[kind]} reads what was {kind}",
+                stage="store",
+                fix=f"read it with {_READ_BY[manifest.kind]}",
+            )
         _check_members(path, manifest, contents)
         records = [json.loads(data) for name, data in contents.items() if name.startswith("variants/")]
     except _UNREADABLE as error:
@@ -147,6 +166,24 @@ def open_archive(path: Path) -> Archive:
     if sorted(rank for one in variants for rank in one.ranks) != list(range(manifest.world_size)):
         raise _corrupt(path, "some of its ranks have no record, or several")
     return Archive(manifest, variants, kernels)
+
+
+def check_versions(path: Path, manifest: Manifest) -> None:
+    """See that an artifact was made by the versions that are here.
+
+    Raises:
+        BadArtifact: it was not.
+    """
+    for name, made_by in manifest.versions.items():
+        here = version_of(name)
+        if made_by != here:
+            verb = _MADE_BY[manifest.kind]
+            raise BadArtifact(
+                f"{path} was {'built' if verb == 'build' else 'saved'} with {name} {made_by}, and here is "
+                f"{here or 'none'}",
+                stage="store",
+                fix=f"{verb} it again with what is here, or install what made it",
+            )
 
 
 def _check_members(path: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> None:

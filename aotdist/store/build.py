@@ -108,6 +108,7 @@ def build(
     packages = ("aotdist", "torch", "triton") if binaries else ("aotdist", "torch")
     manifest = Manifest(
         format=FORMAT,
+        kind="compiled",
         name=records[0]["calls"][0]["name"],
         target=target,
         backend=backend.name,

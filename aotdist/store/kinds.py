@@ -63,8 +63,11 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "resize_storage": changes.resize_storage,
     "detach_": torch.Tensor.detach_,
     "requires_grad_": torch.Tensor.requires_grad_,
+    **{name: getattr(operator, name) for name in ("add", "mul", "floordiv", "truediv", "mod", "pow", "neg")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_")},
+    **{name: getattr(torch, name) for name in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not")},
 }
-"""What graphs, views and writes of metadata call that is no operator."""
+"""What graphs, views and writes of metadata call that is no operator; the last three rows are of sizes."""
 
 NAMES_OF_FUNCTIONS: Mapping[int, str] = {id(function): name for name, function in FUNCTIONS.items()}
 """Their names, by identity."""

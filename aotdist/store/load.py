@@ -13,7 +13,7 @@ from aotdist.errors import BadArtifact, SignatureMismatch
 from aotdist.pipeline import loaded_together
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Compilation
-from aotdist.store.archive import Archive, open_archive, version_of
+from aotdist.store.archive import Archive, check_versions, open_archive
 from aotdist.store.record import UserCall, read, settings_of
 from aotdist.store.values import Json
 from aotdist.torch_seam import class_functions_off
@@ -112,14 +112,7 @@ def _check_process(path: Path, archive: Archive) -> None:
         BadArtifact: it is not.
     """
     manifest = archive.manifest
-    for name, built in manifest.versions.items():
-        here = version_of(name)
-        if built != here:
-            raise BadArtifact(
-                f"{path} was built with {name} {built}, and here is {here or 'none'}",
-                stage="store",
-                fix="build it again with what is here, or install what it was built with",
-            )
+    check_versions(path, manifest)
     gpu = gpu_here()
     if manifest.target != "cpu" and manifest.target != gpu:
         raise BadArtifact(

@@ -119,13 +119,7 @@ class Values:
             case HigherOrderOperator():
                 return {"is": "higher_order", "name": value.name()}
             case torch.Tensor():
-                data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                dtype, size = str(value.dtype).removeprefix("torch."), list(value.shape)
-                device, text = (
-                    str(self.live.device_in_artifact(value.device)),
-                    base64.b64encode(data).decode(),
-                )
-                return {"is": "tensor", "dtype": dtype, "size": size, "device": device, "base64": text}
+                return self._tensor(value)
             case DeviceMesh():
                 return {"is": "mesh", "name": self.written(MeshName.of(value), where)}
             case CreationMeta():

@@ -1,0 +1,326 @@
+"""What is loaded is what was exported: graph, signature, results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+from aotdist.errors import BadArtifact, BadSettings, UnsupportedProgram
+from aotdist.export import aot_export_joint_simple, aot_export_module, load, save
+from aotdist.torch_seam import pytree
+from tests.export.modules import CASES, Case, Linear
+
+each_case_and_kind = pytest.mark.parametrize(
+    ("case", "joint"),
+    [
+        pytest.param(case, joint, id=f"{name}-{'joint' if joint else 'forward'}")
+        for name, case in CASES.items()
+        for joint in (False, True)
+        if not (joint and case.loss is None)
+    ],
+)
+META = ("phase", "source", "module", "seq_nr", "function")
+
+
+def exported(case: Case, *, joint: bool = False):
+    torch.manual_seed(0)
+    module, args = case.make(), case.args()
+    loss = case.loss if joint else None
+    gm, signature = aot_export_module(
+        module, args, trace_joint=joint, output_loss_index=loss, kwargs=case.kwargs
+    )
+    state = [*module.parameters(), *module.buffers()]
+    if len(state) != len(signature.parameters) + len(signature.buffers):
+        state = [value for _, value in module.named_parameters(remove_duplicate=False)]
+        state += [value for _, value in module.named_buffers(remove_duplicate=False)]
+    flat = [*state, *pytree.tree_leaves((args, case.kwargs))]
+    return (gm, signature), [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+
+
+def assert_same_results(found, wanted) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert type(a) is type(b)
+        if isinstance(b, torch.Tensor):
+            assert torch.equal(a, b) and (a.dtype, a.stride()) == (b.dtype, b.stride())
+        else:
+            assert a == b
+
+
+def described(val: Any) -> Any:
+    if isinstance(val, (tuple, list)):
+        return [described(part) for part in val]
+    if isinstance(val, torch.Tensor):
+        return tuple(map(str, val.shape)), tuple(map(str, val.stride())), val.dtype, val.device
+    return str(val)
+
+
+def assert_same_graph(found: torch.fx.GraphModule, wanted: torch.fx.GraphModule) -> None:
+    assert found.code == wanted.code
+    for a, b in zip(found.graph.nodes, wanted.graph.nodes, strict=True):
+        assert (a.name, a.op, a.target) == (b.name, b.op, b.target)
+        assert described(a.meta.get("val")) == described(b.meta.get("val")), a.name
+        assert [a.meta.get(key) for key in META] == [b.meta.get(key) for key in META]
+
+
+@each_case_and_kind
+def test_a_module_comes_back(case: Case, joint: bool, tmp_path: Path) -> None:
+    (gm, signature), flat = exported(case, joint=joint)
+    save((gm, signature), tmp_path / "graph.aot")
+    found = load(tmp_path / "graph.aot")
+    assert found.signature == signature
+    assert_same_graph(found.graph_module, gm)
+    assert_same_results(found.graph_module(*flat), gm(*flat))
+
+
+def test_gradients_of_what_is_loaded_train(tmp_path: Path) -> None:
+    """The signature leads from the results to the gradients that eager's backward leaves."""
+    torch.manual_seed(0)
+    module, x = Linear(), torch.randn(2, 3)
+    save(aot_export_module(module, (x,), trace_joint=True, output_loss_index=0), tmp_path / "graph.aot")
+    gm, signature = load(tmp_path / "graph.aot")
+    parameters = dict(module.named_parameters())
+    results = gm(*(parameters[name].detach() for name in signature.parameters), x)
+    names = [node.name for node in gm.graph.output_node().args[0]]
+    module(x)[0].backward()
+    for name, parameter in signature.backward_signature.gradients_to_parameters.items():
+        assert torch.equal(results[names.index(name)], parameters[parameter].grad)
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["forward", "joint"])
+def test_a_function_comes_back_with_its_convention(joint: bool, tmp_path: Path) -> None:
+    args = (torch.randn(3, requires_grad=True), torch.randn(3), 2)
+    gm = aot_export_joint_simple(lambda x, y, k: (x.sin() * y, x + k), args, trace_joint=joint)
+    save(gm, tmp_path / "graph.aot")
+    found, signature = load(tmp_path / "graph.aot")
+    assert signature is None
+    assert_same_graph(found, gm)
+    flat = [args[0].detach(), args[1], 2]
+    call = ([flat, [torch.ones(3), torch.ones(3)]],) if joint else (flat,)
+    outs = [module(*call[0]) for module in (found, gm)]
+    assert pytree.tree_structure(outs[0]) == pytree.tree_structure(outs[1])
+    assert_same_results(pytree.tree_leaves(outs[0]), pytree.tree_leaves(outs[1]))
+
+
+class AnySize(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x, y):
+        z = self.linear(x)
+        return z.view(-1)[1:].sum(), torch.arange(x.shape[0] * 2) + y.shape[1] // 2, y.t(), y.shape[1] * 2
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["forward", "joint"])
+def test_symbolic_sizes_come_back(joint: bool, tmp_path: Path) -> None:
+    module, args = AnySize(), (torch.randn(4, 3), torch.randn(2, 6))
+    pair = aot_export_module(
+        module, args, trace_joint=joint, output_loss_index=0 if joint else None, dynamic_shapes=True
+    )
+    save(pair, tmp_path / "graph.aot")
+    gm, signature = load(tmp_path / "graph.aot")
+    assert signature == pair[1]
+    assert_same_graph(gm, pair[0])
+    state = [parameter.detach() for parameter in module.parameters()]
+    for rows, columns in ((4, 6), (7, 9), (3, 2)):
+        x, y = torch.randn(rows, 3), torch.randn(2, columns)
+        found = gm(*state, x, y)
+        assert_same_results(found, pair[0](*state, x, y))
+        eager = module(x, y)
+        assert [torch.equal(a, b) for a, b in zip(found[:3], eager[:3], strict=True)] == [True] * 3
+        assert found[3] == columns * 2
+
+
+def test_symbols_that_came_back_may_be_saved_again(tmp_path: Path) -> None:
+    pair = aot_export_module(
+        AnySize(), (torch.randn(4, 3), torch.randn(2, 6)), trace_joint=False, dynamic_shapes=True
+    )
+    save(pair, tmp_path / "one.aot")
+    save(load(tmp_path / "one.aot"), tmp_path / "two.aot")
+    assert_same_graph(load(tmp_path / "two.aot").graph_module, pair[0])
+
+
+def test_constants_and_branches_come_back(tmp_path: Path) -> None:
+    def program(x):
+        y = torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (x,))
+        return (y * torch.tensor([1.0, 2.0, 3.0]),)
+
+    gm = aot_export_joint_simple(program, (torch.ones(3),), trace_joint=False)
+    save(gm, tmp_path / "graph.aot")
+    found, _ = load(tmp_path / "graph.aot")
+    for x in (torch.ones(3), -torch.ones(3)):
+        assert_same_results(found(x), gm(x))
+
+
+def test_an_edited_graph_is_saved_as_it_is_now(tmp_path: Path) -> None:
+    gm = aot_export_joint_simple(lambda x: (x.sin(),), (torch.ones(3),), trace_joint=False)
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.target = torch.ops.aten.cos.default
+    gm.recompile()
+    save(gm, tmp_path / "graph.aot")
+    assert torch.equal(load(tmp_path / "graph.aot").graph_module(torch.ones(3))[0], torch.ones(3).cos())
+
+
+def test_another_process_loads_it_without_tracing(tmp_path: Path) -> None:
+    (gm, signature), flat = exported(CASES["deep"], joint=True)
+    save((gm, signature), tmp_path / "graph.aot")
+    torch.save(flat, tmp_path / "flat.pt")
+    torch.save(gm(*flat), tmp_path / "expected.pt")
+    script = """
+import sys, torch
+import aotdist.joint.trace as stage
+stage.trace = None
+from aotdist.export import load
+gm, signature = load("graph.aot")
+found, expected = gm(*torch.load("flat.pt")), torch.load("expected.pt")
+assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+print(signature.parameters[0])
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == signature.parameters[0]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def rewritten(path: Path, change) -> None:
+    with zipfile.ZipFile(path) as file:
+        contents = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in change(contents).items():
+            file.writestr(name, data)
+
+
+def manifest(**fields: Any):
+    def change(contents):
+        known = json.loads(contents["manifest.json"])
+        return contents | {"manifest.json": json.dumps(known | fields).encode()}
+
+    return change
+
+
+RECORD = "variants/0.json"
+DAMAGED = {
+    "a byte": (lambda c: c | {RECORD: c[RECORD].replace(b"tanh", b"sinh")}, f"{RECORD} is damaged"),
+    "a member": (lambda c: {k: v for k, v in c.items() if k != RECORD}, f"{RECORD} is missing"),
+    "the manifest": (lambda c: c | {"manifest.json": b"["}, "cannot be read"),
+    "another format": (manifest(format=1), "has format 1.*\n.*\n.*save it again"),
+    "another torch": (manifest(versions={"torch": "2.0.0"}), "saved with torch 2.0.0, and here is 2"),
+    "another aotdist": (manifest(versions={"aotdist": "9.9"}), "saved with aotdist 9.9"),
+    "another kind": (manifest(kind="pickled"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), DAMAGED.values(), ids=list(DAMAGED))
+def test_damage_is_named(change, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.aot"
+    save(exported(CASES["linear"])[0], path)
+    rewritten(path, change)
+    with pytest.raises(BadArtifact, match=reason):
+        load(path)
+
+
+def with_record(path: Path, change) -> None:
+    """A file whose checksums are right, and whose record is another."""
+    import hashlib
+
+    def rewrite(contents):
+        record = json.loads(contents[RECORD])
+        change(record["record"])
+        data = json.dumps(record).encode()
+        known = json.loads(contents["manifest.json"])
+        known["members"][RECORD] = hashlib.sha256(data).hexdigest()
+        return contents | {RECORD: data, "manifest.json": json.dumps(known).encode()}
+
+    rewritten(path, rewrite)
+
+
+def _node(record, name: str):
+    return next(node for node in record["graph"]["nodes"] if node["name"] == name)
+
+
+FORGED = {
+    "an operator that is not there": (
+        lambda r: _node(r, "tanh")["target"].update(name="aten.tanhh.default"),
+        "calls the operator aten.tanhh.default, which is not there",
+    ),
+    "a function that is not listed": (
+        lambda r: _node(r, "tanh").update(target={"is": "function", "name": "eval"}),
+        "written in another way than ours",
+    ),
+    "a method": (lambda r: _node(r, "tanh").update(op="call_method"), "calls a call_method"),
+    "no graph": (lambda r: r.pop("graph"), "written in another way than ours"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), FORGED.values(), ids=list(FORGED))
+def test_what_is_no_record_of_ours_is_refused(change, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.aot"
+    save(exported(CASES["linear"])[0], path)
+    with_record(path, change)
+    with pytest.raises(BadArtifact, match=reason):
+        load(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadArtifact, match=r"nothing\.aot is no whole artifact: it cannot be read"):
+        load(tmp_path / "nothing.aot")
+
+
+def test_compiled_and_exported_are_told_apart(tmp_path: Path) -> None:
+    graph, program = tmp_path / "graph.aot", tmp_path / "program.aot"
+    save(exported(CASES["linear"])[0], graph)
+    with pytest.raises(BadArtifact, match="exported.*\n.*\n.*`aotdist.export.load`"):
+        aotdist.load(graph, Linear())
+    aotdist.build(lambda: (nn.Linear(3, 3), (torch.ones(2, 3),)), program)
+    with pytest.raises(BadArtifact, match="compiled.*\n.*\n.*`aotdist.load`"):
+        load(program)
+
+
+@pytest.mark.parametrize("value", [None, nn.Linear(3, 3), (1, 2)], ids=["none", "module", "tuple"])
+def test_only_what_was_exported_is_saved(value, tmp_path: Path) -> None:
+    with pytest.raises(BadSettings, match="cannot save a"):
+        save(value, tmp_path / "graph.aot")
+    assert not list(tmp_path.iterdir())
+
+
+def test_calls_of_modules_are_refused(tmp_path: Path) -> None:
+    gm = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(UnsupportedProgram, match="`_0` calls the module `0`"):
+        save(gm, tmp_path / "graph.aot")
+
+
+def test_functions_of_the_users_are_refused_by_node(tmp_path: Path) -> None:
+    gm = aot_export_joint_simple(lambda x: (x.sin(),), (torch.ones(3),), trace_joint=False)
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.target = lambda x: x
+    with pytest.raises(UnsupportedProgram, match="`sin` holds a builtins.function"):
+        save(gm, tmp_path / "graph.aot")
+
+
+def test_there_is_no_pickle_in_it(tmp_path: Path) -> None:
+    save(exported(CASES["views"])[0], tmp_path / "graph.aot")
+    with zipfile.ZipFile(tmp_path / "graph.aot") as file:
+        assert sorted(file.namelist()) == ["manifest.json", RECORD]
+        assert all(json.loads(file.read(name)) for name in file.namelist())
+
+
+def test_every_field_of_the_signature_is_written(tmp_path: Path) -> None:
+    (gm, signature), _ = exported(CASES["buffers are written"], joint=True)
+    save((gm, signature), tmp_path / "graph.aot")
+    found = load(tmp_path / "graph.aot").signature
+    for field in dataclasses.fields(signature):
+        assert getattr(found, field.name) == getattr(signature, field.name), field.name
+        assert type(getattr(found, field.name)) is type(getattr(signature, field.name))
