@@ -18,6 +18,7 @@ from aotdist.errors import (
     SignatureMismatch,
     UnsupportedProgram,
 )
+from aotdist.freezing.frozen import Frozen, freeze
 from aotdist.launch.prepare import prepare
 from aotdist.report.profile import Profile, profile
 from aotdist.settings import Settings
@@ -34,6 +35,7 @@ __all__ = [
     "BadSettings",
     "Built",
     "CacheCorrupt",
+    "Frozen",
     "InternalError",
     "Profile",
     "RankDivergence",
@@ -49,6 +51,7 @@ __all__ = [
     "compile_backward",
     "disable",
     "explain",
+    "freeze",
     "load",
     "mark_dynamic",
     "prepare",

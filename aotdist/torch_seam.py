@@ -46,6 +46,7 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 
 # Where backends look for the fake mode of a graph.
 from torch._guards import TracingContext as TracingContext
+from torch._guards import active_fake_mode as active_fake_mode
 from torch._guards import tracing as tracing
 
 # The type of a resolved operator: graph targets, keys of decomposition tables.
@@ -925,6 +926,16 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
     return is_disguised(tensor)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a bare fake: a user's, for nothing of a trace is shown without its functional shell."""
+    return isinstance(tensor, FakeTensor)
+
+
+def mode_of_fake(tensor: torch.Tensor) -> FakeTensorMode | None:
+    """The mode of a fake tensor; None of any other."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
 def is_disguised(tensor: torch.Tensor) -> bool:
     """Whether a functional tensor shows the class of another (`aotdist.capture.guise`).
 
@@ -1325,6 +1336,8 @@ def inductor_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """The operators that Inductor has no lowering for, and what they are made of."""
     from torch._inductor.decomposition import select_decomp_table
 
+    # What pools are made of asks for this module as an attribute, and trusts that somebody imported it.
+    importlib.import_module("torch._inductor.lowering")
     return select_decomp_table()
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from aotdist.capture.constants import is_constant
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam import is_fake, pytree
 
 _NOT_ENTERED = (type, types.ModuleType)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -24,7 +24,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 def is_traced(value: Any) -> bool:
     """Whether `value` is a tensor of the program."""
-    return isinstance(value, torch.Tensor) and not is_real(value)
+    return isinstance(value, torch.Tensor) and not is_real(value) and not is_fake(value)
 
 
 def shows_traced(value: Any) -> bool:

@@ -34,6 +34,9 @@ def aot_export_module(
 
     Parameters that are tied are inputs of their own, each with its part of the gradient.
 
+    Parameters and arguments may be fake tensors, all of one `FakeTensorMode`: the trace runs in it, and
+    symbols among their sizes are those of the graph. So it does in a mode that is on around this call.
+
     Args:
         mod: a plain module.
         args: positional arguments of the call.
@@ -61,7 +64,7 @@ def aot_export_module(
     with torch.set_grad_enabled(trace_joint and torch.is_grad_enabled()):
         fresh = () if loss is None else (loss,)
         traced = trace_call(call, decompositions or {}, loss=loss, fresh=fresh, dynamic=bool(dynamic_shapes))
-    _refuse_writes(traced, joint=trace_joint)
+    refuse_writes(traced, joint=trace_joint)
     assembly = Assembly(traced, prefix="arg{}_1", loss=loss)
     mutated = assembly.new_values()
     values = assembly.values()
@@ -75,7 +78,12 @@ def aot_export_module(
     return gm, signature_of(gm, traced, in_spec, list(mutated), list(grads), loss)
 
 
-def _refuse_writes(traced: TracedCall, *, joint: bool) -> None:
+def refuse_writes(traced: TracedCall, *, joint: bool) -> None:
+    """Refuse writes that have no new value to return, or that another input would show too.
+
+    Raises:
+        UnsupportedProgram: naming what is written.
+    """
     facts, primals = traced.trace.facts, traced.primals()
     for write in facts.backward_writes:
         raise UnsupportedProgram(

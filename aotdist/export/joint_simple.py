@@ -30,6 +30,8 @@ def aot_export_joint_simple(
     `(results, gradients)`, with one tangent for each result that requires grad, and one gradient, or None,
     for each primal.
 
+    Arguments may be fake tensors, all of one `FakeTensorMode`: the trace runs in it.
+
     Args:
         func: writes no input; no result is an input or a view of one.
         args: tensors and constants.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from aotdist.api import disable
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, capture
 from aotdist.capture.modules import swapped
+from aotdist.errors import BadSettings
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import check_loss, refuse_example, refuse_metadata_writes, refuse_strays
 from aotdist.facts import OutputFact
@@ -21,7 +22,7 @@ from aotdist.joint.trace import Traced, trace
 from aotdist.partition.builder import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam import FakeTensorMode, OpOverload, active_fake_mode, is_fake, mode_of_fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,21 @@ def trace_call(
 
         slots = [Slot("primal", item.path) for item in (*tensors, *strays)]
         examples = [item.value for item in (*tensors, *strays)]
+        fake_mode = _fake_mode(examples)
         for slot, example in zip(slots, examples, strict=True):
-            refuse_example(slot.path, example)
+            refuse_example(slot.path, example, fake_mode)
+        if fake_mode is not None and fake_mode.shape_env is None and captured.dims:
+            raise BadSettings(
+                "`dynamic_shapes` asks for symbols, and the mode of the fake tensors has none",
+                stage="export",
+                fix="make them in a `FakeTensorMode(shape_env=ShapeEnv())`",
+            )
         program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
-        recorder = Recorder(decompositions, symbolic=bool(captured.dims))
+        fakes = frozenset([id(example) for example in examples if is_fake(example)])
+        fakes |= captured.closed_over.keys() if fake_mode is not None else frozenset()
+        recorder = Recorder(
+            decompositions, symbolic=bool(captured.dims), fake_mode=fake_mode, fakes=fakes
+        )
         recorder.draws.allow(captured.environment.reached.generators)
         traced = trace(
             program,
@@ -112,6 +124,12 @@ def trace_call(
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
     return TracedCall(traced, inputs, Returned.of(traced.facts), tuple(requires_grad[:-1]), frozenset(fresh))
+
+
+def _fake_mode(examples: Sequence[torch.Tensor]) -> FakeTensorMode | None:
+    """The user's mode of fake tensors: that of an example, or the one that is on."""
+    modes = (mode_of_fake(example) for example in examples)
+    return next((mode for mode in modes if mode is not None), None) or active_fake_mode()
 
 
 def _arguments(captured: Captured) -> Iterator[Input]:

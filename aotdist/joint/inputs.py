@@ -153,7 +153,7 @@ class Inputs:
         versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
         stand_in = replace(stand_in, version=version_of(stand_in.tensor), versions=versions)
         for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
-            if real.untyped_storage().nbytes() > real.nbytes:
+            if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
             if is_real(example) and not is_span:
                 self._recorder.strided.is_of_input(plain, example, real)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ from aotdist.torch_seam import (
     functional_value,
     graph_module,
     hint,
+    is_fake,
     is_functional_base,
     next_sequence_nr,
     no_modes,
@@ -93,6 +94,9 @@ class Recorder:
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         backward_autocast: what the backward is recorded in.
         symbolic: whether sizes may be symbolic.
+        fake_mode: the mode to record in, if it is a user's. Sizes may be symbolic then if it has a shape
+            environment.
+        fakes: identities of the user's fake tensors, which are met as real ones are.
     """
 
     def __init__(
@@ -103,12 +107,17 @@ class Recorder:
         functional_rng: bool = False,
         backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off,
         symbolic: bool = False,
+        fake_mode: FakeTensorMode | None = None,
+        fakes: Collection[int] = (),
     ) -> None:
-        if within is None:
+        if within is not None:
+            self.shape_env, self.fake_mode = None, within.fake_mode
+        elif fake_mode is not None:
+            self.shape_env, self.fake_mode = fake_mode.shape_env, fake_mode
+        else:
             self.shape_env = shape_env() if symbolic else None
             self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
-        else:
-            self.shape_env, self.fake_mode = None, within.fake_mode
+        self._fakes: Collection[int] = fakes if within is None else within._fakes
         self._within = within
         self.phase: Phase = "forward"
         self._tracer = _Tracer(self._stamp)
@@ -168,12 +177,16 @@ class Recorder:
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` has to become an argument before the program can work on it."""
-        if is_real(tensor):
+        if self.is_given(tensor):
             return True
         if self._within is None:
             return False
         plains = map(unwrapped, plain_tensors(tensor))
         return any(isinstance(p, FunctionalTensor) and self._node_of(p) is None for p in plains)
+
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is none of a trace's own: real, or a fake of the user's."""
+        return is_real(tensor) or id(tensor) in self._fakes
 
     def class_around(self, tensor: torch.Tensor) -> type[torch.Tensor] | None:
         """The class that a tensor of a program around this one shows there."""
@@ -183,7 +196,7 @@ class Recorder:
 
     def fake(self, example: torch.Tensor) -> torch.Tensor:
         """A fake of a plain tensor, real or another recorder's; its storage is not touched."""
-        if isinstance(example, FunctionalTensor):
+        if isinstance(example, FunctionalTensor) or is_fake(example):
             return self.fake_like(Plain(example.size(), example.stride(), example.dtype), example.device)
         with torch.no_grad(), no_modes():
             return fake_of_its_own(self.fake_mode, example.detach())

@@ -15,15 +15,17 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx, Slot
-from aotdist.sizes import STATIC, Measure, Sizes
+from aotdist.sizes import STATIC, Measure, Sizes, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe
 from aotdist.torch_seam import (
     SYMBOLIC,
     expression,
     guards_of,
+    is_open,
     marked_dims,
     new_symbol,
     specialised_at,
+    symbols_in,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +57,9 @@ class Symbols:
 
     def recipe(self, at: PrimalIdx, slot: Slot, example: torch.Tensor, recipe: Recipe) -> Recipe:
         """`recipe`, that of `example`, with symbols in it."""
+        if self._env is not None and is_symbolic(recipe):
+            self._meet(at, recipe)
+            return recipe
         dims = self._dims.get(id(example), frozenset())
         if self._env is None or not dims or example.is_conj() or example.is_neg():
             return recipe
@@ -70,6 +75,15 @@ class Symbols:
             return found[dim, number]
 
         return self._sized(recipe, at, "", size_at)
+
+    def _meet(self, at: PrimalIdx, recipe: Recipe) -> None:
+        """Note the symbols of a user's fake tensor, where they are first to be read."""
+        assert isinstance(recipe, Plain), "a program of fake tensors has plain ones"
+        known = {name for _, name, _ in self._symbols}
+        for dim, size in enumerate(recipe.size):
+            if is_open(size) and symbols_in(size) == [expression(size)] and expression(size) not in known:
+                known.add(expression(size))
+                self._symbols.append((size, expression(size), Measure(at, "", "size", dim)))
 
     def _new(self, slot: Slot, measure: Measure, number: int) -> torch.SymInt:
         assert self._env is not None

@@ -33,7 +33,6 @@ from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.written_views import WrittenViews
 from aotdist.program import Graph, PrimalIdx, Program, Slot
-from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import FakeTensorMode, class_functions_off, hearing_of_swaps
 
 
@@ -99,7 +98,7 @@ def trace(
     inputs = Inputs(recorder, symbols, bases)
 
     def stand_in(met: torch.Tensor) -> torch.Tensor:
-        example = outer(met) if outer is not None and is_real(met) else met
+        example = outer(met) if outer is not None and recorder.is_given(met) else met
         known = inputs.of_example(example)
         return inputs.add(name_closed_over(example), example) if known is None else known
 

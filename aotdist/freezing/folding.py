@@ -1,0 +1,235 @@
+"""What depends on nothing but state is computed once, by the very operators of the graph.
+
+A constant is known by what computes it, from operators down to names of parameters: another call of the same
+module (another batch size) finds it again, and does not need the parameters that it is made of.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from aotdist.codegen.fx import attribute_of
+from aotdist.freezing.state import FrozenState
+from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.storage import storage_root, value_bytes
+from aotdist.partition.traits import is_collective, is_effectful, is_wait
+from aotdist.torch_seam import OpOverload, autocast_off, graph_module
+
+FREE_BYTES = 2**20
+"""A constant may take so much memory whatever it is made of."""
+
+_EMPTY = frozenset(
+    {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
+)
+"""What they return is for somebody to write."""
+
+
+def constant_nodes(gm: GraphModule, state: Collection[str]) -> set[Node]:
+    """Nodes whose value is the same in every call.
+
+    Args:
+        gm: the graph.
+        state: names of the inputs that are parameters and buffers.
+    """
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            is_constant = node.name in state
+        elif node.op == "get_attr":
+            is_constant = isinstance(attribute_of(gm, node), torch.Tensor)
+        else:
+            is_constant = _computes_alone(node) and all(n in found for n in node.all_input_nodes)
+        if is_constant:
+            found.add(node)
+    return found
+
+
+def _computes_alone(node: Node) -> bool:
+    """Whether the node computes the same whenever its arguments are the same, and does nothing else."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target in _EMPTY:
+        return False
+    return not (is_effectful(node) or is_collective(node) or is_wait(node))
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A graph of what differs from call to call.
+
+    Args:
+        gm: takes the arguments alone; constants are attributes, by name.
+        constants: what they are.
+    """
+
+    gm: GraphModule
+    constants: Mapping[str, torch.Tensor]
+
+
+class Constants:
+    """The constants of all calls of one module.
+
+    Args:
+        state: parameters and buffers.
+    """
+
+    def __init__(self, state: FrozenState) -> None:
+        self._state = state
+        self._numbers: dict[Hashable, int] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def num_bytes(self) -> int:
+        """Bytes of memory that the constants hold, what they share counted once."""
+        storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in self._values.values()}
+        return sum(storages.values())
+
+    def fold(self, gm: GraphModule, state: Mapping[str, str]) -> Folded:
+        """The graph with constants for all that is not computed from arguments.
+
+        What a result lives in is computed at each call, as eager does: its caller may write it.
+
+        Args:
+            gm: the graph.
+            state: by input, the name of the parameter or buffer that it is.
+
+        Raises:
+            UnsupportedProgram: a constant is made of a parameter that was discarded.
+        """
+        constant = constant_nodes(gm, state.keys())
+        numbers = self._numbered(gm, constant, state)
+        folded = _worth_it(gm, constant)
+        edges = [node for node in gm.graph.nodes if _is_edge(node, folded)]
+        self._evaluate(gm, edges, numbers, state)
+        builder = GraphBuilder(gm)
+        held: dict[str, Any] = {}
+        constants: dict[str, torch.Tensor] = {}
+        for node in gm.graph.nodes:
+            if node in edges:
+                name = self._name(numbers[node], state.get(node.name, node.name))
+                held[name] = constants[name] = self._values[numbers[node]]
+                builder.env[node] = builder.graph.create_node("get_attr", name, name=name)
+                builder.env[node].meta = dict(node.meta)
+            elif node.op == "placeholder" and node not in folded:
+                builder.placeholder(node)
+            elif node.op != "output" and node not in folded:
+                builder.copy(node)
+                if node.op == "get_attr":
+                    held[str(node.target)] = attribute_of(gm, node)
+        builder.graph.output(map_arg(gm.graph.output_node().args[0], builder.env.__getitem__))
+        return Folded(graph_module(held, builder.graph), constants)
+
+    def _numbered(self, gm: GraphModule, constant: set[Node], state: Mapping[str, str]) -> dict[Node, int]:
+        """A number for each constant node: that of equal ones is the same in every graph of the module."""
+        found: dict[Node, int] = {}
+        for node in gm.graph.nodes:
+            if node not in constant:
+                continue
+            if node.op == "placeholder":
+                key: Hashable = ("state", state[node.name])
+            elif node.op == "get_attr":
+                key = ("literal", *_content(attribute_of(gm, node)))
+            else:
+                key = (node.target, _hashable(node.args, found), _hashable(node.kwargs, found))
+            found[node] = self._numbers.setdefault(key, len(self._numbers))
+        return found
+
+    def _name(self, number: int, wanted: str) -> str:
+        """What to call a constant: as the parameter, if it is one, else as what computes it."""
+        if number not in self._names:
+            known, stem = set(self._names.values()), "constant_" + wanted.replace(".", "_")
+            candidates = (stem if k == 0 else f"{stem}_{k}" for k in range(len(known) + 1))
+            self._names[number] = next(name for name in candidates if name not in known)
+        return self._names[number]
+
+    def _evaluate(
+        self,
+        gm: GraphModule,
+        wanted: list[Node],
+        numbers: Mapping[Node, int],
+        state: Mapping[str, str],
+    ) -> None:
+        """Compute the constants that are not known yet; what is only on the way is let go of."""
+        values = self._values
+        needed = {node for node in wanted if numbers[node] not in values}
+        for node in reversed(list(gm.graph.nodes)):
+            if node in needed:
+                needed.update(n for n in node.all_input_nodes if numbers[n] not in values)
+        left = {node: sum(user in needed for user in node.users) for node in needed}
+        made: dict[Node, Any] = {}
+
+        def value_of(node: Node) -> Any:
+            return values[numbers[node]] if numbers[node] in values else made[node]
+
+        with torch.inference_mode(False), torch.no_grad(), autocast_off():
+            for node in gm.graph.nodes:
+                if node not in needed:
+                    continue
+                if node.op == "placeholder":
+                    made[node] = self._state.value(state[node.name])
+                elif node.op == "get_attr":
+                    made[node] = attribute_of(gm, node)
+                else:
+                    args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)
+                    made[node] = cast("Any", node.target)(*args, **kwargs)
+                for source in node.all_input_nodes:
+                    left[source] = left.get(source, 0) - 1
+                    if not left[source] and source not in wanted:
+                        del made[source]
+        values.update({numbers[node]: made[node] for node in wanted if node in made})
+
+
+def _worth_it(gm: GraphModule, constant: set[Node]) -> set[Node]:
+    """Constant nodes less those that would cost more memory than what they are made of, and results' own."""
+    results = [n for n in gm.graph.output_node().all_input_nodes if n in constant]
+    own = {root for root in map(storage_root, results) if root.op == "call_function"}
+    left = set(constant)
+    sizes = _bytes_of_state(gm, constant)
+    for node in reversed(list(gm.graph.nodes)):
+        if node in left and node.op == "call_function" and _is_edge(node, left):
+            root = storage_root(node)
+            is_value = isinstance(node.meta.get("val"), torch.Tensor)
+            costs = 0 if root.op != "call_function" else value_bytes(root)
+            if root in own or not is_value or costs > max(FREE_BYTES, sizes[node]):
+                left.discard(node)
+    return left
+
+
+def _is_edge(node: Node, constant: set[Node]) -> bool:
+    """Whether something that is no constant uses a constant node."""
+    return node in constant and any(user not in constant for user in node.users)
+
+
+def _bytes_of_state(gm: GraphModule, constant: set[Node]) -> dict[Node, int]:
+    """Bytes of the parameters and buffers that each constant is made of."""
+    leaves: dict[Node, frozenset[Node]] = {}
+    for node in gm.graph.nodes:
+        if node in constant:
+            own = frozenset([node]) if node.op != "call_function" else frozenset[Node]()
+            leaves[node] = own.union(*(leaves[n] for n in node.all_input_nodes))
+    return {node: sum(map(value_bytes, found)) for node, found in leaves.items()}
+
+
+def _content(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """What tells a literal tensor of the program from others."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), data)
+
+
+def _hashable(argument: Any, numbers: Mapping[Node, int]) -> Hashable:
+    if isinstance(argument, Node):
+        return ("node", numbers[argument])
+    if isinstance(argument, (list, tuple)):
+        return tuple(_hashable(item, numbers) for item in argument)
+    if isinstance(argument, Mapping):
+        return tuple((key, _hashable(item, numbers)) for key, item in argument.items())
+    if isinstance(argument, slice):
+        return ("slice", argument.start, argument.stop, argument.step)
+    return (type(argument), repr(argument) if isinstance(argument, float) else argument)

@@ -1,0 +1,192 @@
+"""`aotdist.freeze`: an inference program of a module whose parameters and buffers are constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.api import Compiled, settings_of
+from aotdist.cache.backend import caching
+from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.contract import Backend
+from aotdist.codegen.fx import FxBackend
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.freezing.folding import Constants
+from aotdist.freezing.program import Steps, frozen_program
+from aotdist.freezing.state import FrozenState
+from aotdist.pipeline import compile_call
+from aotdist.runtime.artifact import Artifact
+from aotdist.settings import Settings
+from aotdist.subclasses.protocol import container_rule, module_rules
+from aotdist.torch_seam import pytree
+
+
+class Frozen(Compiled):
+    """A frozen module: a callable that is never differentiated, and compiles itself for each kind of call.
+
+    Constants are computed once for all calls. `.source`, `.graphs` and `.explain()` are as of everything that
+    is compiled.
+
+    Args:
+        module: in evaluation.
+        backend: turns graphs into callables.
+        settings: how to compile.
+        steps: what is done beside folding.
+        discard_parameters: empty the module's parameters once a call is compiled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        settings: Settings,
+        steps: Steps,
+        *,
+        discard_parameters: bool,
+    ) -> None:
+        super().__init__(lambda: module, module, self._make_for)
+        self._state = FrozenState(module)
+        self._constants = Constants(self._state)
+        self._backend, self._settings, self._steps = backend, settings, steps
+        self._discards = discard_parameters
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of memory that the constants of all calls hold, parameters that are constants included."""
+        return self._constants.num_bytes()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns, detached.
+
+        Raises:
+            UnsupportedProgram: an argument requires grad in grad mode; or the module was written since.
+        """
+        self._state.refuse_writes()
+        _refuse_gradients(args, kwargs)
+        with torch.no_grad():
+            return super().__call__(*args, **kwargs)
+
+    def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compile for such a call, without calling."""
+        _refuse_gradients(tuple(args), kwargs)
+        with torch.no_grad():
+            self._made(tuple(args), kwargs)
+
+    def discard_parameters(self) -> None:
+        """Empty the module's parameters, and keep what the calls compiled until now need of them.
+
+        A call of another kind needs constants of its own then: it is refused if these are made of parameters
+        in a way that no call before it did. The module cannot be called any more.
+        """
+        self._state.discard_parameters()
+
+    def _make_for(
+        self,
+        target: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        artifacts: Sequence[Artifact],
+    ) -> Artifact:
+        """See `aotdist.api.Maker`."""
+        _refuse_training(target)
+        settings = self._settings
+        program = frozen_program(
+            target, args, kwargs, self._state, self._constants, self._steps, dynamic=settings.dynamic
+        )
+        artifact = compile_call(program.holder, program.run, args, kwargs, self._backend, settings)
+        if self._discards:
+            self.discard_parameters()
+        return artifact
+
+
+def freeze(
+    module: nn.Module,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backend: str | Compiler | Backend = "auto",
+    settings: Settings | Mapping[str, Any] | None = None,
+    fold_batch_norms: bool | None = None,
+    channels_last: bool | None = None,
+    discard_parameters: bool = False,
+) -> Frozen:
+    """An inference program of a module in evaluation, with its parameters and buffers as constants.
+
+    What is computed from them alone (casts, transposes, quantised weights, tables) is computed once, by the
+    operators of the program itself, unless it would take more memory than what it is made of, and more than
+    1 MiB. The module itself stays as it is, unless its parameters are discarded; until then, constants share
+    its memory, and a call after one of its parameters was written is refused.
+
+    With the backend `fx` results are eager's bit for bit. Batch norms and layouts round otherwise, and are left
+    alone there unless they are asked for.
+
+    Args:
+        module: a plain module, all of it in evaluation.
+        args: positional arguments to compile for at once; without, the first call compiles.
+        kwargs: keyword arguments likewise.
+        backend: as for `aotdist.compile`.
+        settings: as for `aotdist.compile`.
+        fold_batch_norms: make batch norms parts of the convolutions and linear layers before them. None is
+            yes, but for the backend `fx`.
+        channels_last: lay convolutions out with channels last; results keep eager's strides. None as above.
+        discard_parameters: empty the module's parameters once the first call is compiled, so that memory holds
+            the constants alone. The module cannot be called any more then.
+
+    Returns:
+        a callable with the module's signature; it has `.source`, `.graphs`, `.explain()` and
+        `.constant_bytes`.
+
+    Raises:
+        BadSettings: `module` is no module, or the backend or a setting is unknown.
+        UnsupportedProgram: a part of the module is in training mode; or, at a call, the program writes its
+            state, an argument requires grad in grad mode, or the program cannot be compiled ahead of time.
+    """
+    if not isinstance(module, nn.Module):
+        raise BadSettings(f"cannot freeze a {type(module).__name__}", stage="freeze", fix="pass a module")
+    if container_rule(module) is not None or module_rules(module):
+        raise UnsupportedProgram(
+            f"this {type(module).__name__} communicates: its parameters are spread over ranks, or its gradients are",
+            stage="freeze",
+            fix="freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
+        )
+    _refuse_training(module)
+    chosen = settings_of(settings)
+    resolved = resolve(backend)
+    rounds = not isinstance(resolved, FxBackend)
+    steps = Steps(
+        rounds if fold_batch_norms is None else fold_batch_norms,
+        rounds if channels_last is None else channels_last,
+    )
+    frozen = Frozen(
+        module, caching(resolved, chosen), chosen, steps, discard_parameters=discard_parameters
+    )
+    if args is not None or kwargs is not None:
+        frozen.compile_for(args or (), kwargs or {})
+    return frozen
+
+
+def _refuse_training(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        if part.training:
+            name = f"`{path}` ({type(part).__name__})" if path else f"this {type(part).__name__}"
+            raise UnsupportedProgram(
+                f"{name} is in training mode, and what is frozen is never trained",
+                stage="freeze",
+                fix="call `eval()` on the module first",
+            )
+
+
+def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for key_path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise UnsupportedProgram(
+                f"the argument `{pytree.keystr(key_path[1:])}` requires grad, and nothing frozen is differentiated",
+                stage="freeze",
+                fix="call it under `torch.no_grad()`, or pass it detached",
+            )

@@ -1,0 +1,230 @@
+"""One call of a frozen module as a function of its arguments: traced, rewritten, folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+
+from aotdist.capture.annotations import set_current_line, set_current_module
+from aotdist.capture.constants import is_leaf
+from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.export.assembly import Assembly
+from aotdist.export.call import Call, Input, state_of
+from aotdist.export.export_module import refuse_writes
+from aotdist.export.trace import TracedCall, trace_call
+from aotdist.facts import DataWritten, IsInput, OutputFact, ViewOfInput, ViewOfOutput
+from aotdist.freezing.batch_norm import fold_batch_norms
+from aotdist.freezing.channels_last import lay_channels_last
+from aotdist.freezing.folding import Constants, Folded
+from aotdist.freezing.state import FrozenState
+from aotdist.program import OutIdx
+from aotdist.sizes import SCOPE, Expression
+from aotdist.torch_seam import TreeSpec, pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What is done to a graph beside folding; each changes results by rounding.
+
+    Args:
+        batch_norms: fold batch norms into the weights before them.
+        channels_last: lay convolutions out with channels last.
+    """
+
+    batch_norms: bool
+    channels_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenProgram:
+    """A call of a frozen module as a function, for the pipeline to compile.
+
+    Args:
+        holder: a module that holds the constants the function reads, and nothing else.
+        run: the function, of the arguments of the call.
+    """
+
+    holder: nn.Module
+    run: Callable[..., Any]
+
+
+def frozen_program(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    state: FrozenState,
+    constants: Constants,
+    steps: Steps,
+    *,
+    dynamic: bool,
+) -> FrozenProgram:
+    """Trace one call of a module and compute what depends on its state alone.
+
+    Args:
+        module: in evaluation.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        state: its parameters and buffers.
+        constants: those of earlier calls; more are added.
+        steps: what else to do.
+        dynamic: give sizes of the arguments symbols.
+
+    Raises:
+        UnsupportedProgram: the module writes its state, or cannot be expressed as a graph.
+    """
+    with state.traceable(), torch.no_grad():
+        call = Call(module, args, dict(kwargs), state_of(module))
+        traced = trace_call(call, {}, dynamic=dynamic)
+        paths = state.paths()
+    _refuse_state_writes(traced)
+    refuse_writes(traced, joint=False)
+    assembly = Assembly(traced, prefix="arg{}_1")
+    written = assembly.new_values()
+    values = assembly.values()
+    gm = assembly.module([*written.values(), *values])
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    of_state = {
+        node.name: paths[id(leaf.value)]
+        for node, leaf in zip(placeholders, traced.inputs, strict=True)
+        if leaf.kind != "argument"
+    }
+    if steps.batch_norms:
+        fold_batch_norms(gm, set(of_state))
+    if steps.channels_last:
+        lay_channels_last(gm, set(of_state))
+    gm.graph.eliminate_dead_code()
+    folded = constants.fold(gm, of_state)
+    holder = nn.Module()
+    vars(holder)["__name__"] = type(module).__name__
+    holder._buffers.update(folded.constants)
+    return FrozenProgram(holder, _Run.of(traced, folded, list(written), holder))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Runs a folded graph as the module would: it takes the arguments, writes them, and returns the result.
+
+    Args:
+        gm: the graph; its inputs are the leaves of the arguments.
+        holder: has the constants, or what stands for them in a trace.
+        written: positions of the leaves that are written; their new values are the first results.
+        same: results that are such a leaf, with its position.
+        spec: structure of the result.
+        symbols: sizes that the trace had symbols for: name, position of the leaf, dimension.
+        guards: what the trace decided by them.
+    """
+
+    gm: GraphModule
+    holder: nn.Module
+    written: tuple[int, ...]
+    same: Mapping[int, int]
+    spec: TreeSpec
+    symbols: tuple[tuple[str, int, int], ...]
+    guards: tuple[Expression, ...]
+
+    @classmethod
+    def of(cls, traced: TracedCall, folded: Folded, written: list[Input], holder: nn.Module) -> _Run:
+        """What runs a folded graph.
+
+        Args:
+            traced: the trace that it is of.
+            folded: the graph.
+            written: the arguments whose new values are its first results.
+            holder: has its constants.
+        """
+        arguments = [leaf for leaf in traced.inputs if leaf.kind == "argument"]
+        position = {leaf: at for at, leaf in enumerate(arguments)}
+        leaves, sizes = dict(traced.primals()), traced.trace.symbols.sizes()
+        same = {
+            out: position[leaves[fact.input]]
+            for out, fact in enumerate(traced.outputs())
+            if isinstance(fact, IsInput) and leaves[fact.input] in written
+        }
+        return cls(
+            gm=folded.gm,
+            holder=holder,
+            written=tuple(position[leaf] for leaf in written),
+            same=same,
+            spec=traced.returned.spec,
+            symbols=tuple((name, position[leaves[m.input]], m.dim) for name, m in sizes.symbols),
+            guards=sizes.guards,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_leaf)
+        self._decide(leaves)
+        results = self._results(leaves)
+        for at, value in zip(self.written, results, strict=False):
+            leaves[at].copy_(value)
+        values = results[len(self.written) :]
+        for out, at in self.same.items():
+            values[out] = leaves[at]
+        return pytree.tree_unflatten(values, self.spec)
+
+    def _decide(self, leaves: list[Any]) -> None:
+        """Decide by sizes what the trace decided: a guard of the trace is one of what is compiled, too."""
+        sizes = {name: leaves[at].size(dim) for name, at, dim in self.symbols}
+        for guard in self.guards:
+            if not eval(guard, dict(SCOPE), sizes):
+                raise InternalError(f"a frozen program does not fit its own trace: {guard}", stage="freeze")
+
+    def _results(self, leaves: list[Any]) -> list[Any]:
+        remaining = iter(leaves)
+        env: dict[torch.fx.Node, Any] = {}
+        buffers = self.holder._buffers
+        for node in self.gm.graph.nodes:
+            set_current_module(node.meta.get("module", ""))
+            set_current_line(node.meta.get("source", ""))
+            match node.op:
+                case "placeholder":
+                    env[node] = next(remaining)
+                case "get_attr":
+                    env[node] = buffers[node.target] if node.target in buffers else getattr(self.gm, node.target)
+                case "call_function":
+                    given, options = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+                    env[node] = node.target(*given, **options)
+                case _:
+                    set_current_line("")
+                    set_current_module("")
+                    return list(map_arg(node.args[0], env.__getitem__))
+        raise InternalError("a graph without results", stage="freeze")
+
+
+def _refuse_state_writes(traced: TracedCall) -> None:
+    """Refuse a program that writes what is to be constant, or returns a view of what it writes."""
+    facts, leaves = traced.trace.facts, dict(traced.primals())
+    for idx, leaf in leaves.items():
+        if isinstance(facts.inputs[idx], DataWritten) and leaf.kind != "argument":
+            raise _written(leaf.path)
+    for path in traced.returned.assigned_paths():
+        raise _written(path)
+    outputs = traced.outputs()
+    for position, fact in enumerate(outputs):
+        fact = _of_base(fact, outputs)
+        if isinstance(fact, ViewOfInput) and isinstance(facts.inputs[fact.base], DataWritten):
+            raise UnsupportedProgram(
+                f"`out[{position}]` is a view of `{leaves[fact.base].path}`, which is written",
+                stage="freeze",
+                fix="return a clone of it, or take the view outside",
+            )
+
+
+def _of_base(fact: OutputFact, outputs: list[OutputFact]) -> OutputFact:
+    while isinstance(fact, ViewOfOutput) and fact.steps:
+        fact = outputs[OutIdx(fact.base)]
+    return fact
+
+
+def _written(path: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{path}` is written by a call, and frozen state stays as it is",
+        stage="freeze",
+        fix="pass it as an argument and return its new value, or compile without freezing: `aotdist.compile`",
+    )

@@ -1,0 +1,131 @@
+"""The state of a frozen module: what parameters and buffers were when it was frozen.
+
+Nothing is copied: constants share memory with the module until its parameters are discarded. So writes to
+the module's state are noticed, by version counters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from aotdist.capture.modules import named_modules, state_tensors, swapped
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import is_real, is_wrapper
+from aotdist.torch_seam import compiled_call_of, set_compiled_call
+
+
+class FrozenState:
+    """Parameters and buffers of a module; tied ones go by the first of their names.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = named_modules([("", module)])
+        self._held = state_tensors(self._modules)
+        self._parameters = {id(tensor) for tensor in module.parameters()}
+        self._values = {one.path: one.value.detach() for one in self._held if not is_wrapper(one.value)}
+        self._versions = {one.path: _version(one.value) for one in self._held}
+        self._shells: dict[str, torch.Tensor] = {}
+        self._calls: dict[nn.Module, Any] = {}
+
+    def paths(self) -> Mapping[int, str]:
+        """The name of each parameter and buffer, or of its shell, by identity."""
+        return {id(self._shells.get(one.path, one.value)): one.path for one in self._held}
+
+    def value(self, path: str) -> torch.Tensor:
+        """What a parameter or buffer was when the module was frozen.
+
+        Raises:
+            UnsupportedProgram: it was discarded.
+        """
+        found = self._values.get(path)
+        if found is None:
+            raise UnsupportedProgram(
+                f"this call needs `{path}`, which was discarded: no call before it needed the same of it",
+                stage="freeze",
+                fix="freeze without `discard_parameters`, and discard them after each kind of call was made",
+            )
+        return found
+
+    def refuse_writes(self) -> None:
+        """Refuse to go on once the state was written.
+
+        Raises:
+            UnsupportedProgram: naming what was written.
+        """
+        for one in self._held:
+            if one.path not in self._shells and _version(one.value) != self._versions[one.path]:
+                raise UnsupportedProgram(
+                    f"`{one.path}` was written after its module was frozen",
+                    stage="freeze",
+                    fix="freeze the module again: what is frozen shares memory with it",
+                )
+
+    def discard_parameters(self) -> None:
+        """Empty the parameters: their memory is given back, and nobody may call the module any more.
+
+        What constants are parameters, or views of them, keep their memory.
+        """
+        if self._shells:
+            return
+        for one in self._held:
+            if id(one.value) in self._parameters and one.path in self._values:
+                self._shells[one.path] = _shell(one.value)
+                del self._values[one.path]
+                one.value.grad = None
+                if is_real(one.value):
+                    one.value.data = torch.empty(0, dtype=one.value.dtype, device=one.value.device)
+        for path, module in self._modules.items():
+            refusal = _Refusal(type(module).__name__, path)
+            self._calls[module] = compiled_call_of(module)
+            set_compiled_call(module, refusal)
+            module.register_state_dict_pre_hook(refusal)
+
+    @contextlib.contextmanager
+    def traceable(self) -> Generator[None]:
+        """Inside, the module may be traced although its parameters were discarded: shells hang in it."""
+        gone = [one for one in self._held if one.path in self._shells]
+        refusals = {module: compiled_call_of(module) for module in self._calls}
+        try:
+            for module, call in self._calls.items():
+                set_compiled_call(module, call)
+            with swapped(gone, [self._shells[one.path] for one in gone]):
+                yield
+        finally:
+            for module, refusal in refusals.items():
+                set_compiled_call(module, refusal)
+
+
+class _Refusal:
+    """What runs instead when a module is called, or asked for its state, without its parameters."""
+
+    def __init__(self, kind: str, path: str) -> None:
+        self._name = f"`{path}` ({kind})" if path else f"this {kind}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedProgram(
+            f"the parameters of {self._name} are gone: it was frozen with `discard_parameters`",
+            stage="freeze",
+            fix="call what `aotdist.freeze` returned, or make the module again",
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written; nobody counts that of tensors of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _shell(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the metadata of another, and no memory; traces read no more of it."""
+    if not is_real(tensor):
+        return tensor
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    made.untyped_storage().resize_(0)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
