@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.capture.capture import NO_DIMS, Captured, Returned, capture
+from aotdist.capture.fakes import fakes_of
 from aotdist.capture.reassign import Reassignments
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions
 from aotdist.codegen.decompose import decompose
@@ -22,7 +23,7 @@ from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.stack import Plans, lower_all
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
-from aotdist.errors import AotdistError
+from aotdist.errors import AotdistError, BadSettings
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
@@ -34,7 +35,7 @@ from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
-from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, Program, Row, Slot, Split
+from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.report.logs import log_compiled, log_stage
 from aotdist.report.progress import Progress, showing
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
@@ -48,7 +49,7 @@ from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
-from aotdist.torch_seam import autocast_off, autocast_only, class_functions_off, quiet_fakes
+from aotdist.torch_seam import autocast_off, autocast_only, class_functions_off, is_fake, quiet_fakes
 
 
 @dataclass(slots=True)
@@ -326,11 +327,15 @@ def _trace(
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
             dims = captured.dims if call.symbolic else {}
+            paths = (slot.path for slot in program.ins)
+            fakes = fakes_of(zip(paths, program.examples, strict=True), captured.closed_over.keys())
+            _refuse_fakes(program, call.backend)
             recorder = Recorder(
                 _broken_up_in_trace(call.backend, call.settings),
                 functional_rng=call.settings.functional_rng,
                 backward_autocast=_backward_autocast(call.settings),
                 symbolic=bool(dims),
+                fakes=fakes,
             )
             times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)
@@ -359,6 +364,17 @@ def _trace(
     if traced.later_backwards is not None:
         traced.later_backwards.find_at(captured.sources(traced.program.examples))
     return captured, deduped, traced, before
+
+
+def _refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:
+    """Refuse to make machine code for a call with fake tensors: it would read memory that is not there."""
+    for slot, example in zip(program.ins, program.examples, strict=True):
+        if is_fake(example) and backend.name in ("inductor", "triton"):
+            raise BadSettings(
+                f"`{slot}` is a fake tensor, and what `{backend.name}` emits reads memory",
+                stage="capture",
+                fix='compile with `backend="fx"`, or export the program: `aotdist.export`',
+            )
 
 
 def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManager[Any]]:

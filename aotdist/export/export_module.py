@@ -16,6 +16,7 @@ from aotdist.export.call import Call, Input, state_of
 from aotdist.export.signature import GraphSignature, signature_of
 from aotdist.export.trace import TracedCall, trace_call
 from aotdist.facts import DataWritten
+from aotdist.settings import Settings
 from aotdist.torch_seam import OpOverload, pytree
 
 
@@ -63,7 +64,8 @@ def aot_export_module(
     call = Call(mod, tuple(args), dict(kwargs or {}), state_of(mod))
     with torch.set_grad_enabled(trace_joint and torch.is_grad_enabled()):
         fresh = () if loss is None else (loss,)
-        traced = trace_call(call, decompositions or {}, loss=loss, fresh=fresh, dynamic=bool(dynamic_shapes))
+        settings = Settings(dynamic=bool(dynamic_shapes))
+        traced = trace_call(call, decompositions or {}, loss=loss, fresh=fresh, settings=settings)
     refuse_writes(traced, joint=trace_joint)
     assembly = Assembly(traced, prefix="arg{}_1", loss=loss)
     mutated = assembly.new_values()

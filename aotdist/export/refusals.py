@@ -11,27 +11,23 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.facts import IsInput, ViewOfInput
 from aotdist.joint.trace import Traced
 from aotdist.subclasses.protocol import Plain, is_real, recipe_of
-from aotdist.torch_seam import FakeTensorMode, mode_of_fake
+from aotdist.torch_seam import is_fake
 
 
-def refuse_example(path: str, example: torch.Tensor, fake_mode: FakeTensorMode | None) -> None:
-    """Refuse an input that is no plain tensor, or that holds no data and is no fake of the trace's mode."""
-    if mode_of_fake(example) is not None:
-        if mode_of_fake(example) is fake_mode:
-            return
-        raise UnsupportedProgram(
-            f"`{path}` is a fake tensor of another mode than others of the call",
-            stage="export",
-            fix="make all fake tensors in one `FakeTensorMode`",
-        )
+def refuse_example(path: str, example: torch.Tensor) -> None:
+    """Refuse an input that is no plain tensor, or that a trace around this one made."""
     if not isinstance(recipe_of(example), Plain):
         raise UnsupportedProgram(
             f"`{path}` is a {type(example).__name__}",
             stage="export",
             fix="export a program of plain tensors: a graph alone cannot take a wrapper apart",
         )
-    if not is_real(example):
-        raise UnsupportedProgram(f"`{path}` holds no data", stage="export", fix="pass a real tensor")
+    if not is_real(example) and not is_fake(example):
+        raise UnsupportedProgram(
+            f"`{path}` holds no data",
+            stage="export",
+            fix="pass a real tensor, or a fake one of a mode of yours",
+        )
 
 
 def refuse_strays(traced: Traced, num_given: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from aotdist.api import disable
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.capture.fakes import fakes_of
 from aotdist.capture.modules import swapped
 from aotdist.errors import BadSettings
 from aotdist.export.call import Call, Input
@@ -22,7 +23,10 @@ from aotdist.joint.trace import Traced, trace
 from aotdist.partition.builder import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings
-from aotdist.torch_seam import FakeTensorMode, OpOverload, active_fake_mode, is_fake, mode_of_fake
+from aotdist.torch_seam import OpOverload
+
+
+_STATIC = Settings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def trace_call(
     *,
     loss: int | None = None,
     fresh: Collection[int] = (),
-    dynamic: bool = False,
+    settings: Settings = _STATIC,
 ) -> TracedCall:
     """Trace the call, with an input of its own for every name of a parameter.
 
@@ -69,7 +73,7 @@ def trace_call(
         decompositions: operators to break up.
         loss: which result is the loss, if any.
         fresh: results to clone, so that they are nothing but results.
-        dynamic: give sizes of the arguments symbols.
+        settings: whether sizes of the arguments get symbols, and what the program is told.
     """
     given: list[torch.Tensor] = []
     requires_grad: list[bool] = []
@@ -80,7 +84,7 @@ def trace_call(
             return call.target(*args, **kwargs)
 
     with ExitStack() as scope, disable(), collector_paused():
-        captured = capture(call.target, run, call.args, call.kwargs, Settings(dynamic=dynamic), scope)
+        captured = capture(call.target, run, call.args, call.kwargs, settings, scope)
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
         tensors = [leaf for leaf in inputs if isinstance(leaf.value, torch.Tensor)]
         own = {id(leaf.value): position for position, (leaf, _) in reversed(list(enumerate(call.state)))}
@@ -98,21 +102,18 @@ def trace_call(
 
         slots = [Slot("primal", item.path) for item in (*tensors, *strays)]
         examples = [item.value for item in (*tensors, *strays)]
-        fake_mode = _fake_mode(examples)
         for slot, example in zip(slots, examples, strict=True):
-            refuse_example(slot.path, example, fake_mode)
-        if fake_mode is not None and fake_mode.shape_env is None and captured.dims:
+            refuse_example(slot.path, example)
+        paths = (slot.path for slot in slots)
+        fakes = fakes_of(zip(paths, examples, strict=True), captured.closed_over.keys())
+        if fakes.mode is not None and fakes.mode.shape_env is None and captured.dims:
             raise BadSettings(
                 "`dynamic_shapes` asks for symbols, and the mode of the fake tensors has none",
                 stage="export",
                 fix="make them in a `FakeTensorMode(shape_env=ShapeEnv())`",
             )
         program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
-        fakes = frozenset([id(example) for example in examples if is_fake(example)])
-        fakes |= captured.closed_over.keys() if fake_mode is not None else frozenset()
-        recorder = Recorder(
-            decompositions, symbolic=bool(captured.dims), fake_mode=fake_mode, fakes=fakes
-        )
+        recorder = Recorder(decompositions, symbolic=bool(captured.dims), fakes=fakes)
         recorder.draws.allow(captured.environment.reached.generators)
         traced = trace(
             program,
@@ -124,12 +125,6 @@ def trace_call(
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
     return TracedCall(traced, inputs, Returned.of(traced.facts), tuple(requires_grad[:-1]), frozenset(fresh))
-
-
-def _fake_mode(examples: Sequence[torch.Tensor]) -> FakeTensorMode | None:
-    """The user's mode of fake tensors: that of an example, or the one that is on."""
-    modes = (mode_of_fake(example) for example in examples)
-    return next((mode for mode in modes if mode is not None), None) or active_fake_mode()
 
 
 def _arguments(captured: Captured) -> Iterator[Input]:

@@ -26,7 +26,11 @@ FREE_BYTES = 2**20
 """A constant may take so much memory whatever it is made of."""
 
 _EMPTY = frozenset(
-    {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.empty_like.default,
+    }
 )
 """What they return is for somebody to write."""
 
@@ -158,6 +162,8 @@ class Constants:
     ) -> None:
         """Compute the constants that are not known yet; what is only on the way is let go of."""
         values = self._values
+        # The memory that a view shows is there anyway: other views of it find it by its own number.
+        kept = {*wanted, *(root for root in map(storage_root, wanted) if root.op == "call_function")}
         needed = {node for node in wanted if numbers[node] not in values}
         for node in reversed(list(gm.graph.nodes)):
             if node in needed:
@@ -181,9 +187,9 @@ class Constants:
                     made[node] = cast("Any", node.target)(*args, **kwargs)
                 for source in node.all_input_nodes:
                     left[source] = left.get(source, 0) - 1
-                    if not left[source] and source not in wanted:
+                    if not left[source] and source not in kept:
                         del made[source]
-        values.update({numbers[node]: made[node] for node in wanted if node in made})
+        values.update({numbers[node]: made[node] for node in kept if node in made})
 
 
 def _worth_it(gm: GraphModule, constant: set[Node]) -> set[Node]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from aotdist.api import Compiled, settings_of
 from aotdist.cache.backend import caching
+from aotdist.capture.arguments import read_arguments
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
@@ -94,9 +95,7 @@ class Frozen(Compiled):
         """See `aotdist.api.Maker`."""
         _refuse_training(target)
         settings = self._settings
-        program = frozen_program(
-            target, args, kwargs, self._state, self._constants, self._steps, dynamic=settings.dynamic
-        )
+        program = frozen_program(target, args, kwargs, self._state, self._constants, self._steps, settings)
         artifact = compile_call(program.holder, program.run, args, kwargs, self._backend, settings)
         if self._discards:
             self.discard_parameters()
@@ -161,9 +160,7 @@ def freeze(
         rounds if fold_batch_norms is None else fold_batch_norms,
         rounds if channels_last is None else channels_last,
     )
-    frozen = Frozen(
-        module, caching(resolved, chosen), chosen, steps, discard_parameters=discard_parameters
-    )
+    frozen = Frozen(module, caching(resolved, chosen), chosen, steps, discard_parameters=discard_parameters)
     if args is not None or kwargs is not None:
         frozen.compile_for(args or (), kwargs or {})
     return frozen
@@ -183,10 +180,13 @@ def _refuse_training(module: nn.Module) -> None:
 def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if not torch.is_grad_enabled():
         return
-    for key_path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            raise UnsupportedProgram(
-                f"the argument `{pytree.keystr(key_path[1:])}` requires grad, and nothing frozen is differentiated",
-                stage="freeze",
-                fix="call it under `torch.no_grad()`, or pass it detached",
-            )
+    flat = pytree.tree_leaves((args, kwargs))
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat):
+        arguments, tensors = read_arguments(args, kwargs)
+        pairs = zip(arguments.tensor_paths(), tensors, strict=True)
+        path = next(path for path, tensor in pairs if tensor.requires_grad)
+        raise UnsupportedProgram(
+            f"`{path}` requires grad, and nothing that is frozen is differentiated",
+            stage="freeze",
+            fix="call it under `torch.no_grad()`, or pass it detached",
+        )

@@ -24,6 +24,7 @@ from aotdist.freezing.channels_last import lay_channels_last
 from aotdist.freezing.folding import Constants, Folded
 from aotdist.freezing.state import FrozenState
 from aotdist.program import OutIdx
+from aotdist.settings import Settings
 from aotdist.sizes import SCOPE, Expression
 from aotdist.torch_seam import TreeSpec, pytree
 
@@ -61,8 +62,7 @@ def frozen_program(
     state: FrozenState,
     constants: Constants,
     steps: Steps,
-    *,
-    dynamic: bool,
+    settings: Settings,
 ) -> FrozenProgram:
     """Trace one call of a module and compute what depends on its state alone.
 
@@ -73,14 +73,15 @@ def frozen_program(
         state: its parameters and buffers.
         constants: those of earlier calls; more are added.
         steps: what else to do.
-        dynamic: give sizes of the arguments symbols.
+        settings: how it will be compiled.
 
     Raises:
         UnsupportedProgram: the module writes its state, or cannot be expressed as a graph.
     """
-    with state.traceable(), torch.no_grad():
+    # In inference mode eager leaves other operators whole, and constants would be other ones.
+    with state.traceable(), torch.inference_mode(False), torch.no_grad():
         call = Call(module, args, dict(kwargs), state_of(module))
-        traced = trace_call(call, {}, dynamic=dynamic)
+        traced = trace_call(call, {}, settings=settings)
         paths = state.paths()
     _refuse_state_writes(traced)
     refuse_writes(traced, joint=False)
@@ -186,7 +187,9 @@ class _Run:
                 case "placeholder":
                     env[node] = next(remaining)
                 case "get_attr":
-                    env[node] = buffers[node.target] if node.target in buffers else getattr(self.gm, node.target)
+                    env[node] = (
+                        buffers[node.target] if node.target in buffers else getattr(self.gm, node.target)
+                    )
                 case "call_function":
                     given, options = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
                     env[node] = node.target(*given, **options)

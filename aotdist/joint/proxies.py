@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 
 from aotdist.capture.annotations import current_module, current_tags
+from aotdist.capture.fakes import NO_FAKES, UserFakes
 from aotdist.capture.guise import Guises
 from aotdist.capture.origins import Origins
 from aotdist.convention.philox import Stream
@@ -94,9 +95,8 @@ class Recorder:
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         backward_autocast: what the backward is recorded in.
         symbolic: whether sizes may be symbolic.
-        fake_mode: the mode to record in, if it is a user's. Sizes may be symbolic then if it has a shape
-            environment.
-        fakes: identities of the user's fake tensors, which are met as real ones are.
+        fakes: the user's fake tensors, which are met as real ones are. Of their mode it depends then whether
+            sizes may be symbolic.
     """
 
     def __init__(
@@ -107,17 +107,16 @@ class Recorder:
         functional_rng: bool = False,
         backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off,
         symbolic: bool = False,
-        fake_mode: FakeTensorMode | None = None,
-        fakes: Collection[int] = (),
+        fakes: UserFakes = NO_FAKES,
     ) -> None:
         if within is not None:
             self.shape_env, self.fake_mode = None, within.fake_mode
-        elif fake_mode is not None:
-            self.shape_env, self.fake_mode = fake_mode.shape_env, fake_mode
+        elif fakes.mode is not None:
+            self.shape_env, self.fake_mode = fakes.mode.shape_env, fakes.mode
         else:
             self.shape_env = shape_env() if symbolic else None
             self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
-        self._fakes: Collection[int] = fakes if within is None else within._fakes
+        self._fakes: UserFakes = fakes if within is None else within._fakes
         self._within = within
         self.phase: Phase = "forward"
         self._tracer = _Tracer(self._stamp)
@@ -186,7 +185,7 @@ class Recorder:
 
     def is_given(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is none of a trace's own: real, or a fake of the user's."""
-        return is_real(tensor) or id(tensor) in self._fakes
+        return is_real(tensor) or id(tensor) in self._fakes.identities
 
     def class_around(self, tensor: torch.Tensor) -> type[torch.Tensor] | None:
         """The class that a tensor of a program around this one shows there."""

@@ -1,0 +1,56 @@
+"""Fake tensors that the user made: a trace runs in their mode, and meets them as it meets real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import FakeTensorMode, active_fake_mode, mode_of_fake
+
+
+@dataclass(frozen=True, slots=True)
+class UserFakes:
+    """The fake tensors of a call.
+
+    Args:
+        mode: whose they are, or the one that is on around the call; None if there is none.
+        identities: of fake tensors that the program is given, or may close over.
+    """
+
+    mode: FakeTensorMode | None
+    identities: frozenset[int]
+
+
+NO_FAKES = UserFakes(None, frozenset())
+"""Every tensor of the call is real."""
+
+
+def fakes_of(named: Iterable[tuple[str, torch.Tensor]], closed_over: Collection[int]) -> UserFakes:
+    """The fake tensors of a call.
+
+    Args:
+        named: the tensors that it is given, with their names.
+        closed_over: identities of what it may close over.
+
+    Raises:
+        UnsupportedProgram: they are of several modes.
+    """
+    mode, first, found = active_fake_mode(), "", set[int]()
+    for path, tensor in named:
+        other = mode_of_fake(tensor)
+        if other is None:
+            continue
+        if found and other is not mode:
+            raise UnsupportedProgram(
+                f"`{path}` is a fake tensor of another mode than `{first}`",
+                stage="capture",
+                fix="make all fake tensors in one `FakeTensorMode`",
+            )
+        mode, first = other, first or path
+        found.add(id(tensor))
+    if mode is None:
+        return NO_FAKES
+    return UserFakes(mode, frozenset(found.union(closed_over)))
