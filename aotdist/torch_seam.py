@@ -927,7 +927,7 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a bare fake: a user's, for nothing of a trace is shown without its functional shell."""
+    """Whether a tensor is a bare fake: a trace shows its own in functional shells only."""
     return isinstance(tensor, FakeTensor)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import FakeTensorMode, active_fake_mode, mode_of_fake
+from aotdist.torch_seam import FakeTensorMode, mode_of_fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class UserFakes:
     """The fake tensors of a call.
 
     Args:
-        mode: whose they are, or the one that is on around the call; None if there is none.
+        mode: to trace in; None where there is none.
         identities: of fake tensors that the program is given, or may close over.
     """
 
@@ -28,17 +28,22 @@ NO_FAKES = UserFakes(None, frozenset())
 """Every tensor of the call is real."""
 
 
-def fakes_of(named: Iterable[tuple[str, torch.Tensor]], closed_over: Collection[int]) -> UserFakes:
+def fakes_of(
+    named: Iterable[tuple[str, torch.Tensor]],
+    closed_over: Collection[int],
+    around: FakeTensorMode | None = None,
+) -> UserFakes:
     """The fake tensors of a call.
 
     Args:
         named: the tensors that it is given, with their names.
         closed_over: identities of what it may close over.
+        around: the mode to take if it is given none.
 
     Raises:
         UnsupportedProgram: they are of several modes.
     """
-    mode, first, found = active_fake_mode(), "", set[int]()
+    mode, first, found = around, "", set[int]()
     for path, tensor in named:
         other = mode_of_fake(tensor)
         if other is None:

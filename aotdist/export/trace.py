@@ -23,8 +23,7 @@ from aotdist.joint.trace import Traced, trace
 from aotdist.partition.builder import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings
-from aotdist.torch_seam import OpOverload
-
+from aotdist.torch_seam import OpOverload, active_fake_mode
 
 _STATIC = Settings()
 
@@ -105,7 +104,8 @@ def trace_call(
         for slot, example in zip(slots, examples, strict=True):
             refuse_example(slot.path, example)
         paths = (slot.path for slot in slots)
-        fakes = fakes_of(zip(paths, examples, strict=True), captured.closed_over.keys())
+        named = zip(paths, examples, strict=True)
+        fakes = fakes_of(named, captured.closed_over.keys(), active_fake_mode())
         if fakes.mode is not None and fakes.mode.shape_env is None and captured.dims:
             raise BadSettings(
                 "`dynamic_shapes` asks for symbols, and the mode of the fake tensors has none",

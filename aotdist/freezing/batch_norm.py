@@ -76,11 +76,12 @@ class _Norm:
             return None
         names = argument_names(cast("OpOverload", node.target))
         given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        parts = [given.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
-        known = all(part is None or part in constant for part in parts)
-        if given.get("training") or parts[2] is None or parts[3] is None or not known:
+        weight, bias = given.get("weight"), given.get("bias")
+        mean, var = given["running_mean"], given["running_var"]
+        known = all(part is None or part in constant for part in (weight, bias, mean, var))
+        if given.get("training") or mean is None or var is None or not known:
             return None
-        return cls(given["input"], *parts, given["eps" if "eps" in given else "epsilon"])
+        return cls(given["input"], weight, bias, mean, var, given["eps" if "eps" in given else "epsilon"])
 
 
 def _with_norm(gm: GraphModule, norm: _Norm, constant: set[Node]) -> Node | None:

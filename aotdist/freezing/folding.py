@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,7 +20,7 @@ from aotdist.freezing.state import FrozenState
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.storage import storage_root, value_bytes
 from aotdist.partition.traits import is_collective, is_effectful, is_wait
-from aotdist.torch_seam import OpOverload, autocast_off, graph_module
+from aotdist.torch_seam import OpOverload, autocast_off, graph_module, storage_id
 
 FREE_BYTES = 2**20
 """A constant may take so much memory whatever it is made of."""
@@ -92,7 +92,7 @@ class Constants:
 
     def num_bytes(self) -> int:
         """Bytes of memory that the constants hold, what they share counted once."""
-        storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in self._values.values()}
+        storages = {storage_id(value): value.untyped_storage().nbytes() for value in self._values.values()}
         return sum(storages.values())
 
     def fold(self, gm: GraphModule, state: Mapping[str, str]) -> Folded:
@@ -184,7 +184,7 @@ class Constants:
                     made[node] = attribute_of(gm, node)
                 else:
                     args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)
-                    made[node] = cast("Any", node.target)(*args, **kwargs)
+                    made[node] = node.target(*args, **kwargs)
                 for source in node.all_input_nodes:
                     left[source] = left.get(source, 0) - 1
                     if not left[source] and source not in kept:

@@ -120,8 +120,8 @@ def freeze(
     1 MiB. The module itself stays as it is, unless its parameters are discarded; until then, constants share
     its memory, and a call after one of its parameters was written is refused.
 
-    With the backend `fx` results are eager's bit for bit. Batch norms and layouts round otherwise, and are left
-    alone there unless they are asked for.
+    With the backend `fx` results are eager's bit for bit. Batch norms and layouts round otherwise, and are
+    left alone there unless they are asked for.
 
     Args:
         module: a plain module, all of it in evaluation.
@@ -132,8 +132,8 @@ def freeze(
         fold_batch_norms: make batch norms parts of the convolutions and linear layers before them. None is
             yes, but for the backend `fx`.
         channels_last: lay convolutions out with channels last; results keep eager's strides. None as above.
-        discard_parameters: empty the module's parameters once the first call is compiled, so that memory holds
-            the constants alone. The module cannot be called any more then.
+        discard_parameters: empty the module's parameters once the first call is compiled, so that memory
+            holds the constants alone. The module cannot be called any more then.
 
     Returns:
         a callable with the module's signature; it has `.source`, `.graphs`, `.explain()` and
@@ -144,11 +144,11 @@ def freeze(
         UnsupportedProgram: a part of the module is in training mode; or, at a call, the program writes its
             state, an argument requires grad in grad mode, or the program cannot be compiled ahead of time.
     """
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # not for the untyped
         raise BadSettings(f"cannot freeze a {type(module).__name__}", stage="freeze", fix="pass a module")
     if container_rule(module) is not None or module_rules(module):
         raise UnsupportedProgram(
-            f"this {type(module).__name__} communicates: its parameters are spread over ranks, or its gradients are",
+            f"this {type(module).__name__} communicates in hooks: what it has is spread over ranks",
             stage="freeze",
             fix="freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
         )

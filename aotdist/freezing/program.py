@@ -103,7 +103,7 @@ def frozen_program(
     folded = constants.fold(gm, of_state)
     holder = nn.Module()
     vars(holder)["__name__"] = type(module).__name__
-    holder._buffers.update(folded.constants)
+    vars(holder)["_buffers"].update(folded.constants)
     return FrozenProgram(holder, _Run.of(traced, folded, list(written), holder))
 
 
@@ -179,7 +179,7 @@ class _Run:
     def _results(self, leaves: list[Any]) -> list[Any]:
         remaining = iter(leaves)
         env: dict[torch.fx.Node, Any] = {}
-        buffers = self.holder._buffers
+        buffers = vars(self.holder)["_buffers"]
         for node in self.gm.graph.nodes:
             set_current_module(node.meta.get("module", ""))
             set_current_line(node.meta.get("source", ""))

@@ -81,9 +81,14 @@ class Symbols:
         assert isinstance(recipe, Plain), "a program of fake tensors has plain ones"
         known = {name for _, name, _ in self._symbols}
         for dim, size in enumerate(recipe.size):
-            if is_open(size) and symbols_in(size) == [expression(size)] and expression(size) not in known:
-                known.add(expression(size))
-                self._symbols.append((size, expression(size), Measure(at, "", "size", dim)))
+            symbol: Any = size
+            if (
+                is_open(symbol)
+                and symbols_in(symbol) == [expression(symbol)]
+                and expression(symbol) not in known
+            ):
+                known.add(expression(symbol))
+                self._symbols.append((symbol, expression(symbol), Measure(at, "", "size", dim)))
 
     def _new(self, slot: Slot, measure: Measure, number: int) -> torch.SymInt:
         assert self._env is not None
