@@ -25,7 +25,7 @@ from aotdist.freezing.folding import Constants, Folded
 from aotdist.freezing.state import FrozenState
 from aotdist.program import OutIdx
 from aotdist.settings import Settings
-from aotdist.sizes import SCOPE, Expression
+from aotdist.sizes import Expression, evaluate
 from aotdist.torch_seam import TreeSpec, pytree
 
 
@@ -173,7 +173,7 @@ class _Run:
         """Decide by sizes what the trace decided: a guard of the trace is one of what is compiled, too."""
         sizes = {name: leaves[at].size(dim) for name, at, dim in self.symbols}
         for guard in self.guards:
-            if not eval(guard, dict(SCOPE), sizes):
+            if not evaluate(guard, sizes):
                 raise InternalError(f"a frozen program does not fit its own trace: {guard}", stage="freeze")
 
     def _results(self, leaves: list[Any]) -> list[Any]:

@@ -82,13 +82,10 @@ class Symbols:
         known = {name for _, name, _ in self._symbols}
         for dim, size in enumerate(recipe.size):
             symbol: Any = size
-            if (
-                is_open(symbol)
-                and symbols_in(symbol) == [expression(symbol)]
-                and expression(symbol) not in known
-            ):
-                known.add(expression(symbol))
-                self._symbols.append((symbol, expression(symbol), Measure(at, "", "size", dim)))
+            name = expression(symbol) if is_open(symbol) else ""
+            if name and symbols_in(symbol) == [name] and name not in known:
+                known.add(name)
+                self._symbols.append((symbol, name, Measure(at, "", "size", dim)))
 
     def _new(self, slot: Slot, measure: Measure, number: int) -> torch.SymInt:
         assert self._env is not None
