@@ -26,7 +26,7 @@ from aotdist.freezing.state import FrozenState
 from aotdist.program import OutIdx
 from aotdist.settings import Settings
 from aotdist.sizes import Expression, evaluate
-from aotdist.torch_seam import TreeSpec, pytree
+from aotdist.torch_seam import TreeSpec, is_fake, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,17 @@ def frozen_program(
     folded = constants.fold(gm, of_state)
     holder = nn.Module()
     vars(holder)["__name__"] = type(module).__name__
-    vars(holder)["_buffers"].update(folded.constants)
+    vars(holder)["_buffers"].update(_in_mode_of(traced, folded.constants))
     return FrozenProgram(holder, _Run.of(traced, folded, list(written), holder))
+
+
+def _in_mode_of(traced: TracedCall, constants: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Constants as fake tensors, if the call has some: real ones would not meet them."""
+    given = (leaf.value for leaf in traced.inputs if isinstance(leaf.value, torch.Tensor))
+    if not any(map(is_fake, given)):
+        return constants
+    mode = traced.trace.fake_mode
+    return {name: mode.from_tensor(value) for name, value in constants.items()}
 
 
 @dataclass(frozen=True, slots=True)

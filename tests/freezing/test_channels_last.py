@@ -59,9 +59,50 @@ def test_values_between_have_channels_last():
             assert value.meta["val"].is_contiguous(memory_format=torch.channels_last), value
 
 
-def test_what_runs_is_laid_out_as_the_graph_says():
+class Zoo(nn.Module):
+    """What models do with pixels: gates, norms, pools, splits, softmax, upsampling."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.narrow, self.wide = nn.Conv2d(8, 2, 1), nn.Conv2d(2, 8, 1)
+        self.act, self.groups, self.up = nn.PReLU(8), nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 8, 2, 2)
+
+    def forward(self, x):
+        features = self.norm(self.a(x))
+        y = nn.functional.hardswish(self.depthwise(features))
+        pooled = nn.functional.adaptive_avg_pool2d(y, 1)
+        y = y * self.wide(self.narrow(pooled).relu()).sigmoid()
+        y = nn.functional.avg_pool2d(nn.functional.pad(y, (1, 1, 1, 1)), 2)
+        return (
+            nn.functional.interpolate(y, size=(7, 7), mode="bilinear").softmax(1),
+            y.mean((2, 3)),
+            y.mean(1),
+            y.max(1).values,
+            nn.functional.adaptive_avg_pool2d(y, 2),
+            features.split(4, 1)[0] + 1,
+            self.narrow(torch.cat([y, self.act(y)], 1)[:, :8].clamp(-1, 1)),
+            self.groups(features),
+            self.up(features),
+            torch.where(y > 0, y, -y).half(),
+            features.cumsum(1),
+            nn.functional.pixel_shuffle(self.depthwise(features), 2),
+        )
+
+
+def test_every_result_of_a_zoo_is_laid_out_as_eagers():
+    module, x = trained(Zoo(), 2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    found, wanted = laid_out(module, x)(x), module(x)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-2 if a.dtype is torch.half else 1e-4, atol=1e-4)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("make", [Chain, Zoo], ids=["chain", "zoo"])
+def test_what_runs_is_laid_out_as_the_graph_says(make):
     """Fake values and real ones agree, so nothing downstream is compiled for other strides."""
-    module, x = trained(Chain(), 2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    module, x = trained(make(), 2, 3, 8, 8), torch.randn(2, 3, 8, 8)
     seen = []
 
     def compiler(gm, _):
@@ -75,7 +116,7 @@ def test_what_runs_is_laid_out_as_the_graph_says():
 
         return lambda *args: Checks(gm).run(*args)
 
-    frozen = aotdist.freeze(module, (x,), backend=compiler)
+    frozen = aotdist.freeze(module, (x,), backend=compiler, fold_batch_norms=False)
     frozen(x)
     assert len(seen) > 10
 
@@ -87,6 +128,19 @@ def test_a_resnet():
     for name in ("logits", "features"):
         assert_close_and_laid_out_alike(found[name], wanted[name].detach())
     assert targets(frozen)[CLONE] == 2
+
+
+def test_symbolic_sizes():
+    module, _ = resnet()
+    frozen = aotdist.freeze(
+        module, backend="fx", fold_batch_norms=True, channels_last=True, settings={"dynamic": True}
+    )
+    for size in ((2, 3, 32, 32), (3, 3, 48, 40)):
+        x = torch.randn(size)
+        found, wanted = frozen(x), module(x)
+        for name in ("logits", "features"):
+            assert_close_and_laid_out_alike(found[name], wanted[name].detach())
+    assert len(frozen.artifacts) == 1
 
 
 class Views(nn.Module):

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -308,6 +309,24 @@ def test_fake_tensors_are_frozen_in_their_mode():
     assert targets(frozen) == targets(frozen_real)
 
 
+def test_real_state_meets_fake_arguments():
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    class Literals(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(x) * torch.tensor([1.0, 2.0, 3.0]).exp()
+
+    module = Literals().eval()
+    frozen = fx(module)
+    found = frozen(FakeTensorMode().from_tensor(torch.ones(2, 3)))
+    assert isinstance(found, FakeTensor) and found.shape == (2, 3)
+    assert_same(fx(module)(torch.ones(2, 3)), module(torch.ones(2, 3)).detach())
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -407,6 +426,13 @@ def test_tensors_from_outside_are_refused():
 
     with pytest.raises(UnsupportedProgram, match="`outside` is reached from outside"):
         fx(Outside().eval())(torch.ones(3))
+
+
+def test_wrapper_parameters_are_refused_by_name():
+    module = nn.Linear(3, 3).eval()
+    module.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+    with pytest.raises(UnsupportedProgram, match="`weight` is a TwoTensor"):
+        fx(module)(torch.ones(2, 3))
 
 
 def test_disabled_it_is_the_module():
