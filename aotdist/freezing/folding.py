@@ -110,7 +110,7 @@ class Constants:
         constant = constant_nodes(gm, state.keys())
         numbers = self._numbered(gm, constant, state)
         folded = _worth_it(gm, constant)
-        edges = [node for node in gm.graph.nodes if _is_edge(node, folded)]
+        edges = {node for node in folded if _is_edge(node, folded)}
         self._evaluate(gm, edges, numbers, state)
         builder = GraphBuilder(gm)
         held: dict[str, Any] = {}
@@ -156,14 +156,14 @@ class Constants:
     def _evaluate(
         self,
         gm: GraphModule,
-        wanted: list[Node],
+        wanted: set[Node],
         numbers: Mapping[Node, int],
         state: Mapping[str, str],
     ) -> None:
         """Compute the constants that are not known yet; what is only on the way is let go of."""
         values = self._values
         # The memory that a view shows is there anyway: other views of it find it by its own number.
-        kept = {*wanted, *(root for root in map(storage_root, wanted) if root.op == "call_function")}
+        kept = wanted | {root for root in map(storage_root, wanted) if root.op == "call_function"}
         needed = {node for node in wanted if numbers[node] not in values}
         for node in reversed(list(gm.graph.nodes)):
             if node in needed:

@@ -8,12 +8,15 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.freezing import folding
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam import fake_world, pytree
 from tests.freezing.models import graph_of, resnet, targets
 
 fx = functools.partial(aotdist.freeze, backend="fx")
@@ -65,8 +68,9 @@ def test_a_resnet_is_eagers_bit_for_bit():
 
 @pytest.fixture(scope="module")
 def llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
+
+    config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -77,7 +81,7 @@ def llama():
         use_cache=False,
     )
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval()
 
 
 def test_a_llama_is_eagers_bit_for_bit(llama):
@@ -433,6 +437,20 @@ def test_wrapper_parameters_are_refused_by_name():
     module.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
     with pytest.raises(UnsupportedProgram, match="`weight` is a TwoTensor"):
         fx(module)(torch.ones(2, 3))
+
+
+def _sharded(module: nn.Module) -> nn.Module:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.parametrize("spread", [DistributedDataParallel, _sharded], ids=["ddp", "fsdp"])
+def test_modules_of_several_ranks_are_refused(spread):
+    with fake_world(0, 2):
+        module = spread(nn.Linear(3, 3)).eval()
+        with pytest.raises(
+            UnsupportedProgram, match="communicates in hooks: what it has is"
+        ):
+            fx(module)
 
 
 def test_disabled_it_is_the_module():
