@@ -1,9 +1,7 @@
-"""The examples of docs/export.md run as they stand."""
+"""The examples of docs/export.md run as they stand, one after the other."""
 
 import re
 from pathlib import Path
-
-import pytest
 
 from tests.house.tree import ROOT
 from tests.pages import python_blocks, run
@@ -11,8 +9,10 @@ from tests.pages import python_blocks, run
 EXAMPLES = python_blocks((ROOT / "docs" / "export.md").read_text())
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["export", "fake tensors", "freeze"])
-def test_example(example: str, tmp_path: Path) -> None:
-    printed = run(example.replace('"model.aot"', repr(str(tmp_path / "model.aot"))), tmp_path)
-    for comment in re.findall(r"^ *print.*  # (.*)$", example, re.MULTILINE):
+def test_examples(tmp_path: Path) -> None:
+    script = "\n".join(EXAMPLES).replace('"model.aot"', repr(str(tmp_path / "model.aot")))
+    printed = run(script, tmp_path)
+    comments = re.findall(r"^ *print.*  # (.*)$", script, re.MULTILINE)
+    assert len(comments) == 9
+    for comment in comments:
         assert comment in printed

@@ -321,3 +321,16 @@ def test_slots_of_saved_values_alone_may_change_layout():
     roles = [Slot("output", "out"), Slot("saved", "s"), Slot("write", "w")]
     emitted = emit(Graph(graph.gm, graph.ins, tuple(roles)), "forward")
     assert emitted.output_strides == ((1,), (1,), (1,))
+
+
+@pytest.mark.slow
+def test_a_pool_is_the_first_thing_that_is_compiled():
+    """Inductor's table of decompositions asks for a module that it does not import."""
+    script = """
+import torch, aotdist
+pool = aotdist.compile(torch.nn.MaxPool2d(2), backend="inductor")
+with torch.no_grad():
+    print(tuple(pool(torch.ones(1, 1, 4, 4)).shape))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "(1, 1, 2, 2)", done.stderr
