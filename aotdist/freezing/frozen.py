@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.api import Compiled, settings_of
+from aotdist.api import Compiled, Compiling, settings_of
 from aotdist.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.codegen.backend import Compiler, resolve
@@ -18,7 +18,6 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program
 from aotdist.freezing.state import FrozenState
-from aotdist.pipeline import compile_call
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import container_rule, module_rules
@@ -51,7 +50,8 @@ class Frozen(Compiled):
         super().__init__(lambda: module, module, self._make_for)
         self._state = FrozenState(module)
         self._constants = Constants(self._state)
-        self._backend, self._settings, self._steps = backend, settings, steps
+        self._compile = Compiling(backend, settings)
+        self._settings, self._steps = settings, steps
         self._discards = discard_parameters
 
     @property
@@ -94,9 +94,10 @@ class Frozen(Compiled):
     ) -> Artifact:
         """See `aotdist.api.Maker`."""
         _refuse_training(target)
-        settings = self._settings
-        program = frozen_program(target, args, kwargs, self._state, self._constants, self._steps, settings)
-        artifact = compile_call(program.holder, program.run, args, kwargs, self._backend, settings)
+        program = frozen_program(
+            target, args, kwargs, self._state, self._constants, self._steps, self._settings
+        )
+        artifact = self._compile(program.holder, program.run, args, kwargs, artifacts)
         if self._discards:
             self.discard_parameters()
         return artifact

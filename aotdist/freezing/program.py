@@ -81,8 +81,8 @@ def frozen_program(
     # In inference mode eager leaves other operators whole, and constants would be other ones.
     with state.traceable(), torch.inference_mode(False), torch.no_grad():
         call = Call(module, args, dict(kwargs), state_of(module))
+        paths = state.named({leaf.path: leaf.value for leaf, _ in call.state})
         traced = trace_call(call, {}, settings=settings)
-        paths = state.paths()
     _refuse_state_writes(traced)
     refuse_writes(traced, joint=False)
     assembly = Assembly(traced, prefix="arg{}_1")
@@ -91,7 +91,7 @@ def frozen_program(
     gm = assembly.module([*written.values(), *values])
     placeholders = gm.graph.find_nodes(op="placeholder")
     of_state = {
-        node.name: paths[id(leaf.value)]
+        node.name: paths[leaf.path]
         for node, leaf in zip(placeholders, traced.inputs, strict=True)
         if leaf.kind != "argument"
     }

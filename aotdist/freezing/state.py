@@ -35,9 +35,24 @@ class FrozenState:
         self._shells: dict[str, torch.Tensor] = {}
         self._calls: dict[nn.Module, Any] = {}
 
-    def paths(self) -> Mapping[int, str]:
-        """The name of each parameter and buffer, or of its shell, by identity."""
-        return {id(self._shells.get(one.path, one.value)): one.path for one in self._held}
+    def named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """The names of parameters and buffers, or of their shells: of tied ones the first.
+
+        Args:
+            tensors: by another name, or by one that they have now.
+
+        Raises:
+            UnsupportedProgram: one of them was not there when the module was frozen.
+        """
+        paths = {id(self._shells.get(one.path, one.value)): one.path for one in self._held}
+        for name, tensor in tensors.items():
+            if id(tensor) not in paths:
+                raise UnsupportedProgram(
+                    f"`{name}` was not there when its module was frozen",
+                    stage="freeze",
+                    fix="freeze the module again",
+                )
+        return {name: paths[id(tensor)] for name, tensor in tensors.items()}
 
     def value(self, path: str) -> torch.Tensor:
         """What a parameter or buffer was when the module was frozen.
@@ -55,15 +70,19 @@ class FrozenState:
         return found
 
     def refuse_writes(self) -> None:
-        """Refuse to go on once the state was written.
+        """Refuse to go on once the state was written, or is another.
 
         Raises:
             UnsupportedProgram: naming what was written.
         """
         for one in self._held:
-            if one.path not in self._shells and _version(one.value) != self._versions[one.path]:
+            if one.path in self._shells:
+                continue
+            place = one.places[0]
+            is_same = place.owner.get(place.key) is one.value
+            if not is_same or _version(one.value) != self._versions[one.path]:
                 raise UnsupportedProgram(
-                    f"`{one.path}` was written after its module was frozen",
+                    f"`{one.path}` was {'written' if is_same else 'replaced'} after its module was frozen",
                     stage="freeze",
                     fix="freeze the module again: what is frozen shares memory with it",
                 )

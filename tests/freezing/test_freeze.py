@@ -407,6 +407,29 @@ def test_state_that_was_written_since_is_refused_by_name():
     assert_same(fx(module)(x), module(x).detach())
 
 
+def test_state_that_was_replaced_since_is_refused_by_name():
+    module, x = Casts().eval(), torch.randn(5, 8)
+    frozen = fx(module, (x,))
+    module.load_state_dict(Casts().state_dict(), assign=True)
+    with pytest.raises(UnsupportedProgram, match="`weight` was replaced after its module was frozen"):
+        frozen(x)
+
+
+def test_state_that_is_new_is_refused_by_name():
+    module, x = Casts().eval(), torch.randn(5, 8)
+    frozen = fx(module)
+    module.register_buffer("more", torch.ones(3))
+    with pytest.raises(UnsupportedProgram, match="`more` was not there when its module was frozen"):
+        frozen(x)
+
+
+def test_it_warns_of_a_new_program_at_each_call():
+    frozen = fx(Casts().eval(), settings={"max_artifacts": 2})
+    frozen(torch.randn(2, 8)), frozen(torch.randn(3, 8))
+    with pytest.warns(UserWarning, match="`Casts` was compiled 3 times; what keeps changing"):
+        frozen(torch.randn(4, 8))
+
+
 def test_a_view_of_a_written_argument_is_refused():
     class Views(nn.Module):
         def forward(self, x):
@@ -447,9 +470,7 @@ def _sharded(module: nn.Module) -> nn.Module:
 def test_modules_of_several_ranks_are_refused(spread):
     with fake_world(0, 2):
         module = spread(nn.Linear(3, 3)).eval()
-        with pytest.raises(
-            UnsupportedProgram, match="communicates in hooks: what it has is"
-        ):
+        with pytest.raises(UnsupportedProgram, match="communicates in hooks: what it has is"):
             fx(module)
 
 
