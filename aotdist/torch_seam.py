@@ -53,6 +53,9 @@ from torch._guards import tracing as tracing
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
+# What kernels make of a tensor's strides when they choose a memory format.
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+
 # Tensors without data, and what they raise when data is asked for.
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException

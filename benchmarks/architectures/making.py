@@ -1,0 +1,58 @@
+"""The models of the table, by the name of their class, and what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from benchmarks.architectures import senses, texts
+from benchmarks.architectures.vocabulary import Architecture
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    each.model: each
+    for each in (
+        *texts.DECODERS,
+        *texts.EXPERTS,
+        *texts.SPACES,
+        *texts.ENCODERS,
+        *texts.PAIRS,
+        *senses.VISION,
+        *senses.AUDIO,
+        *senses.SEVERAL,
+        *senses.OTHERS,
+    )
+}
+"""By the name of the model's class, in the order of the table."""
+
+_DROPPED = 0.1
+
+
+def make(name: str) -> PreTrainedModel:
+    """The model, in training mode: the same weights at every call."""
+    model: type[PreTrainedModel] = getattr(transformers, name)
+    options = {
+        key: dict(value) if isinstance(value, Mapping) else value
+        for key, value in ARCHITECTURES[name].options.items()
+    }
+    config = model.config_class(**options)
+    _with_drops(config)
+    torch.manual_seed(0)
+    return model(config).train()
+
+
+def make_batch(name: str, seed: int) -> dict[str, Any]:
+    """Random data with labels; the model's own loss is what is trained on."""
+    return ARCHITECTURES[name].inputs(texts.SIZE, torch.Generator().manual_seed(seed))
+
+
+def _with_drops(config: PreTrainedConfig) -> None:
+    """Have everything dropped that a config, or one inside of it, knows how to drop, but for layers."""
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _with_drops(value)
+        elif isinstance(value, float) and "drop" in key and "layerdrop" not in key:
+            setattr(config, key, _DROPPED)

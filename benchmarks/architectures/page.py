@@ -1,0 +1,193 @@
+"""`benchmarks/ZOO.md`: what was found as tables, with every failure's message."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from benchmarks.architectures.making import ARCHITECTURES
+from benchmarks.architectures.record import Entries
+from benchmarks.architectures.vocabulary import WAYS, Found, Half, Way
+from benchmarks.tables import header, row
+
+_HEAD = """# Forty architectures
+
+Forty architectures of Hugging Face's transformers, from tiny configs with random weights (two layers, 32
+elements a token): each is trained with its own loss, and generates, if it can. Written by `make zoo` from
+`results/zoo.json`; do not edit. [MODELS.md](MODELS.md) has six of them sharded, and in other precisions.
+
+- **`aotdist.compile`** is `aotdist.compile(model, backend="fx")`; **`backend="aotdist"`** is
+  `torch.compile(model, backend="aotdist", options={"backend": "fx"})`; **`aot_eager`** is
+  `torch.compile(model, backend="aot_eager")`, the peer. All three run operators one by one: no kernels are
+  made, so none are compared.
+- Three steps of AdamW. Dropout is 0.1 wherever a config has any; encoders get a padded batch. **same** means:
+  loss, gradients, parameters, buffers, and the state of the random numbers after each step equal eager's bit
+  for bit; else the largest relative difference, and of what.
+- **told**: a program reads data to choose its way, and does not where `torch.compiler.is_compiling()`.
+  aotdist refuses the former, and names `Settings(is_compiling=True)` as the way out; with that the model
+  trains. Eager is not told so, and may go another way, as it does beside `torch.compile`.
+- **graphs**, and **breaks** of Dynamo's. `aotdist.compile` has no breaks.
+- **compile**: seconds of the first step beyond the others. **step / eager**: forward and backward, the median
+  of rounds in which both took turns. The machine was shared: read times to a tenth.
+- **generation**: four tokens, drawn at random, with the model's own cache. Tokens, logits and the state of
+  the random numbers are compared.
+"""
+
+_SHOWN: Mapping[Way, str] = {
+    "aotdist.compile": "`aotdist.compile`",
+    "backend aotdist": '`backend="aotdist"`',
+    "aot_eager": "`aot_eager`",
+}
+
+
+def page(entries: Entries) -> str:
+    """The whole page."""
+    circumstances = ", ".join(
+        f"{key} {value}" for key, value in {**entries.versions, **entries.machine}.items()
+    )
+    older = sorted({each.aotdist for each in entries.entries} - {entries.versions.get("aotdist", "")})
+    lines = [_HEAD, f"`{entries.command}`, {entries.date}; {circumstances}."]
+    lines += [f"Some rows are from {', '.join(older)}."] if older else []
+    lines += ["", "## Summary", "", *_summary(entries), "", "## Training", "", *_training(entries)]
+    lines += ["", "## Generation", "", *_generation(entries)]
+    lines += ["", "## What fails, and what it says", "", *_failures(entries)]
+    lines += ["", "## Where Dynamo breaks", "", *_breaks(entries)]
+    return "\n".join(lines) + "\n"
+
+
+def _all(entries: Entries, way: Way) -> list[Found]:
+    return [found for model in ARCHITECTURES if (found := entries.at(model, way)) is not None]
+
+
+def _summary(entries: Entries) -> Iterator[str]:
+    """Each way in a line."""
+    yield from header(
+        "",
+        "models",
+        "same bits",
+        "same bits if told",
+        "other bits",
+        "fails",
+        "one graph, no break",
+        "compile",
+        "step / eager",
+        "generate the same",
+    )
+    for way in WAYS:
+        found = _all(entries, way)
+        ran = [each for each in found if each.came_through()]
+        halves = [each.came_through() for each in ran]
+        told = [each for each in ran if each.training.failure]
+        generations = [each.generation for each in found if each.generation is not None]
+        yield row(
+            _SHOWN[way],
+            str(len(found)),
+            str(sum(_is_same(each.training) for each in found)),
+            str(sum(_is_same(each.told) for each in told)),
+            str(sum(not _is_same(half) for half in halves)),
+            str(len(found) - len(ran)),
+            str(sum(half is not None and half.num_graphs == 1 and not half.breaks for half in halves)),
+            _range((each.compile_seconds() for each in ran), "{:.1f} s"),
+            _range((each.time_ratio() for each in ran), "{:.2f}"),
+            f"{sum(map(_is_same, generations))} of {len(generations)}",
+        )
+
+
+def _is_same(half: Half | None) -> bool:
+    return half is not None and not half.failure and not half.differs
+
+
+def _range(numbers: Iterable[float], form: str) -> str:
+    values = sorted(numbers)
+    if not values:
+        return "-"
+    median, low, high = (form.format(value) for value in (statistics.median(values), values[0], values[-1]))
+    return f"{median} ({low}-{high})"
+
+
+def _training(entries: Entries) -> Iterator[str]:
+    parts = [("bits", _bits), ("graphs", _graphs), ("compile", _compile), ("step / eager", _ratio)]
+    columns = [f"{_SHOWN[way]} {name}" for way in WAYS for name, _ in parts]
+    yield from header("kind", "model", *columns)
+    for model, architecture in ARCHITECTURES.items():
+        found = [entries.at(model, way) for way in WAYS]
+        cells = ["not run" if each is None else show(each) for each in found for _, show in parts]
+        yield row(architecture.kind, model, *cells)
+
+
+def _bits(found: Found) -> str:
+    half = found.came_through()
+    if half is None:
+        return "refused" if found.training.is_ours else "**fails**"
+    return f"{'told: ' if half is found.told else ''}{_sameness(half)}"
+
+
+def _sameness(half: Half) -> str:
+    return f"{half.differs:.0e}: `{half.where}`" if half.differs else "same"
+
+
+def _graphs(found: Found) -> str:
+    half = found.came_through()
+    if half is None:
+        return "-"
+    return f"{half.num_graphs}{f', {len(half.breaks)} breaks' if half.breaks else ''}"
+
+
+def _compile(found: Found) -> str:
+    return f"{found.compile_seconds():.1f} s" if found.seconds else "-"
+
+
+def _ratio(found: Found) -> str:
+    return f"{found.time_ratio():.2f}" if found.seconds else "-"
+
+
+def _generation(entries: Entries) -> Iterator[str]:
+    yield from header("model", *(f"{_SHOWN[way]} {part}" for way in WAYS for part in ("bits", "graphs")))
+    for model in ARCHITECTURES:
+        halves = [found.generation if (found := entries.at(model, way)) else None for way in WAYS]
+        if any(halves):
+            yield row(model, *(cell for half in halves for cell in _of_generation(half)))
+
+
+def _of_generation(half: Half | None) -> tuple[str, str]:
+    if half is None:
+        return "not run", "-"
+    if half.failure:
+        return "refused" if half.is_ours else "**fails**", "-"
+    return _sameness(half), f"{half.num_graphs}{f', {len(half.breaks)} breaks' if half.breaks else ''}"
+
+
+def _failures(entries: Entries) -> Iterator[str]:
+    """The messages, each once, with what they were said to."""
+    messages: dict[str, list[str]] = {}
+    for way in WAYS:
+        for model in ARCHITECTURES:
+            for what, half in _halves(entries.at(model, way)):
+                if half.failure:
+                    said = f"{_SHOWN[way]}, {what}: {_in_markdown(half.failure)}"
+                    messages.setdefault(said, []).append(model)
+    for message, models in messages.items():
+        yield f"- {', '.join(models)}: {message}"
+
+
+def _halves(found: Found | None) -> Iterator[tuple[str, Half]]:
+    if found is not None:
+        halves = {"training": found.training, "training, told": found.told, "generation": found.generation}
+        yield from ((what, half) for what, half in halves.items() if half is not None)
+
+
+def _breaks(entries: Entries) -> Iterator[str]:
+    """The reasons, as Dynamo gives them, with how often it gave them; the same for both backends."""
+    for model in ARCHITECTURES:
+        found = entries.at(model, "backend aotdist")
+        if found is not None and found.training.breaks:
+            counted = Counter(found.training.breaks)
+            reasons = "; ".join(f"{_in_markdown(reason)} ({times})" for reason, times in counted.items())
+            yield f"- {model}: {reasons}"
+
+
+def _in_markdown(text: str) -> str:
+    """A message that markdown shows as it is."""
+    return re.sub(r"([<>*|])", r"\\\1", text)

@@ -1,0 +1,86 @@
+"""Train forty architectures of Hugging Face's transformers, and have them generate: `make zoo`.
+
+Runs each in processes of its own, one for each way, writes `benchmarks/results/zoo.json` after each, and at
+the end `benchmarks/ZOO.md`. Name some to run those anew and keep the others:
+`make zoo ARGS="--models LlamaForCausalLM BertForMaskedLM"`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import tyro
+
+from benchmarks import workers
+from benchmarks.architectures.making import ARCHITECTURES
+from benchmarks.architectures.page import page
+from benchmarks.architectures.record import Entries
+from benchmarks.architectures.trial import Job, fill
+from benchmarks.architectures.vocabulary import WAYS, Found, Half, Way
+from benchmarks.record import ROOT
+from benchmarks.timing import Pace
+
+RESULTS = ROOT / "results"
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Models are too small for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run.
+
+    Args:
+        models: some of the models, by the names of their classes.
+        ways: some of the ways to run them.
+        rounds: of the steps that are timed.
+        timeout: seconds after which a process is ended.
+        missing: only what has not been run yet.
+        quick: into `results/quick/`, with one round: to see that everything runs.
+    """
+
+    models: tuple[str, ...] = tuple(ARCHITECTURES)
+    ways: tuple[Way, ...] = WAYS
+    rounds: int = 3
+    timeout: float = 600.0
+    missing: bool = False
+    quick: bool = False
+
+
+def main(options: Options) -> int:
+    """Run them; the number of models that `aotdist.compile` trains otherwise, or fails at unworded."""
+    folder = RESULTS / "quick" if options.quick else RESULTS
+    entries = Entries.load(folder)
+    for model, way in itertools.product(options.models, options.ways):
+        if options.missing and entries.at(model, way) is not None:
+            continue
+        entries = entries.with_found(model, way, _found(model, way, options))
+        entries.save(folder)
+    text = page(entries)
+    if options.quick:
+        print(text)
+    else:
+        (ROOT / "ZOO.md").write_text(text)
+    return sum(_is_lost(entry.found.training) for entry in entries.entries if entry.way == "aotdist.compile")
+
+
+def _found(model: str, way: Way, options: Options) -> Found:
+    """What the process says; what is known of one that comes to no end."""
+    job = Job(model, way, num_steps=3, pace=Pace(rounds=1 if options.quick else options.rounds, warmup=1))
+    try:
+        return workers.call(f"{model}, {way}", fill, job, environment=_ONE_THREAD, timeout_s=options.timeout)
+    except subprocess.TimeoutExpired:
+        return Found(Half(failure=f"came to no end in {options.timeout:.0f} s"))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return Found(Half(failure="ended its process"))
+
+
+def _is_lost(half: Half) -> bool:
+    return bool(half.differs) or bool(half.failure and not half.is_ours)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

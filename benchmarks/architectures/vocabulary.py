@@ -1,0 +1,103 @@
+"""The table's rows and columns: which architectures, who runs them, and what was found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from benchmarks.zoo.families import Size
+
+Kind = Literal[
+    "decoder",
+    "experts",
+    "state space, linear attention",
+    "encoder",
+    "encoder and decoder",
+    "vision",
+    "audio",
+    "several senses",
+    "other",
+]
+Way = Literal["aotdist.compile", "backend aotdist", "aot_eager"]
+
+WAYS: tuple[Way, ...] = get_args(Way)
+
+Inputs: TypeAlias = Callable[[Size, torch.Generator], dict[str, Any]]
+"""Makes a batch with labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A row.
+
+    Args:
+        kind: where it stands in the table.
+        model: its class in `transformers`, which knows the class of its config.
+        options: of the config, as far as they differ from its defaults.
+        inputs: makes a batch.
+    """
+
+    kind: Kind
+    model: str
+    options: Mapping[str, Any]
+    inputs: Inputs
+
+
+@dataclass(slots=True)
+class Half:
+    """What became of training, or of generation.
+
+    Args:
+        failure: the message, if it came to no end; then nothing else counts.
+        is_ours: whether that is an error that aotdist words.
+        differs: largest relative difference from eager; 0.0 if all bits are equal.
+        where: what differs most.
+        num_graphs: graphs that were compiled.
+        breaks: why Dynamo cut the program, a reason for each cut.
+    """
+
+    failure: str = ""
+    is_ours: bool = False
+    differs: float = 0.0
+    where: str = ""
+    num_graphs: int = 0
+    breaks: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Found:
+    """A row's part about one way to run.
+
+    Args:
+        training: three steps.
+        told: these again with `Settings(is_compiling=True)`, as aotdist proposes where a program reads data;
+            None where it does not.
+        generation: four tokens; None where a model generates none.
+        first: seconds of the first step, which compiles.
+        seconds: of a step, one a round.
+        eager_seconds: of eager, which took turns with it.
+    """
+
+    training: Half = field(default_factory=Half)
+    told: Half | None = None
+    generation: Half | None = None
+    first: float = 0.0
+    seconds: tuple[float, ...] = ()
+    eager_seconds: tuple[float, ...] = ()
+
+    def came_through(self) -> Half | None:
+        """The training that came to its end, if one did."""
+        return next((half for half in (self.training, self.told) if half and not half.failure), None)
+
+    def compile_seconds(self) -> float:
+        """What the first step takes beyond the others."""
+        return self.first - statistics.median(self.seconds)
+
+    def time_ratio(self) -> float:
+        """A step to eager's, the median of all rounds."""
+        pairs = zip(self.seconds, self.eager_seconds, strict=True)
+        return statistics.median(ours / eager for ours, eager in pairs)
