@@ -169,7 +169,7 @@ class Compiled:
         self.artifacts: list[Artifact] = []
         _every_compiled.add(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the artifact that fits, making one if there is none."""
         if _runs_eagerly():
             return self._run(*args, **kwargs)
@@ -290,7 +290,7 @@ class ContainerCall:
         self.contained = contained
         contained.show_on(container)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the container's own forward."""
         container = self._container()
         assert container is not None, "a module outlives its own call"

@@ -7,6 +7,7 @@ cost about 6, and the user can read them (`compiled.source`).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,15 @@ from aotdist.codegen.python_source import Bindings, identifier, load_function
 from aotdist.sizes import SCOPE, Expression
 
 _WIDTH = 100
+
+_OWN_NAMES = frozenset(
+    {
+        *("Node", "call", "region", "args", "kwargs", "ctx"),
+        *("results", "rng", "symbols", "tensors", "values"),
+    }
+)
+"""What printed functions are called, and their variables; the user's may have such names too."""
+_OWN_NUMBERED = re.compile(r"(?:constant_|kept_|o|t)\d+")
 
 
 class Printer:
@@ -26,7 +36,7 @@ class Printer:
     def __init__(self, variables: Iterable[str] = ()) -> None:
         self._lines: list[str] = []
         self._indent = 0
-        self._bindings = Bindings(reserved=("args", "kwargs", "ctx", "results", "values", *variables))
+        self._bindings = Bindings(reserved=(*_OWN_NAMES, *variables))
 
     def line(self, text: str = "") -> None:
         """Append one line at the current indentation."""
@@ -71,7 +81,7 @@ class Printer:
 
     def bind(self, hint: str, value: Any) -> str:
         """A global name for `value`; the same object has one name."""
-        return self._bindings.name(value, like=hint)
+        return self._bindings.name(value, like=f"global_{hint}" if _OWN_NUMBERED.fullmatch(hint) else hint)
 
     def source(self) -> str:
         """Everything printed so far."""
@@ -98,12 +108,12 @@ def print_size(printer: Printer, size: Expression) -> str:
 
 def variable_names(paths: Iterable[str], reserved: Iterable[str] = ()) -> list[str]:
     """A different Python name for each path, none of them `reserved`: `blocks.3.a` -> `blocks_3_a`."""
-    taken: set[str] = set(reserved)
+    taken: set[str] = {*_OWN_NAMES, *reserved}
     names: list[str] = []
     for path in paths:
         stem = name = identifier(path)
         count = 1
-        while name in taken:
+        while name in taken or _OWN_NUMBERED.fullmatch(name):
             name, count = f"{stem}_{count}", count + 1
         taken.add(name)
         names.append(name)

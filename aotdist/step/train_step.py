@@ -86,7 +86,7 @@ class TrainStep:
         self._accumulated = 0
         self._programs: dict[Any, list[StepProgram]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Do a step; returns what `loss_fn` returned, detached.
 
         Args:

@@ -28,12 +28,16 @@ elements a token): each is trained with its own loss, and generates, if it can. 
 - **told**: a program reads data to choose its way, and does not where `torch.compiler.is_compiling()`.
   aotdist refuses the former, and names `Settings(is_compiling=True)` as the way out; with that the model
   trains. Eager is not told so, and may go another way, as it does beside `torch.compile`.
+- **the program's own**: eager has these very bits where it runs what was compiled: told that it is being
+  compiled, or, beside Dynamo, what that captured (`torch.compile(model, backend="eager")`).
 - **graphs**, and **breaks** of Dynamo's. `aotdist.compile` has no breaks.
 - **compile**: seconds of the first step beyond the others. **step / eager**: forward and backward, the median
   of rounds in which both took turns. The machine was shared: read times to a tenth.
-- **generation**: four tokens, drawn at random, with the model's own cache. Tokens, logits and the state of
+- **generation**: three tokens, drawn at random, with the model's own cache. Tokens, logits and the state of
   the random numbers are compared.
 """
+
+_OWN = ", the program's own"
 
 _SHOWN: Mapping[Way, str] = {
     "aotdist.compile": "`aotdist.compile`",
@@ -125,7 +129,9 @@ def _bits(found: Found) -> str:
 
 
 def _sameness(half: Half) -> str:
-    return f"{half.differs:.0e}: `{half.where}`" if half.differs else "same"
+    if not half.differs:
+        return "same"
+    return f"{half.differs:.0e}: `{half.where}`{_OWN if half.is_programs else ''}"
 
 
 def _graphs(found: Found) -> str:

@@ -74,7 +74,7 @@ DECODERS = (
     _decoder("Qwen3ForCausalLM", **_HEAD),
     _decoder("MistralForCausalLM", sliding_window=8),
     _decoder("Gemma2ForCausalLM", **_HEAD, sliding_window=8),
-    _decoder("GPT2LMHeadModel", **_GPT, n_positions=64, loss_type="ForCausalLMLoss"),
+    _decoder("GPT2LMHeadModel", **_GPT, pad_token_id=None, n_positions=64, loss_type="ForCausalLMLoss"),
     _decoder("OPTForCausalLM", ffn_dim=SIZE.inner, word_embed_proj_dim=SIZE.hidden),
     _decoder("FalconForCausalLM", alibi=True),
     _decoder("BloomForCausalLM", **_GPT),

@@ -10,7 +10,8 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from transformers import set_seed
 
 import aotdist
 from aotdist.errors import AotdistError
+from aotdist.torch_seam import said_to_be_compiling
 from benchmarks.architectures.making import make, make_batch
 from benchmarks.architectures.vocabulary import Found, Half, Way
 from benchmarks.timing import Contender, Pace, take_turns
 from benchmarks.zoo.cell import difference, in_a_line
 
-_NUM_TOKENS = 4
+Answer = TypeVar("Answer")
+
+_NUM_TOKENS = 3
 _OF_THIS_MACHINE = re.compile(r"(?<![\w.])/\S*?/(?=(?:site-packages|benchmarks|aotdist)/)(?:site-packages/)?")
 _ADDRESS = re.compile(r" (?:object )?at 0x[0-9a-f]+")
 
@@ -50,15 +54,14 @@ class Training:
     """A model and its optimizer.
 
     Args:
-        model: the name of its class.
-        way: how to run it; None for eager.
-        settings: of aotdist.
+        name: of the model's class.
+        call: makes of the model what is called in its place.
     """
 
-    def __init__(self, model: str, way: Way | None, **settings: Any) -> None:
-        self._name = model
-        self.plain = make(model)
-        self._model = compiled(self.plain, way, **settings)
+    def __init__(self, name: str, call: Callable[[Any], Any]) -> None:
+        self._name = name
+        self.plain = make(name)
+        self._model = call(self.plain)
         self._optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
 
     def clear(self) -> None:
@@ -83,35 +86,10 @@ class Training:
         return {name: tensor.detach().clone() for name, tensor in seen.items()}
 
 
-def compiled(model: Any, way: Way | None, **settings: Any) -> Any:
-    """The model, to be called in this way."""
-    match way:
-        case None:
-            return model
-        case "aotdist.compile":
-            return aotdist.compile(model, backend="fx", settings=settings)
-        case _:
-            return torch.compile(model, **_options(way))
-
-
-def _options(way: Way) -> dict[str, Any]:
-    """What `torch.compile` is told."""
-    # aot_eager runs what was captured operator by operator, as `fx` does.
-    return (
-        {"backend": "aot_eager"}
-        if way == "aot_eager"
-        else {"backend": "aotdist", "options": {"backend": "fx"}}
-    )
-
-
-def generate(name: str, way: Way | None) -> tuple[dict[str, Tensor], Any]:
+def generate(name: str, call: Callable[[Any], Any]) -> tuple[dict[str, Tensor], Any]:
     """Tokens that a model draws, with what it computed for each; and the model."""
     model: Any = make(name).eval()
-    if way == "aotdist.compile":
-        compiled(model, way)
-    elif way is not None:
-        # In place: `generate` of what `torch.compile` returns is the method of the model inside.
-        model.compile(**_options(way))
+    call(model)
     prompt = {key: value for key, value in make_batch(name, 0).items() if key != "labels"}
     set_seed(0)
     found = model.generate(
@@ -126,18 +104,48 @@ def generate(name: str, way: Way | None) -> tuple[dict[str, Tensor], Any]:
     return {"tokens": found.sequences, **logits, "random state": torch.get_rng_state()}, model
 
 
+def _eager(model: Any) -> Any:
+    return model
+
+
+def _compiled(way: Way, **settings: Any) -> Callable[[Any], Any]:
+    """Has a model called in this way, in place: `generate` calls the model that it is a method of."""
+    match way:
+        case "aotdist.compile":
+            return partial(aotdist.compile, backend="fx", settings=settings)
+        case "backend aotdist":
+            return partial(_compiled_by_dynamo, backend="aotdist", options={"backend": "fx"})
+        case "aot_eager":
+            # It runs what was captured operator by operator, as `fx` does.
+            return partial(_compiled_by_dynamo, backend="aot_eager")
+
+
+def _compiled_by_dynamo(model: Any, **options: Any) -> Any:
+    model.compile(**options)
+    return model
+
+
+def _as_program(way: Way, run: Callable[[Callable[[Any], Any]], Answer]) -> Answer:
+    """What eager gives for the program that is compiled in this way."""
+    torch._dynamo.reset()
+    if way != "aotdist.compile":
+        return run(partial(_compiled_by_dynamo, backend="eager"))
+    with said_to_be_compiling():
+        return run(_eager)
+
+
 def fill(job: Job) -> Found:
     """What is found about a model run in one way."""
     found = Found()
-    eager = Training(job.model, None)
-    expected = [eager.train(number) for number in range(job.num_steps)]
-    found.training = _attempt(job.way, lambda half: _train(job, eager, expected, found, half))
+    eager = Training(job.model, _eager)
+    expected = _all_steps(eager, job.num_steps)
+    found.training = _attempt(lambda half: _train(job, eager, expected, found, half))
     if job.way == "aotdist.compile" and "is_compiling=True" in found.training.failure:
         told = {"is_compiling": True}
-        found.told = _attempt(job.way, lambda half: _train(job, eager, expected, found, half, **told))
-    if eager.plain.can_generate():
-        tokens, _ = generate(job.model, None)
-        found.generation = _attempt(job.way, lambda half: _generate(job, tokens, half))
+        found.told = _attempt(lambda half: _train(job, eager, expected, found, half, **told))
+    if eager.plain.can_generate() and job.way != "aot_eager":
+        tokens, _ = generate(job.model, _eager)
+        found.generation = _attempt(lambda half: _generate(job, tokens, half))
     return found
 
 
@@ -149,25 +157,37 @@ def _train(
     half: Half,
     **settings: Any,
 ) -> None:
-    training = Training(job.model, job.way, **settings)
+    training = Training(job.model, _compiled(job.way, **settings))
     start = time.perf_counter()
     steps = [training.train(0)]
     found.first = time.perf_counter() - start
     steps += (training.train(number) for number in range(1, job.num_steps))
-    half.differs, half.where = difference(expected, steps)
     half.num_graphs = _num_graphs(training.plain, job.way)
+    half.breaks = _breaks(counters["graph_break"])
     ours = Contender("ours", training.step, training.clear)
     samples = take_turns([Contender("eager", eager.step, eager.clear), ours], job.pace)
     found.seconds, found.eager_seconds = tuple(samples["ours"]), tuple(samples["eager"])
+    half.differs, half.where = difference(expected, steps)
+    if half.differs:
+        captured = _as_program(job.way, lambda call: _all_steps(Training(job.model, call), job.num_steps))
+        half.is_programs = difference(captured, steps)[0] == 0
+
+
+def _all_steps(training: Training, num_steps: int) -> list[dict[str, Tensor]]:
+    return [training.train(number) for number in range(num_steps)]
 
 
 def _generate(job: Job, expected: dict[str, Tensor], half: Half) -> None:
-    tokens, model = generate(job.model, job.way)
-    half.differs, half.where = difference([expected], [tokens])
+    tokens, model = generate(job.model, _compiled(job.way))
     half.num_graphs = _num_graphs(model, job.way)
+    half.breaks = _breaks(counters["graph_break"])
+    half.differs, half.where = difference([expected], [tokens])
+    if half.differs:
+        captured = _as_program(job.way, lambda call: generate(job.model, call)[0])
+        half.is_programs = difference([captured], [tokens])[0] == 0
 
 
-def _attempt(way: Way, work: Callable[[Half], None]) -> Half:
+def _attempt(work: Callable[[Half], None]) -> Half:
     """Fill a half, or say why that failed."""
     torch._dynamo.reset()
     counters.clear()
@@ -176,7 +196,6 @@ def _attempt(way: Way, work: Callable[[Half], None]) -> Half:
         work(half)
     except Exception as error:
         half.failure, half.is_ours = _said(error)
-    half.breaks = () if way == "aotdist.compile" else _breaks(counters["graph_break"])
     return half
 
 

@@ -56,6 +56,8 @@ class Half:
         is_ours: whether that is an error that aotdist words.
         differs: largest relative difference from eager; 0.0 if all bits are equal.
         where: what differs most.
+        is_programs: whether eager has these bits too, where it runs what was compiled: told that it is being
+            compiled, or as Dynamo captured it.
         num_graphs: graphs that were compiled.
         breaks: why Dynamo cut the program, a reason for each cut.
     """
@@ -64,6 +66,7 @@ class Half:
     is_ours: bool = False
     differs: float = 0.0
     where: str = ""
+    is_programs: bool = False
     num_graphs: int = 0
     breaks: tuple[str, ...] = ()
 
@@ -76,7 +79,7 @@ class Found:
         training: three steps.
         told: these again with `Settings(is_compiling=True)`, as aotdist proposes where a program reads data;
             None where it does not.
-        generation: four tokens; None where a model generates none.
+        generation: three tokens; None where a model generates none, or was not asked to.
         first: seconds of the first step, which compiles.
         seconds: of a step, one a round.
         eager_seconds: of eager, which took turns with it.
