@@ -23,6 +23,7 @@ _ASKS_FOR_DATA = (
     "tracing tensor",
     "data is not allocated yet",
     ".numpy() is not supported",
+    "on a tensor with unallocated storage",
     "FunctionalTensor.__format__",
 )
 """How errors of PyTorch's say that a traced tensor has no data."""
@@ -83,7 +84,8 @@ def naming_failures() -> Generator[None]:
             stage="joint",
             fix="keep it a tensor (`torch.where` for a branch, a mask for a shape), or move "
             "that part out of the compiled function, or use `Settings(is_compiling=True)` if the line is not "
-            "reached where `torch.compiler.is_compiling()` is true",
+            "reached where `torch.compiler.is_compiling()` is true, or "
+            '`torch.compile(..., backend="aotdist")`, which compiles what comes before and after it',
         ) from error
 
 

@@ -25,7 +25,7 @@ from aotdist.convention.rng import draws_nothing, functional_draw
 from aotdist.joint import known
 from aotdist.joint.bits import with_negation_done
 from aotdist.joint.fused import is_functional_step, results_like
-from aotdist.joint.layouts import as_kernels_lie
+from aotdist.joint.kernel_results import fake_result
 from aotdist.joint.random import Draws
 from aotdist.joint.scalars import Scalars, current_scalars, refusal
 from aotdist.torch_seam import (
@@ -273,10 +273,7 @@ class Recording(ProxyTorchDispatchMode):
         node_args: tuple[Any, ...],
         node_kwargs: dict[str, Any],
     ) -> Any:
-        if is_functional_step(func):
-            result = results_like(func, args)
-        else:
-            result = as_kernels_lie(func, args, func(*args, **kwargs))
+        result = results_like(func, args) if is_functional_step(func) else fake_result(func, args, kwargs)
         node = self._create(func, node_args, node_kwargs)
         if isinstance(result, torch.Tensor):
             self._bind(result, node)

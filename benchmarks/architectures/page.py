@@ -84,7 +84,7 @@ def _summary(entries: Entries) -> Iterator[str]:
         ran = [each for each in found if each.came_through()]
         halves = [each.came_through() for each in ran]
         told = [each for each in ran if each.training.failure]
-        generations = [each.generation for each in found if each.generation is not None]
+        generations = [each.came_through_generation() for each in found if each.generation is not None]
         yield row(
             _SHOWN[way],
             str(len(found)),
@@ -138,6 +138,10 @@ def _graphs(found: Found) -> str:
     half = found.came_through()
     if half is None:
         return "-"
+    return _cuts(half)
+
+
+def _cuts(half: Half) -> str:
     return f"{half.num_graphs}{f', {len(half.breaks)} breaks' if half.breaks else ''}"
 
 
@@ -150,19 +154,22 @@ def _ratio(found: Found) -> str:
 
 
 def _generation(entries: Entries) -> Iterator[str]:
-    yield from header("model", *(f"{_SHOWN[way]} {part}" for way in WAYS for part in ("bits", "graphs")))
+    ways = [way for way in WAYS if any(found.generation for found in _all(entries, way))]
+    yield from header("model", *(f"{_SHOWN[way]} {part}" for way in ways for part in ("bits", "graphs")))
     for model in ARCHITECTURES:
-        halves = [found.generation if (found := entries.at(model, way)) else None for way in WAYS]
-        if any(halves):
-            yield row(model, *(cell for half in halves for cell in _of_generation(half)))
+        found = [entries.at(model, way) for way in ways]
+        if any(each is not None and each.generation for each in found):
+            yield row(model, *(cell for each in found for cell in _of_generation(each)))
 
 
-def _of_generation(half: Half | None) -> tuple[str, str]:
-    if half is None:
+def _of_generation(found: Found | None) -> tuple[str, str]:
+    if found is None or found.generation is None:
         return "not run", "-"
-    if half.failure:
-        return "refused" if half.is_ours else "**fails**", "-"
-    return _sameness(half), f"{half.num_graphs}{f', {len(half.breaks)} breaks' if half.breaks else ''}"
+    half = found.came_through_generation()
+    if half is None:
+        return "refused" if found.generation.is_ours else "**fails**", "-"
+    how = "" if half is found.generation else "told: " if half.with_cache else "told, no cache: "
+    return f"{how}{_sameness(half)}", _cuts(half)
 
 
 def _failures(entries: Entries) -> Iterator[str]:
@@ -180,7 +187,12 @@ def _failures(entries: Entries) -> Iterator[str]:
 
 def _halves(found: Found | None) -> Iterator[tuple[str, Half]]:
     if found is not None:
-        halves = {"training": found.training, "training, told": found.told, "generation": found.generation}
+        halves = {
+            "training": found.training,
+            "training, told": found.told,
+            "generation": found.generation,
+            "generation, told": found.told_generation,
+        }
         yield from ((what, half) for what, half in halves.items() if half is not None)
 
 

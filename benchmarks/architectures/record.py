@@ -73,7 +73,7 @@ class Entries:
 
 def _entry(fields: dict[str, Any]) -> Entry:
     found: dict[str, Any] = fields["found"]
-    for part in ("training", "told", "generation"):
+    for part in ("training", "told", "generation", "told_generation"):
         half = found[part]
         found[part] = None if half is None else Half(**half | {"breaks": tuple(half["breaks"])})
     for series in ("seconds", "eager_seconds"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import set_seed
+from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 import aotdist
 from aotdist.errors import AotdistError
@@ -86,7 +87,9 @@ class Training:
         return {name: tensor.detach().clone() for name, tensor in seen.items()}
 
 
-def generate(name: str, call: Callable[[Any], Any]) -> tuple[dict[str, Tensor], Any]:
+def generate(
+    name: str, call: Callable[[Any], Any], *, with_cache: bool = True
+) -> tuple[dict[str, Tensor], Any]:
     """Tokens that a model draws, with what it computed for each; and the model."""
     model: Any = make(name).eval()
     call(model)
@@ -99,6 +102,7 @@ def generate(name: str, call: Callable[[Any], Any]) -> tuple[dict[str, Tensor], 
         do_sample=True,
         return_dict_in_generate=True,
         output_logits=True,
+        **({} if with_cache else {"use_cache": False}),
     )
     logits = {f"logits of token {number}": each for number, each in enumerate(found.logits)}
     return {"tokens": found.sequences, **logits, "random state": torch.get_rng_state()}, model
@@ -144,9 +148,20 @@ def fill(job: Job) -> Found:
         told = {"is_compiling": True}
         found.told = _attempt(lambda half: _train(job, eager, expected, found, half, **told))
     if eager.plain.can_generate() and job.way != "aot_eager":
-        tokens, _ = generate(job.model, _eager)
-        found.generation = _attempt(lambda half: _generate(job, tokens, half))
+        found.generation = _attempt(lambda half: _generate(job, half))
+        if found.generation.is_ours:
+            found.told_generation = _told_generation(job)
     return found
+
+
+def _told_generation(job: Job) -> Half:
+    """Generation as aotdist proposes it where it refuses it otherwise."""
+    register_dynamic_cache_export_support()
+    told = {"is_compiling": True}
+    half = _attempt(lambda half: _generate(job, half, **told))
+    if not half.failure:
+        return half
+    return _attempt(lambda half: _generate(job, half, with_cache=False, **told))
 
 
 def _train(
@@ -177,13 +192,15 @@ def _all_steps(training: Training, num_steps: int) -> list[dict[str, Tensor]]:
     return [training.train(number) for number in range(num_steps)]
 
 
-def _generate(job: Job, expected: dict[str, Tensor], half: Half) -> None:
-    tokens, model = generate(job.model, _compiled(job.way))
+def _generate(job: Job, half: Half, *, with_cache: bool = True, **settings: Any) -> None:
+    expected, _ = generate(job.model, _eager, with_cache=with_cache)
+    tokens, model = generate(job.model, _compiled(job.way, **settings), with_cache=with_cache)
+    half.with_cache = with_cache
     half.num_graphs = _num_graphs(model, job.way)
     half.breaks = _breaks(counters["graph_break"])
     half.differs, half.where = difference([expected], [tokens])
     if half.differs:
-        captured = _as_program(job.way, lambda call: generate(job.model, call)[0])
+        captured = _as_program(job.way, lambda call: generate(job.model, call, with_cache=with_cache)[0])
         half.is_programs = difference([captured], [tokens])[0] == 0
 
 

@@ -60,6 +60,7 @@ class Half:
             compiled, or as Dynamo captured it.
         num_graphs: graphs that were compiled.
         breaks: why Dynamo cut the program, a reason for each cut.
+        with_cache: for generation, whether keys and values were kept from token to token.
     """
 
     failure: str = ""
@@ -69,6 +70,7 @@ class Half:
     is_programs: bool = False
     num_graphs: int = 0
     breaks: tuple[str, ...] = ()
+    with_cache: bool = True
 
 
 @dataclass(slots=True)
@@ -80,6 +82,9 @@ class Found:
         told: these again with `Settings(is_compiling=True)`, as aotdist proposes where a program reads data;
             None where it does not.
         generation: three tokens; None where a model generates none, or was not asked to.
+        told_generation: these again as aotdist proposes where it refuses a cache, or reads of data: with
+            `Settings(is_compiling=True)`, and caches registered as pytrees; without a cache if that fails
+            too.
         first: seconds of the first step, which compiles.
         seconds: of a step, one a round.
         eager_seconds: of eager, which took turns with it.
@@ -88,6 +93,7 @@ class Found:
     training: Half = field(default_factory=Half)
     told: Half | None = None
     generation: Half | None = None
+    told_generation: Half | None = None
     first: float = 0.0
     seconds: tuple[float, ...] = ()
     eager_seconds: tuple[float, ...] = ()
@@ -95,6 +101,11 @@ class Found:
     def came_through(self) -> Half | None:
         """The training that came to its end, if one did."""
         return next((half for half in (self.training, self.told) if half and not half.failure), None)
+
+    def came_through_generation(self) -> Half | None:
+        """The generation that came to its end, if one did."""
+        halves = (self.generation, self.told_generation)
+        return next((half for half in halves if half and not half.failure), None)
 
     def compile_seconds(self) -> float:
         """What the first step takes beyond the others."""

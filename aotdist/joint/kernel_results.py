@@ -1,0 +1,66 @@
+"""What some kernels give, where PyTorch's fakes say otherwise, or refuse (torch 2.13).
+
+A trace decides by strides which `reshape` is a view, and what a result is a view of, so they have to be those
+that come.
+
+- Of batch normalisation on a CPU, fakes claim that whatever is permuted stays so; the kernels give a
+  contiguous result, or one with the channels last if the input has them there.
+- Grouped products (of experts) fakes allow in bf16 only, and without the gaps behind rows that the kernels
+  leave: these begin at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from aotdist.torch_seam import OpOverload, suggest_memory_format
+
+_ATEN = torch.ops.aten
+_GROUPED_MM = _ATEN._grouped_mm.default
+_NORMALISED: Mapping[OpOverload, int] = {
+    _ATEN.native_batch_norm.default: 0,
+    _ATEN._native_batch_norm_legit.default: 0,
+    _ATEN._native_batch_norm_legit.no_stats: 0,
+    _ATEN._native_batch_norm_legit_functional.default: 0,
+    _ATEN._native_batch_norm_legit_no_training.default: 0,
+    _ATEN.native_batch_norm_backward.default: 1,
+}
+"""Operators whose first result is made like one of the arguments, by the argument's position."""
+
+
+def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives for fakes: of the sizes and strides that its kernel gives."""
+    if func is _GROUPED_MM and (args[0].device.type == "cpu" or args[0].dtype != torch.bfloat16):
+        return _grouped_product(*args, **kwargs)
+    result = func(*args, **kwargs)
+    position = _NORMALISED.get(func)
+    if position is None or not isinstance(result[0], torch.Tensor) or args[position].device.type != "cpu":
+        return result
+    first, *others = result
+    like = args[position]
+    # The forward asks first whether its input is contiguous; with sizes of one it may be so in both formats.
+    contiguous = position == 0 and like.is_contiguous()
+    kept = torch.contiguous_format if contiguous else suggest_memory_format(like)
+    return (torch.empty_like(first, memory_format=kept), *others)
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Shapes: (m, k) or (g, m, k) by (k, n) or (g, k, n); where there is no g, `offs` tells the groups."""
+    rows, columns = a.size(-2), b.size(-1)
+    in_groups = [a.size(0)] if a.dim() == 3 and b.dim() == 3 else []
+    if a.dim() == 2 and b.dim() == 2 and offs is not None:
+        in_groups = [offs.size(0)]
+    dtype = out_dtype or a.dtype
+    aligned = 16 // dtype.itemsize
+    padded = (columns + aligned - 1) // aligned * aligned
+    strides = [*([rows * padded] if in_groups else []), padded, 1]
+    return torch.empty_strided((*in_groups, rows, columns), strides, dtype=dtype, device=a.device)
