@@ -91,7 +91,11 @@ class Graphs:
             return [self._val(part, where) for part in val]
         if isinstance(val, torch.Tensor):
             if any(map(is_open, (*val.shape, *val.stride()))):
-                raise UnsupportedProgram(f"{where} has symbolic sizes", stage="store")
+                raise UnsupportedProgram(
+                    f"{where} has symbolic sizes",
+                    stage="store",
+                    fix="write it with numbers for sizes: without `dynamic_shapes`, or `dynamic=True`",
+                )
             # What is left of symbols are numbers, though not all of them are of that type.
             shape = Shape(tuple(map(int, val.shape)), tuple(map(int, val.stride())), val.dtype, val.device)
             return self._positions.setdefault(shape, len(self._positions))

@@ -295,6 +295,17 @@ def test_functions_of_the_users_are_refused_by_node(tmp_path: Path) -> None:
         save(gm, tmp_path / "graph.aot")
 
 
+def test_branches_with_symbolic_sizes_are_refused(tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def forward(self, x):
+            return (torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (x,)),)
+
+    pair = aot_export_module(Branches(), (torch.ones(4, 3),), trace_joint=False, dynamic_shapes=True)
+    with pytest.raises(UnsupportedProgram, match="has symbolic sizes.*\n.*\n.*without `dynamic_shapes`"):
+        save(pair, tmp_path / "graph.aot")
+    assert not list(tmp_path.iterdir())
+
+
 def test_there_is_no_pickle_in_it(tmp_path: Path) -> None:
     save(exported(CASES["views"])[0], tmp_path / "graph.aot")
     with zipfile.ZipFile(tmp_path / "graph.aot") as file:
