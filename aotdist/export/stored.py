@@ -33,6 +33,7 @@ from aotdist.torch_seam import (
     call_with_primals_and_tangents,
     expression,
     hint,
+    is_open,
     new_symbol,
     no_modes,
     primals_and_values,
@@ -170,23 +171,32 @@ def _without_symbols(gm: GraphModule) -> Graph:
 def _has_symbols(val: Any) -> bool:
     if isinstance(val, (tuple, list)):
         return any(map(_has_symbols, val))
-    return isinstance(val, torch.Tensor) and is_symbolic((*val.shape, *val.stride()))
+    return isinstance(val, torch.Tensor) and any(map(is_open, (*val.shape, *val.stride())))
 
 
 def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
-    """Of each input with symbols: its sizes, by name where they are symbols, and all as they were."""
+    """Of each input with symbols: its sizes as they were, and by name where they are symbols.
+
+    A symbol of which the trace made a number has no name, and still counts among those that have one.
+    """
     found: dict[str, Json] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         val = node.meta.get("val")
         if _has_symbols(val):
             found[node.name] = {
-                "names": [expression(size) if is_symbolic(size) else None for size in val.shape],
+                "names": [_name(size) for size in val.shape],
                 "size": [hint(size) for size in val.shape],
                 "stride": [hint(stride) for stride in val.stride()],
                 "dtype": str(val.dtype).removeprefix("torch."),
                 "device": str(val.device),
             }
     return found
+
+
+def _name(size: int | torch.SymInt) -> str | None:
+    if not is_symbolic(size):
+        return None
+    return expression(size) if is_open(size) else ""
 
 
 def _signature(signature: GraphSignature, values: Values) -> Json:
@@ -222,15 +232,22 @@ def _symbolic(
     json: Mapping[str, Json], env: Any, symbols: dict[str, Any], fake_mode: FakeTensorMode, name: str
 ) -> torch.Tensor:
     """A fake tensor with symbols among its sizes; those of the same name are the same."""
+    size: list[Any] = []
     for dim, (symbol, number) in enumerate(zip(json["names"], json["size"], strict=True)):
-        if symbol is not None and symbol not in symbols:
-            symbols[symbol] = new_symbol(env, number, f"{name}.size({dim})")
-    pairs = zip(json["names"], json["size"], strict=True)
-    size = [number if symbol is None else symbols[symbol] for symbol, number in pairs]
+        known = number if symbol is None else symbols.get(symbol)
+        if known is None:
+            known = new_symbol(env, number, f"{name}.size({dim})")
+            if symbol:
+                symbols[symbol] = known
+        size.append(known)
     stride = symbolic_strides(size, json["size"], json["stride"])
     dtype, device = getattr(torch, json["dtype"]), torch.device(json["device"])
     with fake_mode:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    for symbol, made in zip(json["names"], size, strict=True):
+        if symbol == "":
+            int(made)  # asking makes a number of it, as the trace did once the tensor was there
+    return tensor
 
 
 def _find_out(gm: GraphModule, fake_mode: FakeTensorMode) -> None:

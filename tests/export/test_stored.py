@@ -141,6 +141,19 @@ def test_symbolic_sizes_come_back(joint: bool, tmp_path: Path) -> None:
         assert found[3] == columns * 2
 
 
+def test_a_size_that_turned_out_to_be_a_number_is_one(tmp_path: Path) -> None:
+    class FourRows(nn.Module):
+        def forward(self, x):
+            return (x.sum(1) if x.shape[0] == 4 else x.sum(0)).sin(), x.shape[0]
+
+    pair = aot_export_module(FourRows(), (torch.ones(4, 3),), trace_joint=False, dynamic_shapes=True)
+    save(pair, tmp_path / "graph.aot")
+    gm, _ = load(tmp_path / "graph.aot")
+    (x,) = gm.graph.find_nodes(op="placeholder")
+    assert x.meta["val"].shape[0] == 4 and str(x.meta["val"].shape[1]).startswith("s")
+    assert_same_results(gm(torch.ones(4, 5)), pair[0](torch.ones(4, 5)))
+
+
 def test_symbols_that_came_back_may_be_saved_again(tmp_path: Path) -> None:
     pair = aot_export_module(
         AnySize(), (torch.randn(4, 3), torch.randn(2, 6)), trace_joint=False, dynamic_shapes=True
