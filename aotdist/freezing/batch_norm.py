@@ -31,17 +31,14 @@ _NORMS = frozenset(
 )
 
 
-def fold_batch_norms(gm: GraphModule, state: set[str]) -> int:
+def fold_batch_norms(gm: GraphModule, state: set[str]) -> None:
     """Edit a graph so that batch norms right behind a convolution or a product are parts of its weights.
 
     Args:
         gm: the graph.
         state: names of the inputs that are parameters and buffers.
-
-    Returns:
-        how many are.
     """
-    constant, count = constant_nodes(gm, state), 0
+    constant = constant_nodes(gm, state)
     for node in list(gm.graph.nodes):
         norm = _Norm.of(node, constant)
         if norm is None or norm.before.users.keys() - {node}:
@@ -54,8 +51,6 @@ def fold_batch_norms(gm: GraphModule, state: set[str]) -> int:
             gm.graph.erase_node(node)
             gm.graph.erase_node(norm.before)
             constant = constant_nodes(gm, state)
-            count += 1
-    return count
 
 
 @dataclass(frozen=True, slots=True)

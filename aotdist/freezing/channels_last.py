@@ -44,17 +44,14 @@ _KEEP_LAYOUT = frozenset(
 """Operators that take channels last, and say what they make of it, beside pointwise ones."""
 
 
-def lay_channels_last(gm: GraphModule, state: set[str]) -> int:
+def lay_channels_last(gm: GraphModule, state: set[str]) -> None:
     """Edit a graph so that its convolutions have channels last; results are laid out as before.
 
     Args:
         gm: the graph.
         state: names of the inputs that are parameters and buffers.
-
-    Returns:
-        how many convolutions have.
     """
-    return _Layout(gm, constant_nodes(gm, state)).run()
+    _Layout(gm, constant_nodes(gm, state)).run()
 
 
 class _Layout:
@@ -74,20 +71,17 @@ class _Layout:
         results = gm.graph.output_node().all_input_nodes
         self._of_results = {storage_root(node) for node in results} | set(results)
 
-    def run(self) -> int:
+    def run(self) -> None:
         """Lay it out."""
-        count = 0
         for node in list(self._graph.nodes):
             if node.op != "call_function" or node in self._constant:
                 continue
             if self._is_convolution(node):
                 self._lay_out(node)
-                count += 1
             elif not (_keeps_layout(node) and self._follow(node)):
                 self._restore_arguments(node)
             if node in self._of_results and node in self._before:
                 self._restore_at_once(node)
-        return count
 
     def _is_convolution(self, node: Node) -> bool:
         if node.target is not _CONVOLUTION:
@@ -140,8 +134,6 @@ class _Layout:
                 node.replace_input_with(source, self._restore(source, node))
 
     def _restore(self, source: Node, user: Node) -> Node:
-        if source.target is operator.getitem and source in self._restored:
-            return self._restored[source]
         if source not in self._restored:
             with self._graph.inserting_before(user):
                 options = {"memory_format": torch.contiguous_format}
