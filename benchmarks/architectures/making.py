@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -34,11 +34,12 @@ _DROPPED = 0.1
 def make(name: str) -> PreTrainedModel:
     """The model, in training mode: the same weights at every call."""
     model: type[PreTrainedModel] = getattr(transformers, name)
-    options = {
-        key: dict(value) if isinstance(value, Mapping) else value
+    options: dict[str, Any] = {
+        key: dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value
         for key, value in ARCHITECTURES[name].options.items()
     }
-    config = model.config_class(**options)
+    config_class: Any = model.config_class
+    config = config_class(**options)
     _with_drops(config)
     torch.manual_seed(0)
     return model(config).train()

@@ -37,6 +37,8 @@ elements a token): each is trained with its own loss, and generates, if it can. 
   the random numbers are compared.
 """
 
+_BESIDE = "Seconds of compiling, and a step's ratio to eager, to those of `aot_eager`."
+
 _OWN = ", the program's own"
 
 _SHOWN: Mapping[Way, str] = {
@@ -55,6 +57,7 @@ def page(entries: Entries) -> str:
     lines = [_HEAD, f"`{entries.command}`, {entries.date}; {circumstances}."]
     lines += [f"Some rows are from {', '.join(older)}."] if older else []
     lines += ["", "## Summary", "", *_summary(entries), "", "## Training", "", *_training(entries)]
+    lines += ["", "## Beside torch.compile", "", _BESIDE, "", *_beside(entries)]
     lines += ["", "## Generation", "", *_generation(entries)]
     lines += ["", "## What fails, and what it says", "", *_failures(entries)]
     lines += ["", "## Where Dynamo breaks", "", *_breaks(entries)]
@@ -153,8 +156,33 @@ def _ratio(found: Found) -> str:
     return f"{found.time_ratio():.2f}" if found.seconds else "-"
 
 
+def _beside(entries: Entries) -> Iterator[str]:
+    """What both of ours take to what the peer takes; first the medians."""
+    ours: tuple[Way, ...] = ("aotdist.compile", "backend aotdist")
+    yield from header("model", *(f"{_SHOWN[way]} {what}" for way in ours for what in ("compile", "step")))
+    rows = {model: [_ratios(entries, model, way) for way in ours] for model in ARCHITECTURES}
+    medians = [
+        _range((found[which][part] for found in rows.values() if found[which]), "{:.2f}")
+        for which in range(len(ours))
+        for part in range(2)
+    ]
+    yield row("all, median", *medians)
+    for model, found in rows.items():
+        if any(found):
+            yield row(
+                model, *(f"{ratio:.2f}" if ratio else "-" for pair in found for ratio in pair or (0, 0))
+            )
+
+
+def _ratios(entries: Entries, model: str, way: Way) -> tuple[float, float] | tuple[()]:
+    found, peer = (entries.at(model, each) for each in (way, "aot_eager"))
+    if found is None or peer is None or not found.seconds or not peer.seconds:
+        return ()
+    return found.compile_seconds() / peer.compile_seconds(), found.time_ratio() / peer.time_ratio()
+
+
 def _generation(entries: Entries) -> Iterator[str]:
-    ways = [way for way in WAYS if any(found.generation for found in _all(entries, way))]
+    ways: list[Way] = [way for way in WAYS if any(found.generation for found in _all(entries, way))]
     yield from header("model", *(f"{_SHOWN[way]} {part}" for way in ways for part in ("bits", "graphs")))
     for model in ARCHITECTURES:
         found = [entries.at(model, way) for way in ways]

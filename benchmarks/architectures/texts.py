@@ -57,7 +57,7 @@ _TRANSLATOR: Mapping[str, Any] = {
 
 def _reader(kind: Kind) -> Any:
     def architecture(model: str, **options: Any) -> Architecture:
-        return Architecture(kind, model, GROUPED | options, tokens)
+        return Architecture(kind, model, {**GROUPED, **options}, tokens)
 
     return architecture
 
@@ -66,7 +66,7 @@ _decoder, _experts, _space = map(_reader, ("decoder", "experts", "state space, l
 
 
 def _encoder(model: str, **options: Any) -> Architecture:
-    return Architecture("encoder", model, HEADED | options, padded)
+    return Architecture("encoder", model, {**HEADED, **options}, padded)
 
 
 DECODERS = (

@@ -131,7 +131,7 @@ def _compiled_by_dynamo(model: Any, **options: Any) -> Any:
 
 def _as_program(way: Way, run: Callable[[Callable[[Any], Any]], Answer]) -> Answer:
     """What eager gives for the program that is compiled in this way."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if way != "aotdist.compile":
         return run(partial(_compiled_by_dynamo, backend="eager"))
     with said_to_be_compiling():
@@ -206,7 +206,7 @@ def _generate(job: Job, half: Half, *, with_cache: bool = True, **settings: Any)
 
 def _attempt(work: Callable[[Half], None]) -> Half:
     """Fill a half, or say why that failed."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     half = Half()
     try:

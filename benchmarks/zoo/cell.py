@@ -163,9 +163,8 @@ def _apart(a: Tensor | None, b: Tensor | None) -> float:
     if _bits(a) == _bits(b):
         return 0.0
     wide_a, wide_b = a.double(), b.double()
-    return float((wide_a - wide_b).norm() / wide_a.norm().clamp_min(torch.finfo(a.dtype).tiny)) or math.ulp(
-        0.0
-    )
+    tiny = torch.finfo(a.dtype if a.is_floating_point() else wide_a.dtype).tiny
+    return float((wide_a - wide_b).norm() / wide_a.norm().clamp_min(tiny)) or math.ulp(0.0)
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from benchmarks.architectures.page import page
 from benchmarks.architectures.record import Entries
 from benchmarks.architectures.vocabulary import Found, Half
 
-TIMES = {"first": 2.5, "seconds": (0.5, 0.5), "eager_seconds": (1.0, 0.5)}
+TIMES: dict[str, Any] = {"first": 2.5, "seconds": (0.5, 0.5), "eager_seconds": (1.0, 0.5)}
 SAME = Half(num_graphs=1)
 OTHER = Half(differs=1e-6, where="loss, step 1", is_programs=True, num_graphs=2, breaks=("a branch",) * 2)
 REFUSED = Half(failure="UnsupportedProgram: no; fix: <this>", is_ours=True)

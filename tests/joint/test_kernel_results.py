@@ -63,8 +63,8 @@ GROUPED = {
     "rows": lambda: (torch.randn(8, 16), torch.randn(2, 16, 8)),
     "rows of transposed": lambda: (torch.randn(8, 16), torch.randn(2, 6, 16).mT),
     "columns": lambda: (torch.randn(2, 4, 16), torch.randn(8, 16).t()),
-    "sums": lambda: (torch.randn(8, 12).t(), torch.randn(8, 4)),
-    "batches": lambda: (torch.randn(2, 4, 8), torch.randn(2, 8, 4)),
+    "sums": lambda: (torch.randn(8, 16).t(), torch.randn(8, 8)),
+    "batches": lambda: (torch.randn(2, 4, 8), torch.randn(2, 8, 8)),
 }
 
 
@@ -78,11 +78,7 @@ def test_a_grouped_product(kind: str, dtype: torch.dtype) -> None:
 
     torch.manual_seed(0)
     a, b = (each.to(dtype) for each in GROUPED[kind]())
-    try:
-        eager = product(a, b)
-    except RuntimeError as error:
-        assert "multiple of 16 bytes" in str(error)
-        return
+    eager = product(a, b)
     ours = aotdist.compile(product, backend="fx")(a, b)
     assert torch.equal(eager, ours) and eager.stride() == ours.stride()
 

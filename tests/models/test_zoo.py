@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from benchmarks.timing import Pace
 
@@ -20,9 +21,9 @@ def fresh_dynamo() -> Generator[None]:
     log = logging.getLogger("torch.__trace")  # PyTorch would print every graph for it
     before = log.level
     log.setLevel(logging.CRITICAL)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
     log.setLevel(before)
 
 
@@ -46,8 +47,7 @@ def test_llama_trains_behind_dynamo() -> None:
         for training in (trial.Training("LlamaForCausalLM", call) for call in (as_it_is, behind_dynamo))
     )
     assert trial.difference(eager, ours) == (0.0, "")
-    counted = torch._dynamo.utils.counters
-    assert counted["stats"]["unique_graphs"] == 1 and not counted["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def as_it_is(model: Any) -> Any:
@@ -57,7 +57,7 @@ def as_it_is(model: Any) -> Any:
 
 def behind_dynamo(model: Any) -> Any:
     """The model through `torch.compile(backend="aotdist")`."""
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     return torch.compile(model, backend="aotdist", options={"backend": "fx"})
 
 
