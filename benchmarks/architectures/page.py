@@ -25,16 +25,21 @@ elements a token): each is trained with its own loss, and generates, if it can. 
 - Three steps of AdamW. Dropout is 0.1 wherever a config has any; encoders get a padded batch. **same** means:
   loss, gradients, parameters, buffers, and the state of the random numbers after each step equal eager's bit
   for bit; else the largest relative difference, and of what.
-- **told**: a program reads data to choose its way, and does not where `torch.compiler.is_compiling()`.
-  aotdist refuses the former, and names `Settings(is_compiling=True)` as the way out; with that the model
+- **told**: a program reads data to choose its way, but not where `torch.compiler.is_compiling()` is true.
+  aotdist refuses to compile it, and names `Settings(is_compiling=True)` as the way out; with that the model
   trains. Eager is not told so, and may go another way, as it does beside `torch.compile`.
+- What stays refused reads data whatever it is told; `torch.compile(backend="aotdist")` compiles the rest.
 - **the program's own**: eager has these very bits where it runs what was compiled: told that it is being
-  compiled, or, beside Dynamo, what that captured (`torch.compile(model, backend="eager")`).
+  compiled, or, beside Dynamo, what that captured (`torch.compile(model, backend="eager")`). In Mamba and Jamba
+  transformers does so; in Wav2Vec2 Dynamo draws other random numbers. A key's bias has no gradient but what
+  rounding leaves: that of `aot_eager` is another there.
 - **graphs**, and **breaks** of Dynamo's. `aotdist.compile` has no breaks.
 - **compile**: seconds of the first step beyond the others. **step / eager**: forward and backward, the median
   of rounds in which both took turns. The machine was shared: read times to a tenth.
 - **generation**: three tokens, drawn at random, with the model's own cache. Tokens, logits and the state of
-  the random numbers are compared.
+  the random numbers are compared. A cache is an object that `aotdist.compile` refuses as an argument: **told**
+  is with `Settings(is_compiling=True)` and caches registered as pytrees, by transformers' own
+  `register_dynamic_cache_export_support()`; **no cache** with `use_cache=False`, where that does not know one.
 """
 
 _BESIDE = "Seconds of compiling, and a step's ratio to eager, to those of `aot_eager`."
@@ -76,7 +81,7 @@ def _summary(entries: Entries) -> Iterator[str]:
         "same bits",
         "same bits if told",
         "other bits",
-        "fails",
+        "refused or fails",
         "one graph, no break",
         "compile",
         "step / eager",
@@ -98,7 +103,7 @@ def _summary(entries: Entries) -> Iterator[str]:
             str(sum(half is not None and half.num_graphs == 1 and not half.breaks for half in halves)),
             _range((each.compile_seconds() for each in ran), "{:.1f} s"),
             _range((each.time_ratio() for each in ran), "{:.2f}"),
-            f"{sum(map(_is_same, generations))} of {len(generations)}",
+            f"{sum(map(_is_same, generations))} of {len(generations)}" if generations else "-",
         )
 
 

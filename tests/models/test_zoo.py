@@ -15,6 +15,8 @@ from benchmarks.timing import Pace
 if TYPE_CHECKING:
     from benchmarks.architectures.vocabulary import Found, Half, Way
 
+pytestmark = pytest.mark.slow  # to import transformers takes five seconds by itself
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Generator[None]:
