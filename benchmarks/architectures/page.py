@@ -30,16 +30,15 @@ elements a token): each is trained with its own loss, and generates, if it can. 
   trains. Eager is not told so, and may go another way, as it does beside `torch.compile`.
 - What stays refused reads data whatever it is told; `torch.compile(backend="aotdist")` compiles the rest.
 - **the program's own**: eager has these very bits where it runs what was compiled: told that it is being
-  compiled, or, beside Dynamo, what that captured (`torch.compile(model, backend="eager")`). In Mamba and Jamba
-  transformers does so; in Wav2Vec2 Dynamo draws other random numbers. A key's bias has no gradient but what
-  rounding leaves: that of `aot_eager` is another there.
+  compiled, or, beside Dynamo, what that captured (`torch.compile(model, backend="eager")`). A key's bias has
+  no gradient but what rounding leaves, so that a relative difference there is large or none.
 - **graphs**, and **breaks** of Dynamo's. `aotdist.compile` has no breaks.
 - **compile**: seconds of the first step beyond the others. **step / eager**: forward and backward, the median
   of rounds in which both took turns. The machine was shared: read times to a tenth.
 - **generation**: three tokens, drawn at random, with the model's own cache. Tokens, logits and the state of
-  the random numbers are compared. A cache is an object that `aotdist.compile` refuses as an argument: **told**
-  is with `Settings(is_compiling=True)` and caches registered as pytrees, by transformers' own
-  `register_dynamic_cache_export_support()`; **no cache** with `use_cache=False`, where that does not know one.
+  the random numbers are compared. A cache is an object that `aotdist.compile` refuses as an argument:
+  **told** is with `Settings(is_compiling=True)` and caches registered as pytrees, by transformers' own
+  `register_dynamic_cache_export_support()`; **no cache** with `use_cache=False`, where that knows none.
 """
 
 _BESIDE = "Seconds of compiling, and a step's ratio to eager, to those of `aot_eager`."
