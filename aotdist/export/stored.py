@@ -46,7 +46,7 @@ from aotdist.torch_seam import (
 class Exported(NamedTuple):
     """What a file holds.
 
-    Args:
+    Attributes:
         graph_module: the graph.
         signature: what it takes and returns; None of a graph by `aot_export_joint_simple`.
     """
