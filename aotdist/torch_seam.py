@@ -1281,7 +1281,7 @@ def is_profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-def group_words(group_name: str) -> str:
+def group_words(group_name: Any) -> str:
     """A process group for a reader: its description, if its maker gave it one, and how many ranks it has."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
