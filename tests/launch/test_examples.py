@@ -32,8 +32,9 @@ def test_train_step(ranks: int) -> None:
     assert len(losses) == 3 and graphs.startswith("2 graphs")
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks
-@ON_ONE_AND_ON_TWO
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.skipif(
     not IS_DECLARED, reason="aotdist was installed before it had the entry point: `make setup`"
 )

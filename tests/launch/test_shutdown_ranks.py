@@ -17,6 +17,7 @@ def run_broken(job, how, *options, rank=1):
     return run_torchrun(*words, num_ranks=2)
 
 
+@pytest.mark.sweep
 def test_an_unknown_option_is_reported_by_one_rank(job):
     finished = run_torchrun("-m", "aotdist.launch.train", "--model.dmi=3", num_ranks=2)
     assert finished.returncode == 1  # torchrun's own code; it names the rank's
@@ -39,19 +40,21 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_shown(job):
     assert (job.folder / "broken" / "loss.png").exists()
 
 
+@pytest.mark.sweep
 def test_an_error_of_one_rank_alone_is_shown_though_rank_0_has_none(job):
     finished = run_broken(job, "refuses")
     assert finished.returncode == 1
     assert "[rank 1] UnsupportedProgram: only this rank refuses" in finished.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_a_rank_that_dies_is_named_by_the_others(job, rank):
     finished = run_broken(job, "dies", rank=rank)
     assert finished.returncode == 1
     assert f"RankLost: rank {rank} was lost" in finished.stderr
 
 
+@pytest.mark.sweep
 def test_a_rank_that_hangs_is_named_after_the_timeout(job):
     finished = run_broken(job, "stops", "--parallel.timeout-s=5")
     assert finished.returncode == 1
