@@ -87,6 +87,9 @@ class _Entry:
     def is_outdated(self) -> bool:
         return self.version is not None and self.base._version > self.version
 
+    def shares_history(self) -> bool:
+        return all(step.grad and step.op not in (_DETACH, data_of) for step in self.steps)
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
@@ -148,6 +151,21 @@ class Opened:
         return [inner for _, inner in self.inside if not is_wrapper(inner)] or [self.tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Uncounted:
+    """A write that autograd's version counter does not count, so that views made before are not made again.
+
+    Args:
+        tensor: what was written.
+        serial: when.
+        is_recorded: whether it may have got a history by that.
+    """
+
+    tensor: torch.Tensor
+    serial: int
+    is_recorded: bool
+
+
 class Storages(Protocol):
     """What is known of the storages of traced tensors."""
 
@@ -186,8 +204,7 @@ class ViewLog(TorchDispatchMode):
         self._reads_data = False
         self._is_off = False
         self.changes: list[Change] = []
-        self.uncounted: list[torch.Tensor] = []
-        """What was written and not counted."""
+        self.uncounted: list[Uncounted] = []
 
     def __torch_dispatch__(
         self,
@@ -212,10 +229,11 @@ class ViewLog(TorchDispatchMode):
             # get to see `view_as` itself, as in eager. What it is broken up into is not inside of anything.
             with self, nullcontext() if makes_views(func) else enable_reentrant_dispatch():
                 return broken_up(func, *args, **kwargs)
-        for target in written_by(func, args, kwargs) if is_operator(func) else ():
+        targets = [*written_by(func, args, kwargs)] if is_operator(func) else []
+        for target in targets:
             self._refuse_overlapping_write(func, target)
         if self.changes:
-            self._refuse_lost((*args, *kwargs.values()))
+            self._refuse_lost((*args, *kwargs.values()), targets)
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = self._view_by(func)(*args, **kwargs)
@@ -230,7 +248,8 @@ class ViewLog(TorchDispatchMode):
             return self._log_outs(func, args, kwargs, results)
         uncounted = written_uncounted(args)
         if uncounted:
-            self.uncounted += written_by(func, args, kwargs)
+            serial, records = next(self._serials), _is_recorded((*args, *kwargs.values()))
+            self.uncounted += [Uncounted(target, serial, records) for target in targets]
         with all_uncounted(uncounted):
             return func(*args, **kwargs)
 
@@ -493,8 +512,17 @@ class ViewLog(TorchDispatchMode):
     def _is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
         return any(passed is base for passed in self.bases(view))
 
-    def _refuse_lost(self, values: Sequence[Any]) -> None:
+    def is_or_shows(self, tensor: torch.Tensor, base: torch.Tensor) -> bool:
+        """Whether a tensor is `base`, or a view of it."""
+        return tensor is base or self._is_view_of(tensor, base)
+
+    def _refuse_lost(self, values: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
         """Refuse views that show other memory, or have another history, than the log can tell."""
+        for view in written if _is_recorded(values) else ():
+            base = view._base
+            # Autograd cuts gradients of a base by where the two lie: the view as ever, the base as it is now.
+            if base is not None and lies_elsewhere(base, self._changes_since_made(view, base)):
+                raise _outgrown()
         for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if id(tensor) in self._outgrown:
@@ -506,11 +534,14 @@ class ViewLog(TorchDispatchMode):
         base = view._base
         if base is None or not view.requires_grad or not self.is_outdated(view):
             return
-        changes = [change for change in self.changes_of(base) if change.serial > self.made(view)]
+        changes = self._changes_since_made(view, base)
         if any(change.op is torch.Tensor.detach_ for change in changes):
             raise detached_since()
         if lies_elsewhere(base, changes):
             raise _outgrown()
+
+    def _changes_since_made(self, view: torch.Tensor, base: torch.Tensor) -> list[Change]:
+        return [change for change in self.changes_of(base) if change.serial > self.made(view)]
 
     def _refuse_overlapping_write(self, func: OpOverload, target: torch.Tensor) -> None:
         """Raise for a write into memory that one of the tensor's bases shows several times.
@@ -601,6 +632,13 @@ class ViewLog(TorchDispatchMode):
     def _without_operator(self, view: torch.Tensor, base: torch.Tensor, op: Callable[..., Any]) -> _Entry:
         return _Entry(view, base, (ViewStep(op, (), serial=next(self._serials)),), self.made(base), None)
 
+    def _is_recorded_since(self, entry: _Entry) -> bool:
+        """Whether the base of a view got another history, of which autograd does not know, after the view."""
+        return any(
+            write.is_recorded and write.serial > entry.made and self.is_or_shows(write.tensor, entry.base)
+            for write in self.uncounted
+        )
+
     def made(self, tensor: torch.Tensor) -> int:
         """When a view was made, as a number that grows; before all others for what is no view."""
         entry = self._entries.get(id(tensor))
@@ -683,6 +721,8 @@ class ViewLog(TorchDispatchMode):
             found = found.passing(entry.base if through_node else None)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise _outgrown()
+            if entry.shares_history() and self._is_recorded_since(entry):
+                raise _keeps_its_history()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))
             entry = None if id(found.base) in known else self._entries.get(id(found.base))
         return found
@@ -741,6 +781,23 @@ def _outgrown() -> UnsupportedProgram:
         stage="joint",
         fix="make the view afterwards, or resize the tensor before the compiled function",
     )
+
+
+def _keeps_its_history() -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "an operator of lists with wrappers writes a tensor after a view of it was made: in eager the view "
+        "keeps the gradient that it had before",
+        stage="joint",
+        fix="write it by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or make the view afterwards",
+    )
+
+
+def _is_recorded(values: Sequence[Any]) -> bool:
+    """Whether autograd records what is done with values."""
+    if not torch.is_grad_enabled():
+        return False
+    flat = (one for value in values for one in (value if isinstance(value, (list, tuple)) else [value]))
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in flat)
 
 
 def _detached_for_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,12 +41,11 @@ class WrittenViews:
         Raises:
             UnsupportedProgram: eager does not count the write.
         """
-        uncounted = set(map(id, self._log.uncounted))
         for idx, tensor in self._inputs.views():
             node = history_of(tensor)
             if node is None or node.name() == NAMED or node is self._last.get(idx):
                 continue
-            if id(tensor) in uncounted:
+            if any(self._log.is_or_shows(write.tensor, tensor) for write in self._log.uncounted):
                 raise _keeps_its_history(self._inputs.row()[idx].slot)
             self._last[idx] = node
             node.register_prehook(functools.partial(_laid_out_anew, tensor.output_nr))

@@ -38,6 +38,7 @@ REFUSALS = (
     "is a leaf that gives up its gradient in place, and is then written",
     "a tensor is detached in place (`detach_`) that a write of it with history needs",
     "is a view that an operator of lists with wrappers writes",
+    "an operator of lists with wrappers writes a tensor after a view of it was made",
 )
 """What a random program may be refused for."""
 

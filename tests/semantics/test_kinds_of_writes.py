@@ -204,3 +204,26 @@ def test_a_view_in_a_list_with_wrappers_keeps_its_history() -> None:
     same_as_eager(lambda: Scene(lambda base: program(base.t()), (two_non_leaf(4, 4),)))
     with pytest.raises(UnsupportedProgram, match="a view that an operator of lists with wrappers writes"):
         aotdist.compile(program, backend="fx")(two_non_leaf(4, 4).t())
+
+
+@pytest.mark.parametrize("through", ["itself", "a view", "the view"])
+def test_a_view_made_before_a_list_with_wrappers_keeps_its_gradient(through: str) -> None:
+    """In eager, where what it is a view of has got another. It is refused where the caller would see it."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = x.t()
+        torch._foreach_mul_([{"itself": x, "a view": x[0], "the view": before}[through]], 2.0)
+        return before, x.t()
+
+    same_as_eager(lambda: Scene(lambda x: program(x)[1], (two_non_leaf(4, 4),)))
+    same_as_eager(lambda: Scene(torch.no_grad()(program), (two_non_leaf(4, 4),)))
+    with pytest.raises(UnsupportedProgram, match="after a view of it was made"):
+        aotdist.compile(program, backend="fx")(two_non_leaf(4, 4))
+
+
+def test_a_view_of_a_view_in_a_list_with_wrappers_is_refused() -> None:
+    def program(x: torch.Tensor) -> None:
+        torch._foreach_mul_([x.t()], 2.0)
+
+    with pytest.raises(UnsupportedProgram, match="a view that an operator of lists with wrappers writes"):
+        aotdist.compile(program, backend="fx")(two_non_leaf(4, 4).t())

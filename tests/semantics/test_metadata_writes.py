@@ -310,6 +310,20 @@ def test_views_whose_history_nobody_can_make_again_are_refused(
         aotdist.compile(program, backend="fx")(torch.ones(3, 3, requires_grad=True))
 
 
+def test_a_view_of_what_lies_elsewhere_now_is_not_written_with_history() -> None:
+    """Autograd would cut the gradient of the base by where the view was in what the base was."""
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> None:
+        row = x[0]
+        x.data = y
+        row.zero_()
+
+    with pytest.raises(UnsupportedProgram, match="whose storage was replaced"):
+        aotdist.compile(program, backend="fx")(
+            torch.ones(3, 3, requires_grad=True) * 1.5, torch.ones(3, 3).t()
+        )
+
+
 def test_as_strided_in_place_around_a_view_with_history_is_refused() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         return x[:, 0].as_strided_((2, 2), (2, 1))
