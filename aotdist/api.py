@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from aotdist.cache.backend import caching
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
-from aotdist.capture.capture import NO_DIMS
+from aotdist.capture.capture import UserCall
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
@@ -72,21 +73,11 @@ def _running_eagerly() -> Generator[None]:
 class Maker(Protocol):
     """Makes an artifact for a call that none of those fits that there are."""
 
-    def __call__(
-        self,
-        target: Any,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        artifacts: Sequence[Artifact],
-    ) -> Artifact:
+    def __call__(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
         """Make it.
 
         Args:
-            target: the module or callable, to look for state in.
-            run: what to call for it.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
+            call: the call.
             artifacts: those that there are.
         """
         ...
@@ -112,20 +103,12 @@ class Compiling:
         self._open_dims = open_dims
         self._warned = False
 
-    def __call__(
-        self,
-        target: Any,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        artifacts: Sequence[Artifact],
-    ) -> Artifact:
+    def __call__(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
         """See `Maker`."""
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
-        dims = NO_DIMS if self._open_dims is None else self._open_dims(kwargs)
-        artifact = compile_call(
-            target, run, args, kwargs, self._backend, self._settings, symbolic=symbolic, dims=dims
-        )
+        if self._open_dims is not None:
+            call = replace(call, dims=self._open_dims(call.kwargs))
+        artifact = compile_call(call, self._backend, self._settings, symbolic=symbolic)
         if len(artifacts) < self._settings.max_artifacts:
             self._warned = False
         elif not self._warned:
@@ -188,7 +171,7 @@ class Compiled:
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
         with _running_eagerly(), tapes_off():
-            artifact = self._make(self._target(), self._run, args, kwargs, self.artifacts)
+            artifact = self._make(UserCall(self._target(), self._run, args, kwargs), self.artifacts)
         self.artifacts.insert(0, artifact)
         return artifact
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.capture.capture import NO_DIMS, Captured, Returned, capture
+from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
 from aotdist.capture.reassign import Reassignments
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions
@@ -85,41 +85,23 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What is compiled; see `compile_call`."""
+class _Job:
+    """What is compiled, and how; see `compile_call`."""
 
-    target: Any
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    call: UserCall
     backend: Backend
     settings: Settings
-    symbolic: bool
-    dims: Mapping[int, frozenset[int]]
+    symbolic: bool = True
 
 
-def compile_call(
-    target: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    backend: Backend,
-    settings: Settings,
-    *,
-    symbolic: bool = True,
-    dims: Mapping[int, frozenset[int]] = NO_DIMS,
-) -> Artifact:
+def compile_call(call: UserCall, backend: Backend, settings: Settings, *, symbolic: bool = True) -> Artifact:
     """Compile one call of the user's function.
 
     Args:
-        target: the module or callable, to look for state in.
-        run: what to call for it.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
+        call: the call.
         backend: turns graphs into callables.
         settings: how to compile.
-        symbolic: try symbolic sizes, if `dims`, settings or marks ask for them.
-        dims: dimensions whose size may differ from call to call, by the identity of the tensor.
+        symbolic: try symbolic sizes, if the call, settings or marks ask for them.
 
     Raises:
         UnsupportedProgram: the program cannot be compiled ahead of time.
@@ -128,17 +110,11 @@ def compile_call(
         RankLost: another rank failed to compile, or did not come to compare.
     """
     with class_functions_off():
-        return _compiled_call(_Call(target, run, args, kwargs, backend, settings, symbolic, dims))
+        job = _Job(call, backend, settings, symbolic)
+        return loaded_together(call.name, settings, lambda: _compile(job))
 
 
-def compilation_of(
-    target: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    backend: Backend,
-    settings: Settings,
-) -> Compilation:
+def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Compilation:
     """Compile one call for others to load: other ranks are not asked, and nothing is loaded here.
 
     Raises:
@@ -146,19 +122,9 @@ def compilation_of(
         BadSettings: the backend lacks something, or a setting names nothing.
     """
     with class_functions_off(), collector_paused():
-        compilation = _compile(
-            _Call(target, run, args, kwargs, backend, settings, symbolic=True, dims=NO_DIMS)
-        )
+        compilation = _compile(_Job(call, backend, settings))
         refuse_overlap(fit_of(compilation))
     return compilation
-
-
-def _compiled_call(call: _Call) -> Artifact:
-    return loaded_together(_label(call), call.settings, lambda: _compile(call))
-
-
-def _label(call: _Call) -> str:
-    return getattr(call.target, "__name__", type(call.target).__name__)
 
 
 def loaded_together(label: str, settings: Settings, made: Callable[[], Compilation]) -> Artifact:
@@ -191,15 +157,15 @@ def loaded_together(label: str, settings: Settings, made: Callable[[], Compilati
     return artifact
 
 
-def _compile(call: _Call) -> Compilation:
-    with showing(_label(call)) as progress:
-        return _compile_timed(call, StageTimes(progress=progress))
+def _compile(job: _Job) -> Compilation:
+    with showing(job.call.name) as progress:
+        return _compile_timed(job, StageTimes(progress=progress))
 
 
-def _compile_timed(call: _Call, times: StageTimes) -> Compilation:
-    backend, settings = call.backend, call.settings
+def _compile_timed(job: _Job, times: StageTimes) -> Compilation:
+    backend, settings = job.backend, job.settings
     backend.check()
-    captured, deduped, traced, bases = _trace_over_bases(call, times)
+    captured, deduped, traced, bases = _trace_over_bases(job, times)
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
@@ -225,7 +191,7 @@ def _compile_timed(call: _Call, times: StageTimes) -> Compilation:
     )
 
 
-def _trace_over_bases(call: _Call, times: StageTimes) -> tuple[Captured, dedupe.DedupePlan, Traced, BasePlan]:
+def _trace_over_bases(job: _Job, times: StageTimes) -> tuple[Captured, dedupe.DedupePlan, Traced, BasePlan]:
     """Trace the program over the bases that its inputs need.
 
     Only a trace tells which inputs are written, and around which the program looks in their storage. Where
@@ -235,24 +201,24 @@ def _trace_over_bases(call: _Call, times: StageTimes) -> tuple[Captured, dedupe.
     inputs: _Inputs | None = None
     while True:
         try:
-            captured, deduped, traced, before = _trace_with_any_sizes(call, times, bases, inputs)
+            captured, deduped, traced, before = _trace_with_any_sizes(job, times, bases, inputs)
         except _LooksAround as found:
             before, inputs = found.before, found.inputs
             writes = writes.and_around(found.position)
-            bases = plan_bases(Program(call.run, *inputs), writes)
+            bases = plan_bases(Program(job.call.run, *inputs), writes)
         else:
             inputs = _distinct(traced, bases, inputs)
-            program = Program(call.run, *inputs)
+            program = Program(job.call.run, *inputs)
             writes = writes.and_of(program, traced.facts, bases)
             needed = plan_bases(program, writes)
             if needed == bases:
                 return captured, deduped, traced, bases
-            bases, call = needed, replace(call, symbolic=bool(tuple(traced.symbols)))
+            bases, job = needed, replace(job, symbolic=bool(tuple(traced.symbols)))
         before.roll_back()
 
 
 def _trace_with_any_sizes(
-    call: _Call, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
+    job: _Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
 ) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
     """A trace: with symbolic sizes where they are asked for, if PyTorch's operators take them.
 
@@ -260,10 +226,10 @@ def _trace_with_any_sizes(
     each of its sizes.
     """
     try:
-        return _trace(call, times, bases, inputs)
+        return _trace(job, times, bases, inputs)
     except _FailsWithSymbols as failure:
         failure.before.roll_back()
-        traced = _trace(replace(call, symbolic=False), times, bases, inputs)
+        traced = _trace(replace(job, symbolic=False), times, bases, inputs)
         reason = str(failure.__cause__).partition("\n")[0]
         warnings.warn(
             f"aotdist: `{traced[0].name}` is compiled for the sizes at hand: an operator of PyTorch's does "
@@ -304,12 +270,12 @@ class _LooksAround(Exception):
 
 
 def _trace(
-    call: _Call, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
+    job: _Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
 ) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
     """Capture the call and trace it.
 
     Args:
-        call: the call.
+        job: the call, and how to compile it.
         times: where to note how long it takes.
         bases: which of the inputs share memory.
         inputs: those of an earlier trace, with the closed-over tensors that it met.
@@ -319,21 +285,19 @@ def _trace(
     """
     with ExitStack() as scope:
         with times.stage("capture"):
-            captured = capture(
-                call.target, call.run, call.args, call.kwargs, call.settings, scope, dims=call.dims
-            )
+            captured = capture(job.call, job.settings, scope)
             before = captured.environment.reassignments()
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
-            dims = captured.dims if call.symbolic else {}
+            dims = captured.dims if job.symbolic else {}
             paths = (slot.path for slot in program.ins)
             fakes = fakes_of(zip(paths, program.examples, strict=True), captured.closed_over.keys())
-            _refuse_fakes(program, call.backend)
+            _refuse_fakes(program, job.backend)
             recorder = Recorder(
-                _broken_up_in_trace(call.backend, call.settings),
-                functional_rng=call.settings.functional_rng,
-                backward_autocast=_backward_autocast(call.settings),
+                _broken_up_in_trace(job.backend, job.settings),
+                functional_rng=job.settings.functional_rng,
+                backward_autocast=_backward_autocast(job.settings),
                 symbolic=bool(dims),
                 fakes=fakes,
             )
@@ -348,7 +312,7 @@ def _trace(
                         name_closed_over=captured.name_closed_over,
                         bases=bases,
                         dims=dims,
-                        cuts=captured.ambient.grad and not call.backend.owns_cut,
+                        cuts=captured.ambient.grad and not job.backend.owns_cut,
                         again=not captured.environment.rules,
                     )
             except LooksAround as found:
@@ -512,14 +476,15 @@ class _Twice:
         run = as_function(graph)
         run.__name__ = f"gradients of {emitter.name}"
 
-        def call(given: Sequence[Any]) -> list[Any]:
+        def compiled(given: Sequence[Any]) -> list[Any]:
             result = call_fitting(artifacts, tuple(given), {})
             if result is MISS:
-                artifacts.append(compile_call(run, run, tuple(given), {}, emitter.backend, settings))
+                call = UserCall(run, run, tuple(given), {})
+                artifacts.append(compile_call(call, emitter.backend, settings))
                 result = artifacts[-1].call(tuple(given), {})
             return result
 
-        return call
+        return compiled
 
 
 def _compile_inference(

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,8 +43,30 @@ from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
 from aotdist.torch_seam import class_functions_on, marked_dims, pytree, said_to_be_compiling
 
-NO_DIMS: Mapping[int, frozenset[int]] = MappingProxyType({})
-"""No dimension is dynamic."""
+
+@dataclass(frozen=True, slots=True)
+class UserCall:
+    """A call of the user's function or module.
+
+    Args:
+        target: the module or callable, to look for state in.
+        run: what to call for it (a module's call without our own hook on it).
+        args: positional arguments, pytrees of tensors and constants.
+        kwargs: keyword arguments, likewise.
+        dims: dimensions whose size may differ from call to call, by the identity of the tensor; besides those
+            that carry a mark, or that settings name.
+    """
+
+    target: Any
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """A word for the function or module."""
+        return getattr(self.target, "__name__", type(self.target).__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,49 +198,35 @@ def environment_of(target: Any, arguments: Sequence[tuple[Source, torch.Tensor]]
     return Environment(reached, modules, tuple(state_tensors(modules)), tuple(claims))
 
 
-def capture(
-    target: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    settings: Settings,
-    scope: contextlib.ExitStack,
-    dims: Mapping[int, frozenset[int]] = NO_DIMS,
-) -> Captured:
+def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> Captured:
     """Describe one call as a program.
 
     Args:
-        target: the module or callable, to look for state in.
-        run: what to call for it (a module's call without our own hook on it).
-        args: positional arguments, pytrees of tensors and constants.
-        kwargs: keyword arguments, likewise.
+        call: the call.
         settings: how to compile.
         scope: from when the program runs until this closes, stand-ins hang in the modules and their
             hooks are replaced. It must outlast the backward, whose hooks may run a forward again.
-        dims: dimensions whose size may differ from call to call, by the identity of the tensor; besides those
-            that carry a mark, or that `settings` names.
 
     Raises:
         UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
     """
-    arguments, tensors = read_arguments(args, kwargs)
+    arguments, tensors = read_arguments(call.args, call.kwargs)
     num_args = len(tensors)
-    environment = environment_of(target, _places(arguments, tensors))
+    environment = environment_of(call.target, _places(arguments, tensors))
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
         if settings.is_compiling:
             scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
-        return _call(environment, lambda: run(*inner_args, **inner_kwargs), flat, examples, settings)
+        return _call(environment, lambda: call.run(*inner_args, **inner_kwargs), flat, examples, settings)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
-    name = getattr(target, "__name__", type(target).__name__)
-    dims = {**_dynamic_dims(tensors if settings.dynamic else (), examples), **dims}
-    return Captured(program, arguments, environment, ambient(), _closed_over(environment), name, dims)
+    dims = {**_dynamic_dims(tensors if settings.dynamic else (), examples), **call.dims}
+    return Captured(program, arguments, environment, ambient(), _closed_over(environment), call.name, dims)
 
 
 def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple[Source, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch
 
 from aotdist.api import disable
 from aotdist.capture.arguments import ConstantLeaf
-from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
 from aotdist.capture.modules import swapped
 from aotdist.errors import BadSettings
@@ -83,7 +83,7 @@ def trace_call(
             return call.target(*args, **kwargs)
 
     with ExitStack() as scope, disable(), collector_paused():
-        captured = capture(call.target, run, call.args, call.kwargs, settings, scope)
+        captured = capture(UserCall(call.target, run, call.args, call.kwargs), settings, scope)
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
         tensors = [leaf for leaf in inputs if isinstance(leaf.value, torch.Tensor)]
         own = {id(leaf.value): position for position, (leaf, _) in reversed(list(enumerate(call.state)))}

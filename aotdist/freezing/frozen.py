@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from aotdist.api import Compiled, Compiling, settings_of
 from aotdist.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
+from aotdist.capture.capture import UserCall
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
@@ -84,20 +86,13 @@ class Frozen(Compiled):
         """
         self._state.discard_parameters()
 
-    def _make_for(
-        self,
-        target: nn.Module,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        artifacts: Sequence[Artifact],
-    ) -> Artifact:
+    def _make_for(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
         """See `aotdist.api.Maker`."""
-        _refuse_training(target)
+        _refuse_training(call.target)
         program = frozen_program(
-            target, args, kwargs, self._state, self._constants, self._steps, self._settings
+            call.target, call.args, call.kwargs, self._state, self._constants, self._steps, self._settings
         )
-        artifact = self._compile(program.holder, program.run, args, kwargs, artifacts)
+        artifact = self._compile(replace(call, target=program.holder, run=program.run), artifacts)
         if self._discards:
             self.discard_parameters()
         return artifact

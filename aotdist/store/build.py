@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from aotdist.capture.capture import UserCall
 from aotdist.codegen.ahead import TargetBackend
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
@@ -196,11 +197,12 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
             )
         module_rules(target)
         run = uncompiled_call(target)
+    call = UserCall(target, run, args, kwargs)
     if not isinstance(backend, TargetBackend):
-        return target, compilation_of(target, run, args, kwargs, backend, settings)
+        return target, compilation_of(call, backend, settings)
     # The quick attention of a CPU is an operator of its own; its formula is the same for all devices.
     with sdpa_kernel(SDPBackend.MATH), hearing_of_autocast(_refuse_autocast):
-        compilation = compilation_of(target, run, args, kwargs, backend, settings)
+        compilation = compilation_of(call, backend, settings)
     _refuse_on_gpus(compilation)
     return target, compilation
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from aotdist.capture.capture import UserCall
 from aotdist.errors import BadArtifact, SignatureMismatch
 from aotdist.pipeline import loaded_together
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Compilation
 from aotdist.store.archive import Archive, check_versions, open_archive
-from aotdist.store.record import UserCall, read, settings_of
+from aotdist.store.record import read, settings_of
 from aotdist.store.values import Json
 from aotdist.torch_seam import class_functions_off
 
@@ -41,21 +41,11 @@ class Stored:
         _check_process(Path(path), archive)
         return cls(archive)
 
-    def artifact_for(
-        self,
-        target: Any,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        artifacts: Sequence[Artifact],
-    ) -> Artifact:
+    def artifact_for(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
         """The artifact, loaded for a call.
 
         Args:
-            target: the module or callable, to look for state in.
-            run: what to call for it.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
+            call: the call.
             artifacts: what was loaded for other calls.
 
         Raises:
@@ -65,7 +55,6 @@ class Stored:
             RankLost: another rank failed to load it.
         """
         manifest = self.archive.manifest
-        call = UserCall(target, run, args, kwargs)
         built: list[Json] = self.archive.record_of(_rank() if manifest.world_size > 1 else 0)["calls"]
         with class_functions_off():
             return loaded_together(manifest.name, settings_of(built[0]), lambda: self._fitting(built, call))

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.codegen.ahead import LOADED, Ahead
 from aotdist.codegen.contract import Backend, Emitted
 from aotdist.codegen.emit import EmittedHalves, Emitter
@@ -45,16 +45,6 @@ from aotdist.torch_seam import FakeTensorMode
 
 _LOADED = "the program was loaded from an artifact, which holds no such backward"
 _AGAIN = Again((), {}, _LOADED)
-
-
-@dataclass(frozen=True, slots=True)
-class UserCall:
-    """A call of the user's function; see `aotdist.pipeline.compile_call`."""
-
-    target: Any
-    run: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 def written(
@@ -168,7 +158,7 @@ def read(
     """
     started = time.perf_counter()
     with ExitStack() as scope:
-        captured = capture(call.target, call.run, call.args, call.kwargs, settings, scope)
+        captured = capture(call, settings, scope)
     values = Values(Live.of(captured, device_type), binaries)
     distinct, deduped = dedupe.lower(captured.program)
     bases = cast("BasePlan", values.read(json["bases"]))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 
 from aotdist import api
+from aotdist.capture.capture import UserCall
 from aotdist.codegen.contract import Backend
 from aotdist.pipeline import compilation_of, loaded_together
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
-from aotdist.store.record import UserCall, read, written
+from aotdist.store.record import read, written
 from aotdist.torch_seam import class_functions_off
 from tests.semantics.meshes import mesh as mesh
 from tests.semantics.test_metadata_writes import *  # noqa: F403
@@ -27,19 +26,8 @@ def through_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "compile_call", _compile_call)
 
 
-def _compile_call(
-    target: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    backend: Backend,
-    settings: Settings,
-    *,
-    symbolic: bool,
-    dims: Mapping[int, frozenset[int]],
-) -> Artifact:
-    compilation = compilation_of(target, run, args, kwargs, backend, settings)
-    record = json.loads(json.dumps(written(target, compilation, "cpu", {}), allow_nan=False))
-    call = UserCall(target, run, args, kwargs)
+def _compile_call(call: UserCall, backend: Backend, settings: Settings, *, symbolic: bool) -> Artifact:
+    compilation = compilation_of(call, backend, settings)
+    record = json.loads(json.dumps(written(call.target, compilation, "cpu", {}), allow_nan=False))
     with class_functions_off():
         return loaded_together("it", settings, lambda: read(record, call, settings, "cpu", {}))

@@ -5,15 +5,15 @@ Inductor rounds otherwise than eager; so what it would be given is run operator 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from aotdist import api
 from aotdist.cache.backend import CachingBackend
+from aotdist.capture.capture import UserCall
 from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.inductor import InductorBackend
@@ -53,20 +53,9 @@ class ByOperator(InductorBackend):
 def through_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
 
-    def twice(
-        target: Any,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        backend: Backend,
-        settings: Settings,
-        *,
-        symbolic: bool,
-    ) -> Artifact:
+    def twice(call: UserCall, backend: Backend, settings: Settings, *, symbolic: bool) -> Artifact:
         caching = CachingBackend(ByOperator(), settings, folder)
-        cold, warm = (
-            compile_call(target, run, args, kwargs, caching, settings, symbolic=symbolic) for _ in range(2)
-        )
+        cold, warm = (compile_call(call, caching, settings, symbolic=symbolic) for _ in range(2))
         assert warm.source == cold.source
         return warm
 
