@@ -22,7 +22,7 @@ from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
 from aotdist.pipeline import compile_call
-from aotdist.report.explain import explained
+from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, call_fitting
 from aotdist.runtime.print_call import MISS
@@ -135,7 +135,7 @@ def compiling(backend: str | Compiler | Backend, settings: Settings | Mapping[st
     return Compiling(caching(resolve(backend), chosen), chosen)
 
 
-class Compiled:
+class Compiled(Explained):
     """A callable that compiles itself for each new kind of call.
 
     A call looks for an artifact that fits; when there is none, one is made for it: the call is captured and
@@ -175,22 +175,8 @@ class Compiled:
         self.artifacts.insert(0, artifact)
         return artifact
 
-    @property
-    def source(self) -> str:
-        """The printed Python that runs, one section an artifact."""
-        return "\n".join(artifact.source for artifact in self.artifacts)
-
-    @property
-    def graphs(self) -> list[dict[str, torch.fx.GraphModule]]:
-        """The FX graphs of every artifact, by name."""
-        return [
-            {name: graph.gm for name, graph in artifact.compilation.graphs().items()}
-            for artifact in self.artifacts
-        ]
-
-    def explain(self, *, html: str | Path | None = None) -> Report:
-        """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
-        return explained(self.artifacts, html)
+    def _made_so_far(self) -> list[Artifact]:
+        return self.artifacts
 
     def reset(self) -> None:
         """Forget every artifact."""

@@ -60,7 +60,7 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
     with closing(_reporter(options, world, run, facts, state.step)) as reporter, naming_lost_ranks(), saver:
         held_out = Windows(corpus.validation, options.data.seq_len)
-        profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank, world.device)
+        profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank)
         with closing(profiler):
             finished = Trainer(options, world, held_out, stop, reporter, saver, profiler).run(state)
         if finished and options.run.sample_bytes:

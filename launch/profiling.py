@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from aotdist.errors import BadSettings
 from aotdist.launch.config import ProfileOptions
 from aotdist.report.lanes import STEP_MARK
-from aotdist.report.profile import profile_of
+from aotdist.report.profile import profile_of, torch_profiler
 from aotdist.torch_seam import dump_memory_snapshot, record_memory_history
 
 PROFILE_FOLDER = "profile"
@@ -40,13 +40,11 @@ class StepProfiler:
         options: which steps, and what of them.
         folder: where traces and snapshots go.
         rank: of this process, for their names.
-        device: where the model lives.
     """
 
     options: ProfileOptions
     folder: Path
     rank: int
-    device: torch.device
     _trace: profile | None = field(default=None, init=False)
 
     @contextmanager
@@ -66,12 +64,8 @@ class StepProfiler:
     def _begin(self) -> None:
         if self.options.memory:
             record_memory_history(True)
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        trace = profile(activities=activities, acc_events=True)  # one cycle; torch 2.11 warns of several
-        trace.start()
-        self._trace = trace
+        self._trace = torch_profiler()
+        self._trace.start()
 
     def close(self) -> None:
         """Writes what was traced, if anything: also of a run that ends in the midst of it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from aotdist.report.details import Details, details_of
 from aotdist.report.page import render_page
@@ -14,7 +17,32 @@ from aotdist.report.text import format_bytes
 from aotdist.runtime.artifact import Artifact
 
 
-def explained(artifacts: Sequence[Artifact], html: str | Path | None) -> Report:
+class Explained(ABC):
+    """What is compiled when it is called, and can be looked at then."""
+
+    @abstractmethod
+    def _made_so_far(self) -> Sequence[Artifact]:
+        """The artifacts that there are."""
+
+    @property
+    def source(self) -> str:
+        """The printed Python that runs, one section an artifact."""
+        return "\n".join(artifact.source for artifact in self._made_so_far())
+
+    @property
+    def graphs(self) -> list[dict[str, torch.fx.GraphModule]]:
+        """The FX graphs of every artifact, by name."""
+        return [
+            {name: graph.gm for name, graph in artifact.compilation.graphs().items()}
+            for artifact in self._made_so_far()
+        ]
+
+    def explain(self, *, html: str | Path | None = None) -> Report:
+        """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
+        return _explained(self._made_so_far(), html)
+
+
+def _explained(artifacts: Sequence[Artifact], html: str | Path | None) -> Report:
     """The report of a list of artifacts.
 
     Args:

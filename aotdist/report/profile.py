@@ -109,9 +109,9 @@ def profile(
     for _ in range(warmup):
         step()
     if warmup:
-        with _profiling():  # what tells modules apart is made when a profiler is first there
+        with torch_profiler():  # what tells modules apart is made when a profiler is first there
             step()
-    with _profiling() as found:
+    with torch_profiler() as found:
         for number in range(steps):
             with record_function(f"{STEP_MARK}{number}"):
                 step()
@@ -143,7 +143,8 @@ def _trace_of(found: torch_profile) -> dict[str, Any]:
         return json.loads(path.read_bytes())
 
 
-def _profiling() -> torch_profile:
+def torch_profiler() -> torch_profile:
+    """PyTorch's profiler, of all that is here to be profiled, and for as long as it is not stopped."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

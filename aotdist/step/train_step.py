@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from aotdist.api import Compiling, compiling
 from aotdist.codegen.backend import Compiler
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.report.explain import explained
-from aotdist.report.summary import Report
+from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
 from aotdist.step.held import Held, held_by, hyperparameters
@@ -68,7 +66,7 @@ def train_step(
     return TrainStep(recipe, compiling(backend, settings))
 
 
-class TrainStep:
+class TrainStep(Explained):
     """A compiled training step; see `train_step`.
 
     Args:
@@ -165,26 +163,9 @@ class TrainStep:
             self._varying |= {key for key in before.keys() & after.keys() if before[key] != after[key]}
         self._hyperparameters = now
 
-    def _artifacts(self) -> list[Artifact]:
+    def _made_so_far(self) -> list[Artifact]:
         programs = [program for found in self._programs.values() for program in found]
         return [artifact for program in programs for artifact in program.compiled.artifacts]
-
-    @property
-    def source(self) -> str:
-        """The printed Python that runs, one section an artifact."""
-        return "\n".join(artifact.source for artifact in self._artifacts())
-
-    @property
-    def graphs(self) -> list[dict[str, torch.fx.GraphModule]]:
-        """The FX graphs of every artifact, by name."""
-        return [
-            {name: graph.gm for name, graph in artifact.compilation.graphs().items()}
-            for artifact in self._artifacts()
-        ]
-
-    def explain(self, *, html: str | Path | None = None) -> Report:
-        """What was compiled: graphs, collectives, writes, seconds; see `aotdist.explain`."""
-        return explained(self._artifacts(), html)
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""
