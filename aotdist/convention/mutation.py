@@ -27,12 +27,14 @@ from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves
 def write_plain(target: torch.Tensor, value: torch.Tensor, bumps: int) -> None:
     """Let `target` hold `value`, without history, and count `bumps` more writes (none for `.data`).
 
-    A value that a kernel stored there already is the target itself; `copy_` knows that.
+    A value that a kernel stored there already is the target itself.
     """
-    if bumps:
+    if value is target:
+        bump(target, bumps)
+    elif bumps:
         target.copy_(value)
         bump(target, bumps - 1)
-    elif value is not target:
+    else:
         target.data.copy_(value)
 
 

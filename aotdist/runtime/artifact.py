@@ -23,6 +23,7 @@ from aotdist.runtime.derivative import Derivatives
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guard import no_overlap, place_in_storage
+from aotdist.runtime.heap import keep_freed_memory
 from aotdist.runtime.hooks import detaching, shielding
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.other_kinds import OtherKinds
@@ -65,6 +66,7 @@ def call_fitting(artifacts: list[Artifact], args: tuple[Any, ...], kwargs: Mappi
 
 def load(compilation: Compilation, fit: Fit) -> Artifact:
     """Print the runtime of a compilation, for the calls that it fits, and load it."""
+    keep_freed_memory()
     printer = Printer(fit.variables)
     names = fit.primal_variables()
     symbols = [name for name, _ in fit.sizes.symbols]

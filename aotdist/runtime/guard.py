@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,11 +49,14 @@ def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) 
     Tensors on different storages never do (0.1 us each); each is compared with those on its own.
     """
     everything = [*written, *others]
-    if len({storage_id(tensor) for tensor in everything}) == len(everything):
+    storages = [storage_id(tensor) for tensor in everything]
+    count = Counter(storages)
+    if len(count) == len(storages):
         return True
     together: dict[int, list[int]] = {}
-    for position, tensor in enumerate(everything):
-        together.setdefault(storage_id(tensor), []).append(position)
+    for position, storage in enumerate(storages):
+        if count[storage] > 1:
+            together.setdefault(storage, []).append(position)
     return not any(
         share_memory(everything[a], everything[b])
         for positions in together.values()

@@ -80,6 +80,7 @@ class TrainStep(Explained):
         self._names = {id(param): name for name, param in recipe.model.named_parameters()}
         self._varying = set(_VARYING)
         self._hyperparameters = hyperparameters(recipe.optimizer)
+        self._held: Held | None = None
         self._has_stepped = False
         self._accumulated = 0
         self._programs: dict[Any, list[StepProgram]] = {}
@@ -130,13 +131,19 @@ class TrainStep(Explained):
         return result
 
     def _now(self, params: Mapping[str, torch.Tensor], *, updates: bool) -> Now:
-        recipe, scaler = self._recipe, self._recipe.scaler
-        held = held_by(recipe.optimizer, self._names, self._varying) if updates else Held()
+        scaler = self._recipe.scaler
+        held = self._held_now() if updates else Held()
         grads = {name: grad for name, p in params.items() if (grad := p.grad) is not None}
         if scaler is None or not scaler.is_enabled():
             return Now(held, grads, {})
         scale, growth_tracker = scaler_state(scaler)
         return Now(held, grads, {"scaler.scale": scale, "scaler.growth_tracker": growth_tracker})
+
+    def _held_now(self) -> Held:
+        optimizer = self._recipe.optimizer
+        held = None if self._held is None else self._held.now(optimizer)
+        self._held = held or held_by(optimizer, self._names, self._varying)
+        return self._held
 
     def _params(self) -> dict[str, torch.Tensor]:
         """The model's parameters, and others of the optimizer, by name."""
@@ -160,7 +167,10 @@ class TrainStep(Explained):
         """Hyperparameters that were changed since the last call are inputs from now on."""
         now = hyperparameters(self._recipe.optimizer)
         for before, after in zip(self._hyperparameters, now, strict=False):
-            self._varying |= {key for key in before.keys() & after.keys() if before[key] != after[key]}
+            varying = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+            if not varying <= self._varying:
+                self._varying |= varying
+                self._held = None
         self._hyperparameters = now
 
     def _made_so_far(self) -> list[Artifact]:
