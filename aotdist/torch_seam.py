@@ -1339,9 +1339,22 @@ def inductor_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """The operators that Inductor has no lowering for, and what they are made of."""
     from torch._inductor.decomposition import select_decomp_table
 
-    # What pools are made of asks for this module as an attribute, and trusts that somebody imported it.
-    importlib.import_module("torch._inductor.lowering")
-    return select_decomp_table()
+    table, aten = dict(select_decomp_table()), torch.ops.aten
+    for op in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
+        if op in table:
+            table[op] = _after_lowerings(table[op])
+    return table
+
+
+def _after_lowerings(made: Callable[..., Any]) -> Callable[..., Any]:
+    """`made`, which asks for a module as an attribute, and trusts that somebody imported it (0.3 s)."""
+
+    @functools.wraps(made)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._inductor.lowering")
+        return made(*args, **kwargs)
+
+    return call
 
 
 def inductor_joint_passes(gm: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:

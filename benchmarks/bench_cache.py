@@ -4,11 +4,13 @@ Cold: the folder of the cache is empty, and so is that of Inductor's kernels. Wa
 same model and an empty folder for Inductor, which has to do without it. Importing torch and building the
 model are not timed, loading a compiler is. `fx` has nothing to keep: its trace takes nearly all of the time,
 and every process traces. CPU seconds are those of the process and of the compilers that it starts; those of
-code generation are the ranks' in `prepare_joint`, `emit` and what both start.
+code generation are the ranks' in `prepare_joint`, `emit` and what both start. A rank by itself has no cache,
+and a folder of its own for Inductor.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import tempfile
 import time
@@ -17,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -33,9 +36,10 @@ from benchmarks.variants import NUM_RANKS, Compiler, Layout, case_name, make_ste
 from benchmarks.verdicts import Target
 
 Temperature = Literal["cold", "warm"]
+_INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 TEMPERATURES: tuple[Temperature, ...] = ("cold", "warm")
 COMPILERS: tuple[Compiler, ...] = ("aotdist inductor", "aotdist fx")
-ALL, ONE = "all ranks", "the rank that did most"
+ALL, ONE = "all ranks, one cache", "a rank by itself"
 
 TARGETS = (
     Target(
@@ -63,7 +67,7 @@ TARGETS = (
         (ONE,),
         1.05,
         1.0,
-        "both ranks have the same graphs: one compiles, the other waits",
+        "both ranks have the same graphs: what one compiles, the other waits for",
     ),
 )
 
@@ -75,6 +79,8 @@ class Job:
     layout: Layout
     shape: LlamaShape
     compiler: Compiler
+    shares: bool = True
+    """Whether what a rank generates is there for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +128,16 @@ def _alone(shape: LlamaShape, rounds: int) -> list[Series]:
 
 def _ranks(shape: LlamaShape, rounds: int) -> list[Series]:
     job = Job("fsdp2", shape, "aotdist inductor")
-    generating = [_cold_and_warm(job)["cold"].generating for _ in range(rounds)]
-    seconds = {ALL: [sum(each) for each in generating], ONE: [max(each) for each in generating]}
+    seconds: dict[str, list[float]] = {ALL: [], ONE: []}
+    for _ in range(rounds):
+        seconds[ALL].append(sum(_cold(job).generating))
+        seconds[ONE].append(mean(_cold(replace(job, shares=False)).generating))
     return as_series(seconds, case=case_name("fsdp2"), quantity="code generation, CPU", unit="s")
+
+
+def _cold(job: Job) -> Spent:
+    with tempfile.TemporaryDirectory() as cache:
+        return _first_step_in(cache, "cold", job)
 
 
 def _cold_and_warm(job: Job) -> dict[Temperature, Spent]:
@@ -134,14 +147,18 @@ def _cold_and_warm(job: Job) -> dict[Temperature, Spent]:
 
 def _first_step_in(cache: str, temperature: Temperature, job: Job) -> Spent:
     label = f"{case_name(job.layout)}: {job.compiler}, {temperature}"
-    folders = {"AOTDIST_CACHE_FOLDER": cache, "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, temperature))}
-    return workers.call(label, first_step, job, num_ranks=NUM_RANKS[job.layout], environment=folders)
+    environment = {"AOTDIST_CACHE_FOLDER": cache, _INDUCTOR_FOLDER: str(Path(cache, temperature))}
+    if not job.shares:
+        label, environment = f"{label}, no cache", {**environment, "AOTDIST_CACHE_BYTES": "0"}
+    return workers.call(label, first_step, job, num_ranks=NUM_RANKS[job.layout], environment=environment)
 
 
 def first_step(job: Job) -> Spent:
     """What compiling takes, and the step that makes it happen. Runs on every rank."""
     step = make_step(job.layout, job.shape, job.compiler)
     together = NUM_RANKS[job.layout] > 1
+    if not job.shares:
+        os.environ[_INDUCTOR_FOLDER] += f"-rank{dist.get_rank()}"
     if together:
         dist.barrier()
     with _Generation() as generation:

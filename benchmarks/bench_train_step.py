@@ -1,6 +1,8 @@
 """Whole training step: the Llama with AdamW, its optimizer apart or in the same graph.
 
 Forward, loss, backward, AdamW (one parameter after the other, PyTorch's default on the CPU) and `zero_grad`.
+What can be won is the optimizer's share: of 123 ms on two cores, AdamW takes 16 apart, and at least 5 in any
+order, by the bytes that it moves; so 0.91 is the least there, if nothing else changes.
 """
 
 from __future__ import annotations
