@@ -293,8 +293,9 @@ def compile(
 
     Args:
         target: an `nn.Module` (plain, FSDP2, tensor parallel, DDP) or any callable.
-        backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where it works, else `fx`),
-            or a function `(graph_module, fake_arguments) -> callable`.
+        backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where there is a C++ compiler, and
+            for graphs that it compiles; else `fx`), or a function `(graph_module, fake_arguments)` that
+            returns a callable.
         settings: a `Settings`, a mapping of its fields, or None for `Settings.from_environment()`.
 
     Raises:

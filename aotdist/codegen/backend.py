@@ -66,7 +66,7 @@ def _named(name: str) -> Backend:
 
 
 def _best_available() -> Backend:
-    inductor = InductorBackend()
+    inductor = InductorBackend(else_fx=True)
     try:
         inductor.check()
     except BadSettings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +16,13 @@ import torch
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
-from aotdist.codegen.fx import print_graph
+from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
 from aotdist.codegen.write_back import write_back
-from aotdist.errors import BadSettings
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.torch_seam import (
     FakeTensor,
@@ -46,12 +48,17 @@ from aotdist.torch_seam import (
 
 @dataclass(frozen=True, slots=True)
 class InductorBackend:
-    """Fuses with PyTorch's own compiler: C++ on CPU, Triton on GPU."""
+    """Fuses with PyTorch's own compiler: C++ on CPU, Triton on GPU.
+
+    Args:
+        else_fx: emit a graph that it does not compile by `fx`, with a warning.
+    """
 
     name: str = "inductor"
     partition: Literal["default", "min_cut"] = "min_cut"
     any_tangents: bool = False
     owns_cut: bool = False
+    else_fx: bool = False
 
     def check(self) -> None:
         """Find the C++ compiler, and let it precompile headers while the program is traced.
@@ -74,20 +81,45 @@ class InductorBackend:
 
         Raises:
             BadSettings: the graph runs on a GPU and Triton is not installed.
+            UnsupportedProgram: Inductor fails.
         """
         values = [node.meta.get("val") for node in graph.placeholders()]
         fakes = [value for value in values if isinstance(value, FakeTensor)]
         if not fakes:
             return graph
         _require_triton(fakes)
-        with _compiling(fakes[0].fake_mode):
-            rewritten = replace(graph, gm=inductor_joint_passes(copied(graph), fakes[0].device))
+        gm = copied(graph)
+        try:
+            with _failing_by_name(gm, "the joint graph"), _compiling(fakes[0].fake_mode):
+                rewritten = replace(graph, gm=inductor_joint_passes(gm, fakes[0].device))
+        except UnsupportedProgram:
+            if self.else_fx:
+                return graph
+            raise
         restore_provenance(rewritten)
         return rewritten
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
-        """Compile a copy of the graph; C++ compilers go on in the background until `finish`."""
+        """Compile a copy of the graph; C++ compilers go on in the background until `finish`.
+
+        Raises:
+            UnsupportedProgram: Inductor fails.
+        """
         gm = copied(graph)
+        failing_by_name = functools.partial(
+            _failing_by_name, gm, f"the {emission.kind} graph of `{emission.name}`"
+        )
+        try:
+            with failing_by_name():
+                emitted = self._emit(gm, graph, emission)
+        except UnsupportedProgram as failure:
+            if not self.else_fx:
+                raise
+            warnings.warn(f"aotdist: {failure.what}; it runs operator by operator, by `fx`", stacklevel=2)
+            return FxBackend().emit(graph, emission)
+        return replace(emitted, finish=failing_by_name()(emitted.finish))
+
+    def _emit(self, gm: torch.fx.GraphModule, graph: Graph, emission: Emission) -> Emitted:
         visible = [position for position, slot in enumerate(graph.outs) if slot.role in _VISIBLE]
         gm.graph.output_node().meta["user_visible_output_idxs"] = visible
         if emission.kind == "inference":
@@ -108,6 +140,26 @@ class InductorBackend:
         return Emitted(
             call, source, strides, batches.finish, portable=lambda: portable_of(call, source, strides)
         )
+
+
+_EXECUTED = re.compile(r"While executing %(\w+) ")
+"""In an error of Inductor's: the node that it was at."""
+
+
+@contextmanager
+def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
+    """Let errors of Inductor's name the graph, and the line of the user's program, if they tell the node."""
+    try:
+        yield
+    except Exception as error:
+        reason, found = str(error).partition("\n")[0] or type(error).__name__, _EXECUTED.search(str(error))
+        at = [node for node in gm.graph.nodes if found is not None and node.name == found[1]]
+        raise UnsupportedProgram(
+            f"Inductor does not compile {what}: {reason}",
+            where=at[0].meta.get("source") if at else None,
+            stage="codegen",
+            fix='use backend="fx"; "auto" does for graphs that Inductor refuses',
+        ) from error
 
 
 _VISIBLE = frozenset({"output", "grad"})

@@ -4,17 +4,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import aotdist
 from aotdist.codegen.contract import Emitted, Kind
 from aotdist.codegen.inductor import InductorBackend
-from aotdist.errors import BadSettings
+from aotdist.codegen.kernel_batch import KernelBatches
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import inductor_config, inductor_counters
+from aotdist.torch_seam import compile_with_inductor, inductor_config, inductor_counters
 from tests.codegen.captured import branching, calls, captured, emission
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")
@@ -334,3 +337,57 @@ with torch.no_grad():
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "(1, 1, 2, 2)", done.stderr
+
+
+@pytest.fixture
+def failing_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_or_fail(gm: torch.fx.GraphModule, *args: Any, backward: bool, **options: Any) -> Any:
+        if backward:
+            at = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.cos.default)
+            raise ValueError(
+                f"no such kernel\n\nWhile executing %{at.name} : [num_users=1] = call_function[]"
+            )
+        return compile_with_inductor(gm, *args, backward=backward, **options)
+
+    monkeypatch.setattr("aotdist.codegen.inductor.compile_with_inductor", compile_or_fail)
+
+
+def waves(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+def gradient(fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    x = torch.arange(4.0).requires_grad_()
+    fn(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.usefixtures("failing_backwards")
+def test_what_inductor_does_not_compile_is_named():
+    compiled = aotdist.compile(waves, backend="inductor", settings={"cache_bytes": 0})
+    with pytest.raises(UnsupportedProgram, match=r"the backward graph of `waves`: no such kernel") as caught:
+        gradient(compiled)
+    assert "return x.sin() * 2" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.usefixtures("failing_backwards")
+@pytest.mark.parametrize("cache_bytes", [0, 2**20])
+def test_auto_runs_by_fx_what_inductor_does_not_compile(cache_bytes: int, tmp_path: Path):
+    settings = {"cache_bytes": cache_bytes, "cache_folder": str(tmp_path)}
+    compiled = aotdist.compile(waves, backend="auto", settings=settings)
+    with pytest.warns(UserWarning, match="does not compile the backward graph .* by `fx`"):
+        found = gradient(compiled)
+    torch.testing.assert_close(found, gradient(waves))
+
+
+@pytest.mark.parametrize("backend", ["inductor", "auto"])
+def test_a_kernel_that_does_not_build_is_an_error_of_ours(backend: str, monkeypatch: pytest.MonkeyPatch):
+    def finish(batches: KernelBatches) -> None:
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setattr(KernelBatches, "finish", finish)
+    compiled = aotdist.compile(waves, backend=backend, settings={"cache_bytes": 0})
+    with pytest.raises(UnsupportedProgram, match="C\\+\\+ compile error"):
+        compiled(torch.ones(3))
