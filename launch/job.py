@@ -58,7 +58,7 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     if resumed is not None:
         facts["going on"] = str(resumed)
     saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
-    with closing(_reporter(options, world, run, facts, state.step)) as reporter, naming_lost_ranks(), saver:
+    with closing(_reporter(options, world, run, facts, state)) as reporter, naming_lost_ranks(), saver:
         held_out = Windows(corpus.validation, options.data.seq_len)
         profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank)
         with closing(profiler):
@@ -94,14 +94,14 @@ def _training_stream(options: JobOptions, world: World, corpus: Corpus) -> ByteS
 
 
 def _reporter(
-    options: JobOptions, world: World, run: RunFolder, facts: dict[str, str], first_step: int
+    options: JobOptions, world: World, run: RunFolder, facts: dict[str, str], state: TrainState
 ) -> Reporter:
     if world.place.rank != 0:
         return SilentReporter()
     if not run.is_new:
-        cut_metrics(run.path / METRICS_FILE, first_step)
+        cut_metrics(run.path / METRICS_FILE, state.step, state.validated)
     write_config(run.path, options, world)
-    reporter = RecordingReporter(run.path, [make_reporter(), *make_loggers(options, run.path, first_step)])
+    reporter = RecordingReporter(run.path, [make_reporter(), *make_loggers(options, run.path, state.step)])
     reporter.start({**facts, "run folder": str(run.path)}, options.optim.steps)
     return reporter
 

@@ -140,10 +140,16 @@ def read_metrics(path: Path) -> list[Record]:
     return [from_line(line) for line in lines]
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Leaves out what was recorded after a step, since it will be recorded again; in one move."""
+def cut_metrics(path: Path, step: int, validated: int) -> None:
+    """Leaves out what will be recorded again, in one move.
+
+    Args:
+        path: of the records.
+        step: steps after it are.
+        validated: validations after this step are, too.
+    """
     records = read_metrics(path) if path.exists() else []
-    kept = [record for record in records if record.step <= step]
+    kept = [r for r in records if r.step <= (validated if isinstance(r, ValidationRecord) else step)]
     shorter = path.with_suffix(".tmp")
     shorter.write_text("".join(to_line(record) + "\n" for record in kept))
     os.replace(shorter, path)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from aotdist.launch.metrics import (
     MetricsLog,
     StepRecord,
     ValidationRecord,
+    cut_metrics,
     from_line,
     read_metrics,
     to_line,
@@ -51,6 +53,17 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(to_line(STEP) + "\n" + to_line(STEP)[:20])
     assert read_metrics(path) == [STEP]
+
+
+@pytest.mark.parametrize(
+    ("step", "validated", "kept"), [(0, -1, []), (0, 0, [0]), (1, 0, [0, 1]), (1, 1, [0, 1, 2])]
+)
+def test_what_will_be_recorded_again_is_cut(tmp_path, step, validated, kept):
+    path = tmp_path / "metrics.jsonl"
+    records = [ValidationRecord(0, 5.5, 0), STEP, ValidationRecord(1, 5.0, 512), replace(STEP, step=2)]
+    path.write_text("".join(to_line(record) + "\n" for record in records))
+    cut_metrics(path, step, validated)
+    assert read_metrics(path) == [records[k] for k in kept]
 
 
 def test_a_damaged_line_in_between_is_an_error(tmp_path):
