@@ -358,6 +358,39 @@ def _cond_of_trees(
     return torch.ops.higher_order.cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
 
 
+NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
+"""Takes what `torch._check_tensor_all_with` is given: an error, a condition, a message; is it seen to?"""
+
+_check_now = torch._check_tensor_all_with
+
+
+def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
+    """`torch._check_tensor_all` tells `note` in this thread, and checks what that does not see to."""
+    return _CHECKS.made(note)
+
+
+def raise_check(error: type[Exception], message: str | None) -> None:
+    """Raise as `torch._check_tensor_all_with` does for what is false."""
+    say: Any = None if message is None else lambda: message
+    torch._check_with(error, False, say)  # noqa: FBT003
+
+
+def _hook_checks(hearing: bool) -> None:
+    torch._check_tensor_all_with = _tell_of_check if hearing else _check_now
+
+
+_CHECKS = Patch[NoteCheck]("check_hearers", _hook_checks)
+
+
+def _tell_of_check(
+    error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
+) -> None:
+    note = _CHECKS.said
+    is_condition = isinstance(cond, torch.Tensor) and cond.dtype == torch.bool
+    if note is None or not is_condition or not note(error_type, cond, message):
+        _check_now(error_type, cond, message)
+
+
 _swap_bodies = torch._C._swap_tensor_impl
 
 

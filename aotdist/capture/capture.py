@@ -9,6 +9,7 @@ assigned to attributes and one constant, a `Returned`, that says how to put both
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import nn
 from aotdist.capture.ambient import Ambient, ambient
 from aotdist.capture.annotations import annotate
 from aotdist.capture.arguments import Arguments, read_arguments
+from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.guise import hand_over_attributes
 from aotdist.capture.modules import (
@@ -41,7 +43,13 @@ from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
-from aotdist.torch_seam import class_functions_on, marked_dims, pytree, said_to_be_compiling
+from aotdist.torch_seam import (
+    class_functions_on,
+    hearing_of_checks,
+    marked_dims,
+    pytree,
+    said_to_be_compiling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +86,20 @@ class Returned:
         assigned: places that are assigned the outputs after those, and the structure of each value.
         replaced: attributes of wrappers that are assigned the outputs after those: position of the wrapper
             among the program's inputs, and path.
-        shown: classes and attributes of outputs; what the attributes hold are the outputs after those.
+        shown: classes and attributes of outputs; what the attributes hold are the outputs after the checked.
+        checks: what is raised if one of the outputs after those that replace attributes is false.
     """
 
     spec: pytree.TreeSpec
     assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
     replaced: tuple[tuple[int, str], ...] = ()
     shown: tuple[Shown, ...] = ()
+    checks: tuple[Check, ...] = ()
+
+    def first_checked(self) -> int:
+        """Position of the first output that is checked."""
+        num_assigned = sum(spec.num_leaves for _, spec in self.assigned)
+        return self.spec.num_leaves + num_assigned + len(self.replaced)
 
     def assigned_paths(self) -> list[str]:
         """What is assigned something, by name; of wrappers, the attribute."""
@@ -219,7 +234,9 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
         if settings.is_compiling:
             scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
-        return _call(environment, lambda: call.run(*inner_args, **inner_kwargs), flat, examples, settings)
+        scope.enter_context(hearing_of_checks((checks := Checks()).note))
+        run = functools.partial(call.run, *inner_args, **inner_kwargs)
+        return _call(environment, run, checks, flat, examples, settings)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
@@ -259,6 +276,7 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
 def _call(
     environment: Environment,
     run: Callable[[], Any],
+    checks: Checks,
     inputs: Sequence[torch.Tensor],
     examples: Sequence[torch.Tensor],
     settings: Settings,
@@ -269,6 +287,7 @@ def _call(
     try:
         with class_functions_on():
             result = run()
+        checks.close()
         hand_over_attributes(inputs, examples)
         leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing), is_leaf=is_leaf)
         assigned, replaced = reassignments.collect(), attributes.replaced()
@@ -283,9 +302,9 @@ def _call(
             )
     flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in assigned]
     places = tuple((source, structure) for source, _, structure in flat)
-    outs = [*leaves, *(leaf for _, values, _ in flat for leaf in values), *replaced.values()]
+    outs = [*leaves, *(leaf for _, values, _ in flat for leaf in values), *replaced.values(), *checks.outs]
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
-    return [*outs, Returned(spec, places, tuple(replaced), tuple(shown))]
+    return [*outs, Returned(spec, places, tuple(replaced), tuple(shown), tuple(checks.made))]
 
 
 def _closed_over(environment: Environment) -> dict[int, Source]:

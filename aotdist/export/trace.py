@@ -14,7 +14,7 @@ from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
 from aotdist.capture.modules import swapped
-from aotdist.errors import BadSettings
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import check_loss, refuse_example, refuse_metadata_writes, refuse_strays
 from aotdist.facts import OutputFact
@@ -124,7 +124,15 @@ def trace_call(
         )
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
-    return TracedCall(traced, inputs, Returned.of(traced.facts), tuple(requires_grad[:-1]), frozenset(fresh))
+    returned = Returned.of(traced.facts)
+    if returned.checks:
+        raise UnsupportedProgram(
+            f"the program checks the data of a tensor (`{returned.checks[0].error}`), and an exported graph "
+            "raises no errors",
+            stage="export",
+            fix="export it without the check (`torch._check_tensor_all`)",
+        )
+    return TracedCall(traced, inputs, returned, tuple(requires_grad[:-1]), frozenset(fresh))
 
 
 def _arguments(captured: Captured) -> Iterator[Input]:

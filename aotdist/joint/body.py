@@ -27,6 +27,7 @@ from aotdist.torch_seam import (
     TreeSpec,
     functional_storage_id,
     graph_module,
+    hearing_of_checks,
     is_functional_base,
     no_modes,
     pytree,
@@ -223,7 +224,8 @@ def trace_body(
     returned = _Returned()
 
     def run(*tensors: torch.Tensor) -> list[Any]:
-        returned.flat, returned.spec = pytree.tree_flatten(fn(*tensors))
+        with hearing_of_checks(_sees_to_none):
+            returned.flat, returned.spec = pytree.tree_flatten(fn(*tensors))
         taken = {_memory(plain) for tensor in tensors for plain in plain_tensors(tensor)}
         outs = [leaf for leaf in returned.flat if isinstance(leaf, torch.Tensor)]
         return [_of_its_own(out, recorder, taken) for out in outs]
@@ -252,6 +254,11 @@ def trace_body(
     body = Body(traced, returned.spec, tensors, constants)
     _refuse(name, body, may_write=may_write)
     return body
+
+
+def _sees_to_none(*check: Any) -> bool:
+    """A check in a body that may not run is none of the program's."""
+    return False
 
 
 def _memory(plain: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.capture import Returned
+from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
 from aotdist.capture.results import Read, Shown
 from aotdist.capture.source import Argument
@@ -218,6 +219,8 @@ def print_return(
 ) -> None:
     """Print the user's result, and what the program assigns; `variables` hold the inputs."""
     positions = itertools.count()
+    for position, check in enumerate(returned.checks, returned.first_checked()):
+        printer.line(f"{printer.bind('require', require)}(o{position}, {printer.bind('CHECK', check)})")
     for shown in returned.shown:
         if not isinstance(outputs[OutIdx(shown.out)], IsInput):
             _print_shown(printer, shown)

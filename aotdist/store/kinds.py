@@ -11,6 +11,7 @@ import torch
 
 from aotdist import facts
 from aotdist.capture.capture import Returned
+from aotdist.capture.checks import Check
 from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
@@ -40,7 +41,7 @@ class Shape:
 
 
 _OURS: tuple[type[Any], ...] = (
-    *(NodeAt, Shape, Slot, Settings, Returned, Shown, MeshName, GroupName, Place),
+    *(NodeAt, Shape, Slot, Settings, Returned, Shown, Check, MeshName, GroupName, Place),
     *(PackedLaunch, Result, Fusion, KernelSummary),
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
