@@ -20,13 +20,14 @@ from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
 from aotdist.convention.swapping import check_swappable, swap
-from aotdist.convention.version import rewind
+from aotdist.convention.version import bump, rewind
 from aotdist.convention.view_log import Opened, ViewLog
 from aotdist.facts import (
     Action,
     Facts,
     Fresh,
     FunctionView,
+    Inside,
     IsInput,
     Keep,
     Kept,
@@ -99,12 +100,15 @@ class EpiloguePlan:
         outputs: what each is.
         order: in which order to make them, and to write metadata.
         rewinds: inputs whose version counters go back first, by as many writes as are repeated.
+        inside: what lies inside of inputs and is written there, and how often. It is counted here, since the
+            node may hold a wrapper by another name, around other names of what lies inside.
         early: outputs to make before the region runs.
     """
 
     outputs: Row[OutIdx, OutputFact]
     order: tuple[Action, ...]
     rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
+    inside: tuple[tuple[PrimalIdx, Inside, int], ...] = ()
     early: tuple[OutIdx, ...] = ()
 
     def swapped(self) -> list[PrimalIdx]:
@@ -120,13 +124,19 @@ class EpiloguePlan:
             check_swappable(*(primals[idx] for idx in self.swapped()))
             outs = Outputs(self, primals)
             outs.values = call(primals)
-            for idx, count in self.rewinds:
-                rewind(primals[idx], count)
+            self.count(primals)
             for action in self.order:
                 outs.do(action)
             return outs.in_order()
 
         return lifted
+
+    def count(self, primals: Sequence[Any]) -> None:
+        """Set the version counters right once the region has run."""
+        for idx, count in self.rewinds:
+            rewind(primals[idx], count)
+        for idx, inside, count in self.inside:
+            bump(inside(primals[idx]), count)
 
 
 class Outputs:
@@ -204,9 +214,14 @@ class Epilogue:
             log.look_inside(outs, given)
             return [held(log, outs, primals) for held in holders]
 
-        return Program(fn, program.ins, program.examples), EpiloguePlan(
-            facts.outputs, facts.order, facts.rewinds, facts.early
-        )
+        inside = [
+            (idx, Inside(path), count)
+            for idx, fact in facts.inputs.enumerate()
+            for path, count in fact.inside
+            if count
+        ]
+        plan = EpiloguePlan(facts.outputs, facts.order, facts.rewinds, tuple(inside), facts.early)
+        return Program(fn, program.ins, program.examples), plan
 
 
 _Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Sequence[Any]], Any]

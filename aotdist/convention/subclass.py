@@ -12,7 +12,7 @@ from typing import Any
 
 from aotdist.convention.layer import Call
 from aotdist.convention.version import bump
-from aotdist.facts import DataWritten, Facts, Inside, Untouched
+from aotdist.facts import DataWritten, Facts, Untouched
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
 
@@ -24,13 +24,12 @@ class UnwrapPlan:
     Args:
         ins: recipe of each input.
         outs: recipe of each output.
-        bumps: inputs that this layer, or no layer, writes, and number of writes to count: of the input itself
-            (no path), or of what lies inside of it.
+        bumps: inputs that this layer, or no layer, writes, and number of writes to count.
     """
 
     ins: Row[PrimalIdx, Recipe]
     outs: Row[NodeOutIdx, Recipe]
-    bumps: tuple[tuple[PrimalIdx, str, int], ...]
+    bumps: tuple[tuple[PrimalIdx, int], ...]
 
     def lift(self, call: Call) -> Call:
         """Take the inputs apart, put the outputs together."""
@@ -44,8 +43,8 @@ class UnwrapPlan:
 
     def count(self, primals: Sequence[Any]) -> None:
         """Count the writes."""
-        for idx, path, count in self.bumps:
-            bump(Inside(path)(primals[idx]) if path else primals[idx], count)
+        for idx, count in self.bumps:
+            bump(primals[idx], count)
 
 
 def rebuild_all(recipes: Row[Any, Recipe], plains: Sequence[Any]) -> list[Any]:
@@ -89,16 +88,15 @@ class Unwrap:
         return Program(fn, Row(slots), Row(examples)), UnwrapPlan(facts.recipes, outs, _bumps(facts))
 
 
-def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, str, int], ...]:
-    found: list[tuple[PrimalIdx, str, int]] = []
+def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:
+    found: list[tuple[PrimalIdx, int]] = []
     for idx, fact in facts.inputs.enumerate():
         match fact:
             case Untouched(bumps=bumps):
-                found.append((idx, "", bumps))
+                found.append((idx, bumps))
             case DataWritten(differentiable=differentiable, bumps=bumps):
                 if isinstance(facts.recipes[idx], Wrapper) and not differentiable:
-                    found.append((idx, "", bumps))
-        found += [(idx, path, count) for path, count in fact.inside]
+                    found.append((idx, bumps))
     return tuple(each for each in found if each[-1])
 
 

@@ -202,6 +202,7 @@ class Gates:
             outs = Outputs(plans.epilogue, primals)
             given, rests = plans.writes.taken(primals)
             outs.values = values = list(call(given))
+            plans.epilogue.count(primals)
             shield(*(values[idx] for idx in self.at_once()))
             before = None
             for step in self.steps:

@@ -174,6 +174,8 @@ def print_call(
                 print_write(printer, primals, write)
         for idx, count in plans.epilogue.rewinds:
             printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
+        for idx, inside, count in plans.epilogue.inside:
+            printer.line(f"{printer.bind('bump', bump)}({primals[idx]}{inside.path}, {count})")
         if gates is None:
             for action in plans.epilogue.order:
                 do(action)

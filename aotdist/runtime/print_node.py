@@ -168,8 +168,8 @@ def _print_run(
         with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
             for plain, position, bumps in writes.writes:
                 printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
-    for idx, path, count in unwrap.bumps:
-        printer.line(f"{printer.bind('bump', bump)}({names[idx]}{path}, {count})")
+    for idx, count in unwrap.bumps:
+        printer.line(f"{printer.bind('bump', bump)}({names[idx]}, {count})")
     return plains
 
 

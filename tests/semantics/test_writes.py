@@ -384,3 +384,15 @@ def test_what_lies_inside_of_an_input_is_written_with_history(seen: Callable[...
         return Scene(lambda x, w: (x.a.mul_(w), seen(x))[1], (two(), leaf()))
 
     same_as_eager(build)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_writes_inside_of_what_gets_no_gradient_are_counted_on_what_the_user_holds(times: int) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> None:
+        inner = x.a
+        y.add_(1)
+        with torch.no_grad():
+            for _ in range(times):
+                inner.add_(1)
+
+    same_as_eager(lambda: Scene(program, (two().requires_grad_(), non_leaf())))
