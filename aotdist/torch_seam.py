@@ -44,6 +44,9 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
+# Kernels in Python, for a while.
+from torch._dispatch.python import enable_python_dispatcher
+
 # Where backends look for the fake mode of a graph.
 from torch._guards import TracingContext as TracingContext
 from torch._guards import active_fake_mode as active_fake_mode
@@ -668,6 +671,11 @@ def shape_env() -> ShapeEnv:
     return NumberedShapeEnv(
         allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
     )
+
+
+def python_kernels() -> AbstractContextManager[None]:
+    """Kernels written in Python go before those in C++, some of which make numbers of symbolic sizes."""
+    return enable_python_dispatcher()
 
 
 @contextmanager

@@ -5,6 +5,8 @@ that come.
 
 - Of batch normalisation on a CPU, fakes claim that whatever is permuted stays so; the kernels give a
   contiguous result, or one with the channels last if the input has them there.
+- Some fakes make numbers of symbolic sizes, unless PyTorch is told to run its kernels in Python: those of
+  `constant_pad_nd`, Fourier transforms, `complex` and `polar`. Each size would have an artifact of its own.
 - Grouped products (of experts) fakes allow in bf16 only, and without the gaps behind rows that the kernels
   leave: these begin at multiples of 16 bytes.
 """
@@ -12,11 +14,12 @@ that come.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload, suggest_memory_format
+from aotdist.torch_seam import OpOverload, python_kernels, suggest_memory_format
 
 _ATEN = torch.ops.aten
 _GROUPED_MM = _ATEN._grouped_mm.default
@@ -31,11 +34,21 @@ _NORMALISED: Mapping[OpOverload, int] = {
 """Operators whose first result is made like one of the arguments, by the argument's position."""
 
 
-def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator gives for fakes: of the sizes and strides that its kernel gives."""
+def fake_result(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, symbolic: bool = False
+) -> Any:
+    """What an operator gives for fakes: of the sizes and strides that its kernel gives.
+
+    Args:
+        func: the operator.
+        args: its positional arguments.
+        kwargs: the others.
+        symbolic: whether sizes may be symbolic.
+    """
     if func is _GROUPED_MM and (args[0].device.type == "cpu" or args[0].dtype != torch.bfloat16):
         return _grouped_product(*args, **kwargs)
-    result = func(*args, **kwargs)
+    with python_kernels() if symbolic else nullcontext():
+        result = func(*args, **kwargs)
     position = _NORMALISED.get(func)
     if position is None or not isinstance(result[0], torch.Tensor) or args[position].device.type != "cpu":
         return result

@@ -127,7 +127,10 @@ class Recorder:
         self.strided = self._functionalisation.strided
         self.backward_autocast = backward_autocast
         self._stream = stream = Stream(self._rng_state) if functional_rng else None
-        self._recording = Recording(self._tracer, decompositions, self._stamp, self.draws, stream, self.size)
+        symbolic = self.fake_mode.shape_env is not None
+        self._recording = Recording(
+            self._tracer, decompositions, self._stamp, self.draws, stream, self.size, symbolic=symbolic
+        )
         self._rng: list[torch.fx.Node] = []
         self._serials = itertools.count()
         self._origins = Origins()

@@ -98,6 +98,7 @@ class Recording(ProxyTorchDispatchMode):
         draws: which random numbers are drawn.
         stream: where they come from, if from a seed and an offset.
         size: the node of a symbolic number, or the number itself if it is a certain one.
+        symbolic: whether sizes may be symbolic.
     """
 
     supports_higher_order_operators = True
@@ -110,6 +111,8 @@ class Recording(ProxyTorchDispatchMode):
         draws: Draws,
         stream: Stream | None,
         size: Callable[[Any], Any],
+        *,
+        symbolic: bool,
     ) -> None:
         super().__init__(tracer, "fake", **decomposition_option(decompositions))
         self._decompositions = decompositions
@@ -117,6 +120,7 @@ class Recording(ProxyTorchDispatchMode):
         self._draws = draws
         self._stream = stream
         self._size = size
+        self._symbolic = symbolic
         self._is_direct: dict[OpOverload, bool] = {}
 
     def __torch_dispatch__(
@@ -273,7 +277,10 @@ class Recording(ProxyTorchDispatchMode):
         node_args: tuple[Any, ...],
         node_kwargs: dict[str, Any],
     ) -> Any:
-        result = results_like(func, args) if is_functional_step(func) else fake_result(func, args, kwargs)
+        if is_functional_step(func):
+            result = results_like(func, args)
+        else:
+            result = fake_result(func, args, kwargs, symbolic=self._symbolic)
         node = self._create(func, node_args, node_kwargs)
         if isinstance(result, torch.Tensor):
             self._bind(result, node)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import aotdist
+from aotdist.api import compiled_call
 from aotdist.torch_seam import DTensor
 from benchmarks.timing import Pace
 from benchmarks.zoo.cell import Job, Training, difference
@@ -96,3 +98,23 @@ def padding_case(family: Family) -> None:
         torch.testing.assert_close(*losses)
         if num_padded:
             assert torch.equal(*losses)  # else eager goes another way: `is_causal` for a mask
+
+
+def lengths_case(family: Family) -> None:
+    """Batches of any length share one artifact, the shifted labels of the model's own loss included."""
+    models = eager_and_compiled(family, dynamic=True, is_compiling=True)
+    for sequence in (16, 24, 10):
+        batch = make_batch(family, replace(SMALL, sequence=sequence), seed=sequence)
+        grads = []
+        for model in models:
+            torch.manual_seed(0)
+            loss = model(**batch).loss
+            loss.backward()
+            grads.append([loss.detach(), *(_local(p.grad).clone() for p in model.parameters())])
+            model.zero_grad()
+        assert all(map(torch.equal, *grads))
+    assert len(compiled_call(models[1]).artifacts) == 1
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -46,3 +46,7 @@ def test_a_cache_is_returned_as_an_object(world2: World) -> None:
 
 def test_a_padded_batch(world2: World) -> None:
     world2.run(f"{CASES}:padding_case", "Llama")
+
+
+def test_batches_of_any_length(world2: World) -> None:
+    world2.run(f"{CASES}:lengths_case", "Llama")

@@ -63,6 +63,20 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "embedding": (lambda i, w: F.embedding(i, w), lambda n: (torch.randint(0, 9, (n, 6)), leaf(9, 8))),
     "loss": (lambda x, y: F.cross_entropy(x, y), lambda n: (leaf(n, 9), torch.randint(0, 9, (n,)))),
     "convolution": (lambda x, w: F.conv2d(x, w, padding=1), lambda n: (leaf(n, 3, 8, 8), leaf(4, 3, 3, 3))),
+    "padding": (lambda x: (F.pad(x, (0, 1), value=-1.0), F.pad(x, (1, 0, -1, 2))), lambda n: (leaf(n, 4),)),
+    "a loss of what comes next": (
+        lambda x, i: F.cross_entropy(x, F.pad(i, (0, 1), value=-100)[1:]),
+        lambda n: (leaf(n, 9), torch.randint(0, 9, (n,))),
+    ),
+    "patches": (lambda x: F.unfold(x, 2), lambda n: (leaf(2, 3, n, 4),)),
+    "Fourier transforms": (
+        lambda x: (torch.fft.fft(x).abs(), torch.fft.rfft2(x).real),
+        lambda n: (leaf(n, 4),),
+    ),
+    "complex numbers": (
+        lambda x, y: (torch.complex(x, y).abs(), torch.polar(x.exp(), y).real),
+        lambda n: (leaf(n, 4), leaf(n, 4)),
+    ),
     "TwoTensor": (
         lambda x, y: ((x * y).sin(), x.t(), y + 1),
         lambda n: (TwoTensor(torch.randn(n, 4), torch.randn(n, 4)).requires_grad_(), leaf(n, 4)),
