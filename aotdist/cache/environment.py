@@ -19,10 +19,10 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.store.archive import version_of
 from aotdist.torch_seam import (
     OpOverload,
-    attention_kernels,
     fills_uninitialized_memory,
     inductor_extensions,
     inductor_options,
+    kernel_choices,
 )
 
 _VARIABLES = ("CXX", "CPATH", "CPLUS_INCLUDE_PATH", "OMP_NUM_THREADS", "CONDA_PREFIX")
@@ -57,10 +57,10 @@ def process() -> Mapping[str, str]:
         **{name: os.environ.get(name, "") for name in _VARIABLES},
         "threads": str(torch.get_num_threads()),
         "deterministic": f"{torch.are_deterministic_algorithms_enabled()} {fills_uninitialized_memory()}",
-        "attention": str(attention_kernels()),
+        "kernels": str(kernel_choices()),
         "defaults": f"{torch.get_default_dtype()} {torch.get_default_device()}",
         "inference": str(torch.is_inference_mode_enabled()),
-        "matrix products": f"{torch.get_float32_matmul_precision()} {torch.backends.mkldnn.enabled}",
+        "matrix products": torch.get_float32_matmul_precision(),
         "inductor": hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest(),
     }
 

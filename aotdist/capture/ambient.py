@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from aotdist.torch_seam import dtensor_dispatch
+from aotdist.torch_seam import device_of_context, dtensor_dispatch, kernel_choices
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -16,7 +16,8 @@ class Ambient(NamedTuple):
     """What is on around a call. A tuple, so that comparing two takes 50 ns.
 
     `autocast` holds, for each device type where it is on, the device and its dtype; `dtensor` what contexts
-    such as `loss_parallel` make of operators on DTensors.
+    such as `loss_parallel` make of operators on DTensors; `device` where new tensors are made, if a context
+    says so (`with torch.device(...)`); `kernels` which of them operators may choose from (`sdpa_kernel`).
     """
 
     grad: bool
@@ -25,6 +26,8 @@ class Ambient(NamedTuple):
     deterministic: bool
     default_dtype: torch.dtype
     dtensor: Hashable
+    device: torch.device | None
+    kernels: tuple[bool, ...]
 
 
 def ambient() -> Ambient:
@@ -36,4 +39,6 @@ def ambient() -> Ambient:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         dtensor_dispatch(),
+        device_of_context(),
+        kernel_choices(),
     )

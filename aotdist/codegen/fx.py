@@ -23,7 +23,7 @@ from aotdist.codegen.tensor_text import tensor_text
 from aotdist.codegen.unbind import rejoin_selects
 from aotdist.errors import InternalError
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import OpOverload, RecordFunctionFast, native_callable, training_rnn
+from aotdist.torch_seam import OpOverload, RecordFunctionFast, inference_rnn, native_callable, training_rnn
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class _Writer:
             return f"({if_so} if {pred} else {if_not}){operands}"  # a tuple, so it is a call
         arguments = [self.spell(value) for value in node.args]
         arguments += [f"{key}={self.spell(value)}" for key, value in node.kwargs.items()]
-        return f"{self._target(node.target)}({', '.join(arguments)})"
+        return f"{self._target(node)}({', '.join(arguments)})"
 
     def spell(self, value: Any) -> str:
         """A node's name, a literal, or the name of a bound object."""
@@ -262,13 +262,15 @@ class _Writer:
         self.functions += [*inner.functions, *lines]
         return name
 
-    def _target(self, target: Any) -> str:
+    def _target(self, node: Node) -> str:
+        target: Any = node.target
         if target is _AS_STRIDED_SCATTER:
             return self.bindings.name(as_strided_scatter, as_strided_scatter.__name__)
         if target is _WHILE_LOOP:
             return self.bindings.name(loop, "while_loop")
         if target is _MKLDNN_RNN:
-            return self.bindings.name(training_rnn, str(target).removesuffix(".default"))
+            layer = training_rnn if node.meta.get("grad", True) else inference_rnn
+            return self.bindings.name(layer, str(target).removesuffix(".default"))
         if isinstance(target, OpOverload):
             return self.bindings.name(native_callable(target), str(target).removesuffix(".default"))
         return self.bindings.name(target, getattr(target, "__name__", type(target).__name__))

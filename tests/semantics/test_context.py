@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jacfwd, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import aotdist
@@ -291,6 +292,8 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "autocast": bfloat16,
     "default dtype": lambda: default_dtype(torch.float64),
     "deterministic": lambda: deterministic_algorithms(),
+    "default device": lambda: torch.device("meta"),
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
 }
 
 
@@ -325,6 +328,34 @@ def test_another_state_takes_another_artifact_and_the_old_one_is_found_again(nam
             compiled(x)
         assert len(compiled_call(compiled).artifacts) <= 2
     assert len(compiled_call(compiled).artifacts) == 2
+
+
+def test_new_tensors_are_made_where_a_context_says() -> None:
+    compiled = aotdist.compile(lambda x: (torch.ones(3), x + 1), backend="fx")
+    for device in ("cpu", "meta", "cpu"):
+        with torch.device(device):
+            made, y = compiled(torch.zeros(2, device="cpu"))
+        assert made.device.type == device and y.device.type == "cpu"
+
+
+def test_attention_is_computed_as_a_context_says() -> None:
+    fn = partial(F.scaled_dot_product_attention, is_causal=True)
+    compiled = aotdist.compile(lambda *qkv: fn(*qkv), backend="fx")
+    q, k, v = (torch.randn(2, 4, 64, 32) for _ in range(3))
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(kernel):
+            assert torch.equal(compiled(q, k, v), fn(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # by the context that turns it off
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_round_as_grad_mode_and_kernels_have_it(layer: type[nn.RNNBase]) -> None:
+    rnn, x = layer(4, 4), torch.randn(3, 2, 4)
+    compiled = aotdist.compile(lambda x: rnn(x)[0], backend="fx")
+    for kernels in (True, False, True):
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode(), torch.backends.mkldnn.flags(enabled=kernels):
+                assert torch.equal(compiled(x), rnn(x)[0])
 
 
 def test_training_and_evaluation_take_turns() -> None:
