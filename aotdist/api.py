@@ -1,4 +1,4 @@
-"""What users call: `compile`, `load`, `disable`, `reset`, `explain`."""
+"""What users call: `compile`, `load`, `disable`, `mark_dynamic`, `reset`, `explain`."""
 
 from __future__ import annotations
 
@@ -294,8 +294,8 @@ def compile(
     Args:
         target: an `nn.Module` (plain, FSDP2, tensor parallel, DDP) or any callable.
         backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where there is a C++ compiler, and
-            for graphs that it compiles; else `fx`), or a function `(graph_module, fake_arguments)` that
-            returns a callable.
+            for graphs that it compiles; else `fx`), `triton` (kernels of our own, for GPUs), or a function
+            `(graph_module, fake_arguments)` that returns a callable.
         settings: a `Settings`, a mapping of its fields, or None for `Settings.from_environment()`.
 
     Raises:
@@ -350,8 +350,8 @@ def _calling(target: Any, make: Maker) -> Any:
 def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
     """Let the sizes of some dimensions differ from call to call without compiling again.
 
-    A dimension whose size is 0 or 1 when a program is compiled is not dynamic in it. PyTorch's own
-    `torch._dynamo.mark_dynamic` does as well.
+    A dimension whose size is 0 or 1 when a program is compiled is not dynamic in it. A mark by
+    `torch._dynamo.mark_dynamic` counts too.
 
     Args:
         tensor: to be passed to a compiled call; parameters and buffers may be marked too.

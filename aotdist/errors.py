@@ -68,7 +68,7 @@ class RankLost(AotdistError):
 
 
 class CacheCorrupt(AotdistError):
-    """A cache entry is damaged; it is ignored and logged."""
+    """A cache entry is damaged: a warning at a call, an error of `aotdist cache verify`."""
 
 
 class BadArtifact(AotdistError):

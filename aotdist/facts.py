@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, NewType, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,8 +17,6 @@ from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, wrapper_rule
 
 _DETACH = torch.ops.aten.detach.default
-
-NodeInIdx = NewType("NodeInIdx", int)
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,14 +58,14 @@ class StageTimes:
 
     Args:
         seconds: of each.
-        progress: where is noted what runs, for somebody who waits for it.
+        progress: told which stage runs, for somebody who waits for it.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     progress: Progress | None = None
 
     def counting(self, num_nodes: Callable[[], int]) -> None:
-        """From now on, so many nodes are there."""
+        """Let the progress line count nodes by `num_nodes`."""
         if self.progress is not None:
             self.progress.num_nodes = num_nodes
 

@@ -25,7 +25,6 @@ NodeOutIdx = NewType("NodeOutIdx", int)
 """Position among the tensors that the autograd node returns, wrappers still on."""
 
 I = TypeVar("I", bound=int)
-J = TypeVar("J", bound=int)
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -147,7 +146,8 @@ class Graph:
     - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
     - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it;
-    - `overwritten`: whether the program writes what an argument holds.
+    - `overwritten`: whether the program writes what an argument holds;
+    - `strides_asked`: that a backward of the user's looks at the strides.
     """
 
     gm: torch.fx.GraphModule

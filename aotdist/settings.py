@@ -1,7 +1,7 @@
 """Every knob of the pipeline, frozen, validated once and passed down explicitly.
 
-A `Settings` is made once per `aotdist.compile` call. Nothing below reads the environment or a
-global flag: `Settings.from_environment` is the only place that looks at `AOTDIST_*` variables.
+A `Settings` is made once per `aotdist.compile` call, and handed on: `Settings.from_environment` is the only
+place that looks at `AOTDIST_*` variables. What the machine's compiler looks at (`CXX`) is in the cache's key.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Settings:
             `cuda:float16,cpu:bfloat16`. What is on when `backward()` is called makes no difference.
         functional_rng: make random operators functions of a seed and an offset, which both graphs take last.
             A random number may then be drawn again instead of being kept for the backward. The numbers are
-            Philox's, not eager's; their seed is drawn from the user's generator once a call. CPU only.
+            Philox's, not eager's; their seed is drawn from the user's generator once a call. On CPUs and CUDA
+            GPUs.
         emulate_casts: round to bfloat16 and float16 wherever the program does. The `triton` backend holds
             values in float32 between operators that share a kernel; with this it is closer to eager.
         tune_kernels: when a kernel of the `triton` backend first runs on a GPU, measure the two to four ways
@@ -75,7 +76,7 @@ class Settings:
             are refused (collectives, tensors on the CPU, what waits for data).
         is_compiling: what `torch.compiler.is_compiling()` says to the program while it is captured. Libraries
             ask it before they choose by data (transformers: whether a padding mask pads), and go a way
-            without that when it is true. Not the way of eager then, which may round otherwise.
+            without that when it is true. That is then not eager's way, and may round otherwise.
         report_side_effects: warn about Python side effects that happen only while capturing.
     """
 

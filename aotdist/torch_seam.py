@@ -1,7 +1,7 @@
 """The only module that imports PyTorch's private modules; torch 2.11 to 2.13 meet here.
 
 Each re-export says why it is needed. Heavy imports stand inside small functions, so that
-`import aotdist` stays quick. Sections are named after the rooms that use them.
+`import aotdist` stays quick. Sections are named after the stages that use them.
 """
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -1553,12 +1553,12 @@ def precompile_cpp_headers() -> None:
     CppPythonBindingsCodeCache.load_async("#include <torch/csrc/inductor/cpp_prefix.h>\n", "cpu")
 
 
-def extension_module(name: str, path: Path) -> ModuleType:
-    """The Python extension in a file, which may hold kernels as Inductor binds them."""
+def extension_module(path: Path) -> ModuleType:
+    """The Python extension in a file, called as Inductor calls those of kernels."""
     # Kernels find torch's own `PyObject* -> data_ptr` through the environment; Inductor sets it as it loads.
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location("kernel", path)
     assert spec is not None and spec.loader is not None, "the name of the file ends as those of extensions do"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -101,7 +101,8 @@ def _main(job_file: str, answer_file: str) -> None:
         Path(answer_file).write_bytes(pickle.dumps(answer))
     # Left to the interpreter's shutdown, 2 of 5 profiled FSDP2 runs died after their last line of work with
     # "terminate called without an active exception" (torch 2.13, gloo), even though the group had been
-    # destroyed; why is not known. The answer is written: leave without a shutdown.
+    # destroyed: a thread of gloo's lets go of a tensor while Python shuts down (pytorch#179291). The answer
+    # is written: leave without a shutdown.
     os._exit(0)
 
 

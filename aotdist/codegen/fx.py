@@ -1,7 +1,8 @@
 """The reference emitter: a graph printed as one straight-line Python function.
 
-The operators that run are the very ones that were traced, in the same order, so results are equal
-to eager bit for bit. Printing is linear in the number of nodes.
+The operators that run are those that were traced, in the same order, but for a few that give the same bits
+(`unbind.py`, `any_strides.py`), so results are equal to eager bit for bit. Printing is linear in the
+number of nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from aotdist.torch_seam import OpOverload, RecordFunctionFast, inference_rnn, na
 
 @dataclass(frozen=True, slots=True)
 class FxBackend:
-    """Runs a graph operator by operator, exactly as traced."""
+    """Runs a graph operator by operator, with eager's bits."""
 
     name: str = "fx"
     partition: Literal["default", "min_cut"] = "default"

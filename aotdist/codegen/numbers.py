@@ -26,6 +26,7 @@ from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.traits import is_random
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam import FakeTensorMode, OpOverload, no_modes
 
@@ -94,7 +95,8 @@ def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
     wanted = [n for n in nodes if n in early and _is_number(n) and not early.issuperset(n.users)]
     ready = tuple(at for at, n in enumerate(graph.results()) if n in early and n not in graph.placeholders())
     placeholders = gm.graph.find_nodes(op="placeholder")
-    away = (p.meta["val"].device for p in placeholders if not p.meta["val"].is_cpu)
+    values = [placeholder.meta["val"] for placeholder in placeholders]
+    away = (v.device for v in values if isinstance(v, torch.Tensor) and not v.is_cpu)
     device = next(away, torch.device("cpu"))
     ins, numbers = graph.ins, set[Node]()
     if wanted:
@@ -131,8 +133,7 @@ def _is_early(node: Node, early: set[Node]) -> bool:
     """Whether a node follows from numbers and single elements that are there before the graph runs."""
     if not early.issuperset(node.all_input_nodes) or not node.all_input_nodes:
         return False
-    is_drawn = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    return not is_drawn and (_is_number(node) or _is_single(node))
+    return not is_random(node) and (_is_number(node) or _is_single(node))
 
 
 def _early(graph: Graph, early: set[Node], ready: Sequence[int], wanted: Sequence[Node]) -> Graph:

@@ -107,7 +107,7 @@ def _loaded(libraries: Sequence[bytes]) -> list[ModuleType]:
         paths = [Path(folder, f"library_{next(_serial)}.so") for _ in libraries]
         for path, library in zip(paths, libraries, strict=True):
             path.write_bytes(library)
-        return [extension_module("kernel", path) for path in paths]
+        return [extension_module(path) for path in paths]
 
 
 def _operator(dotted: str) -> Any:

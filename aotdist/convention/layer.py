@@ -6,14 +6,15 @@ it at run time. The law that each layer is tested by, alone and without compilin
     inner, plan = LAYER.lower(program, facts)
     plan.lift(inner.fn)  behaves as  program.fn,  in its results and in what it writes to its arguments
 
-From the outside in, a call passes: `dedupe` (an argument given twice), `epilogue` (outputs that are
-views or inputs), `mutation.DIFFERENTIABLE` (writes that take part in the backward), then the autograd
-node, and inside it `subclass` (wrappers taken apart) and `mutation.PLAIN` (writes that do not). What
-is left is a function of plain tensors without aliases or writes, and, if `rng` is asked for, one without
-a hidden generator: the graph.
+From the outside in, a call passes: `dedupe` (an argument given twice), `synthetic_base` (arguments that share
+memory), `epilogue` (outputs that are views or inputs), `metadata` (writes to sizes, strides and history),
+`mutation.DIFFERENTIABLE` (writes that take part in the backward), then the autograd node, and inside it
+`subclass` (wrappers taken apart) and `mutation.PLAIN` (writes that do not). What is left is a function
+of plain tensors without aliases or writes, and, if `rng` is asked for, one without a hidden generator: the
+graph.
 
-Plans are frozen data, and all that a cache has to keep; the lifts composed are the reference that
-the printed runtime (`aotdist.runtime.printer`) is tested against.
+Plans are frozen data, and follow from the facts; the lifts composed are the reference that the printed
+runtime (`aotdist.runtime.printer`) is tested against.
 """
 
 from __future__ import annotations

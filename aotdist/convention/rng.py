@@ -170,7 +170,7 @@ class FunctionalRng:
         device: where the program draws.
     """
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device
 
     def lower(self, program: Program[PlainIdx], facts: Facts) -> tuple[Program[PlainIdx], RngPlan]:
         """The inner program takes a seed and an offset after its other inputs, and draws from these."""
@@ -183,6 +183,3 @@ class FunctionalRng:
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         slots, examples = Row([*program.ins, *SLOTS]), Row([*program.examples, zero, zero])
         return Program(fn, slots, examples), RngPlan(self.device)
-
-
-FUNCTIONAL_RNG = FunctionalRng()

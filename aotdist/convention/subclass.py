@@ -1,12 +1,12 @@
 """Wrapper tensors are taken apart before the graph and put together after it.
 
 Source: "AOTDispatch subclass support" (pytorch#104483); here the wrapper is rebuilt around what
-functionalisation sees, so that this layer is the only one that knows of wrappers at run time.
+functionalisation sees, so that the layers inside of this one see plain tensors alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class UnwrapPlan:
             bump(primals[idx], count)
 
 
-def rebuild_all(recipes: Row[Any, Recipe], plains: Sequence[Any]) -> list[Any]:
+def rebuild_all(recipes: Iterable[Recipe], plains: Sequence[Any]) -> list[Any]:
     """One tensor for each recipe, from the plain tensors of all of them."""
     remaining = iter(plains)
     built = [rebuild(recipe, [next(remaining) for _ in leaves(recipe)]) for recipe in recipes]

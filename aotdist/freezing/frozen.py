@@ -132,7 +132,7 @@ def freeze(
             holds the constants alone. The module cannot be called any more then.
 
     Returns:
-        a callable with the module's signature; it has `.source`, `.graphs`, `.explain()` and
+        a callable that takes what the module takes; it has `.source`, `.graphs`, `.explain()` and
         `.constant_bytes`.
 
     Raises:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.modules import named_modules, state_tensors, swapped
+from aotdist.convention.version import version_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real, is_wrapper
 from aotdist.torch_seam import compiled_call_of, set_compiled_call
@@ -31,7 +32,7 @@ class FrozenState:
         self._held = state_tensors(self._modules)
         self._parameters = {id(tensor) for tensor in module.parameters()}
         self._values = {one.path: one.value.detach() for one in self._held if not is_wrapper(one.value)}
-        self._versions = {one.path: _version(one.value) for one in self._held}
+        self._versions = {one.path: version_of(one.value) for one in self._held}
         self._shells: dict[str, torch.Tensor] = {}
         self._calls: dict[nn.Module, Any] = {}
 
@@ -80,7 +81,7 @@ class FrozenState:
                 continue
             place = one.places[0]
             is_same = place.owner.get(place.key) is one.value
-            if not is_same or _version(one.value) != self._versions[one.path]:
+            if not is_same or version_of(one.value) != self._versions[one.path]:
                 raise UnsupportedProgram(
                     f"`{one.path}` was {'written' if is_same else 'replaced'} after its module was frozen",
                     stage="freeze",
@@ -134,11 +135,6 @@ class _Refusal:
             stage="freeze",
             fix="call what `aotdist.freeze` returned, or make the module again",
         )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written; nobody counts that of tensors of inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _shell(tensor: torch.Tensor) -> torch.Tensor:

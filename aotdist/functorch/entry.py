@@ -73,7 +73,7 @@ def aot_function(
         keep_inference_input_mutations: not available.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
         dynamic: give sizes of the arguments symbols; the graphs take these after all tensors.
-        enable_log: nothing is logged either way.
+        enable_log: not looked at; `TORCH_LOGS` says what is logged.
         disable_functionalization: not available.
 
     Raises:

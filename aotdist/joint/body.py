@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from aotdist.capture.origins import Origins
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataWritten, Fresh, NodeOut
+from aotdist.joint.failures import refusal
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
@@ -57,7 +56,7 @@ class Trace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class Enclosing:
     """The program that hands over a body.
 
     Args:
@@ -202,7 +201,7 @@ def trace_body(
     name: str,
     fn: Callable[..., Any],
     operands: Sequence[Operand],
-    around: Around,
+    around: Enclosing,
     *,
     training: bool,
     may_write: bool,
@@ -293,11 +292,6 @@ def _refuse(name: str, body: Body, *, may_write: bool) -> None:
                 f"`{name}` communicates (`{node.target}`), and whether it runs depends on data",
                 "communicate outside of it, where every rank does",
             )
-
-
-def refusal(what: str, fix: str) -> UnsupportedProgram:
-    """An error for what a body may not do."""
-    return UnsupportedProgram(what, where=Origins().current() or None, stage="joint", fix=fix)
 
 
 def closure(roots: Iterable[Node], given: Container[Node] = ()) -> set[Node]:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from aotdist.joint.body import Argument, Body, Operand, closure, cut, refusal
+from aotdist.convention.subclass import rebuild_all
+from aotdist.joint.body import Argument, Body, Operand, closure, cut
+from aotdist.joint.failures import refusal
 from aotdist.joint.proxies import Recorder
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, rebuild, recipe_of, tangent_recipe
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, recipe_of, tangent_recipe
 from aotdist.torch_seam import FunctionalTensor, functional_value, pytree
 
 _COND: Any = torch.ops.higher_order.cond
@@ -92,7 +94,7 @@ class Branches:
         recipes = [*self.bodies[0].recipes(), *(recipe_of(o.tensor) for o in self.written())]
         num_plains = sum(1 for recipe in recipes for _ in leaves(recipe))
         kept = tuple(map(self.recorder.value, results[num_plains:]))
-        return _rebuilt(recipes, results[:num_plains]), kept
+        return rebuild_all(recipes, results[:num_plains]), kept
 
     def written(self) -> list[Operand]:
         """The operands that either branch writes, without history."""
@@ -153,7 +155,7 @@ class Branches:
         nodes = [*map(value, given), *drawn, *map(value, arriving)]
         recipes = [next(found[i][0] for found in gradients if i in found) for i in wanted]
         recorded = self._record("gradients", graphs, nodes, draws=False)
-        built = dict(zip(wanted, _rebuilt(recipes, recorded), strict=True))
+        built = dict(zip(wanted, rebuild_all(recipes, recorded), strict=True))
         return [built.get(id(operand.tensor)) for operand in self.operands]
 
     def _record(
@@ -231,11 +233,6 @@ class Cond(torch.autograd.Function):
 
 def _values(plains: Sequence[Any]) -> list[torch.Tensor]:
     return list(map(functional_value, plains))
-
-
-def _rebuilt(recipes: Sequence[Recipe], plains: Sequence[Any]) -> list[torch.Tensor]:
-    remaining = iter(plains)
-    return [rebuild(recipe, [next(remaining) for _ in leaves(recipe)]) for recipe in recipes]
 
 
 def _laid_out(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import refusal
 from aotdist.torch_seam import OpOverload, finished_work, group_name_of, is_operator, name_of_reduction
 
 _NAMESPACE = "c10d"
@@ -48,10 +48,8 @@ def _written(tensors: list[torch.Tensor], result: Callable[[torch.Tensor], torch
 
 
 def _refused(func: OpOverload) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return refusal(
         f"the program calls `{func.name()}`, a collective that writes its results into tensors",
-        where=Origins().current() or None,
-        stage="joint",
         fix="call its functional twin (`torch.distributed._functional_collectives`), or redistribute a "
         "DTensor; `distribute_tensor` takes `src_data_rank=None`. Of those that write, `all_reduce` and "
         "`broadcast` are captured",

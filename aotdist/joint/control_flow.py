@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from aotdist.joint.body import Argument, Around, Body, Operand, cut, refusal, trace_body
+from aotdist.joint.body import Argument, Body, Enclosing, Operand, cut, trace_body
 from aotdist.joint.branches import Branches
+from aotdist.joint.failures import refusal
 from aotdist.joint.proxies import Recorder
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild
 from aotdist.torch_seam import (
@@ -37,7 +38,7 @@ class ControlFlow:
         around: that program.
     """
 
-    around: Around
+    around: Enclosing
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from aotdist.capture.origins import raised_at
+from aotdist.capture.origins import Origins, raised_at
 from aotdist.convention.outdated_views import detached_since, reshaped_since
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
@@ -18,6 +18,12 @@ from aotdist.torch_seam import (
     DynamicOutputShapeException,
     ObjectsExchangedError,
 )
+
+
+def refusal(what: str, fix: str) -> UnsupportedProgram:
+    """An error that names the line of the user's which the trace is at."""
+    return UnsupportedProgram(what, where=Origins().current() or None, stage="joint", fix=fix)
+
 
 _ASKS_FOR_DATA = (
     "tracing tensor",

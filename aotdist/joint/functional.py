@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from aotdist.capture.guise import Guises
-from aotdist.capture.origins import Origins
 from aotdist.convention.memory import by_stride
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint import collectives
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
+from aotdist.joint.failures import refusal
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
 from aotdist.joint.strided import Strided
@@ -111,10 +111,8 @@ class Functionalisation(FunctionalTensorMode):
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         if is_operator(func) and func.name() in _TO_SPARSE:
-            raise UnsupportedProgram(
+            raise refusal(
                 "the program makes a sparse tensor",
-                where=Origins().current() or None,
-                stage="joint",
                 fix="make it outside of the compiled function, or work on its indices and values",
             )
         beneath_wrappers = all(issubclass(cls, FunctionalTensor) for cls in types)
@@ -262,11 +260,9 @@ class Functionalisation(FunctionalTensorMode):
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:
     """What to raise for a tensor that another tracer than this trace's recorded."""
-    return UnsupportedProgram(
+    return refusal(
         f"a tensor of size {list(tensor.size())} was computed by a tracer of the program's own "
         "(`torch.func.linearize` has one)",
-        where=Origins().current() or None,
-        stage="joint",
         fix="use `torch.func.jvp` or `vjp`, or trace outside of the compiled function",
     )
 

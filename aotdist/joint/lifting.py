@@ -36,6 +36,7 @@ _ATTRIBUTES_OF_THE_REAL_TENSOR = {
     _GRAD.__set__: (".grad", "assigned"),
     _GRAD.__delete__: (".grad", "deleted"),
 }
+_LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
 
 
 class Lifting(TorchFunctionMode):
@@ -50,6 +51,7 @@ class Lifting(TorchFunctionMode):
         higher_order: what to do where the program hands functions to an operator.
         guises: the classes that the program sees of its tensors.
         written_views: is told that what was written by the call before has its history now.
+        asked_for_strides: is told of tensors whose strides the program looks at.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Lifting(TorchFunctionMode):
         higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
         guises: Guises,
         written_views: WrittenViews,
+        asked_for_strides: Callable[[torch.Tensor], None],
     ) -> None:
         super().__init__()
         self._inputs = inputs
@@ -72,6 +75,7 @@ class Lifting(TorchFunctionMode):
         self._storages = storages
         self._guises = guises
         self._written_views = written_views
+        self._asked_for_strides = asked_for_strides
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
@@ -98,6 +102,8 @@ class Lifting(TorchFunctionMode):
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
+        if func in _LOOK_AT_STRIDES:
+            self._asked_for_strides(swapped_args[0])
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
             self._refuse_attribute(func, swapped_args[0])
         if isinstance(func, HigherOrderOperator):

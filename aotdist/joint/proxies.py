@@ -301,6 +301,12 @@ class Recorder:
             stamp["seq_nr"] = seq_nr - self._first_seq_nr
         return stamp
 
+    def asked_for_strides(self, tensor: torch.Tensor) -> None:
+        """Note that the program's backward looks at the strides of a tensor, which tangents may decide."""
+        for plain in plain_tensors(tensor) if self.phase == "backward" else ():
+            if isinstance(plain, FunctionalTensor):
+                self.value(plain).meta["strides_asked"] = True
+
     def value(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node that computes the current value of a traced plain tensor.
 

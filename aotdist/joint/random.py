@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.origins import Origins
-from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import refusal
 from aotdist.torch_seam import HigherOrderOperator, OpOverload, generator_id, hint, no_modes, pytree
 
 
@@ -62,10 +61,8 @@ class Draws:
 
     def _refuse_unknown(self, generator: torch.Generator) -> None:
         if generator_id(generator) not in self._users:
-            raise UnsupportedProgram(
+            raise refusal(
                 "the program draws from a random generator that it makes itself",
-                where=Origins().current() or None,
-                stage="joint",
                 fix="make the generator outside, where the function can read it",
             )
 
@@ -107,10 +104,8 @@ class _Generator:
     def check(self) -> None:
         """Raise unless the generator stands where our last step left it."""
         if self.state() != self._expected:
-            raise UnsupportedProgram(
+            raise refusal(
                 "the program sets the state of the random generator (`manual_seed`, `fork_rng`)",
-                where=Origins().current() or None,
-                stage="joint",
                 fix="set it outside of the compiled function",
             )
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.origins import Origins
 from aotdist.convention.memory import by_stride, extent
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import refusal
 from aotdist.joint.strided import Strided
 from aotdist.torch_seam import (
     FunctionalTensor,
@@ -184,9 +184,7 @@ def _shaped(flat: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> t
 
 
 def _refuse(why: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return refusal(
         f"a tensor is resized in place, and {why}",
-        where=Origins().current() or None,
-        stage="joint",
         fix="clone it first, or make a tensor of the size that you need",
     )

@@ -27,7 +27,7 @@ from aotdist.joint.bits import with_negation_done
 from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.kernel_results import fake_result
 from aotdist.joint.random import Draws
-from aotdist.joint.scalars import Scalars, current_scalars, refusal
+from aotdist.joint.scalars import Scalars, current_scalars, needs_value
 from aotdist.torch_seam import (
     SYMBOLIC,
     FakeTensor,
@@ -191,7 +191,7 @@ class Recording(ProxyTorchDispatchMode):
     ) -> Any:
         """Record an operator that is given numbers as it is: what it is made of might compute with them."""
         if scalars.tokens_among(whole_numbers(func, args, kwargs or {})):
-            raise refusal(func.name())
+            raise needs_value(func.name())
         try:
             node_args = tuple(map(self._argument, args))
             node_kwargs = {name: self._argument(value) for name, value in (kwargs or {}).items()}

@@ -29,9 +29,9 @@ import torch
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
-from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint import known
+from aotdist.joint.failures import refusal
 from aotdist.torch_seam import Patch, pytree, torch_functions_off
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -74,9 +74,9 @@ class Scalars:
     ) -> None:
         self.values = {node_of(stand_in): real for stand_in, real in values}
         self.asked: list[tuple[Node, bool]] = []
-        self._tokens: dict[float, Traced] = {}
+        self._tokens: dict[float, TracedNumber] = {}
         self._arrived: set[float] = set()
-        self._made: dict[Any, Traced] = {}
+        self._made: dict[Any, TracedNumber] = {}
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
         self.root = torch.nn.Module()
@@ -108,14 +108,18 @@ class Scalars:
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """What `function` makes of numbers, some of which are traced."""
-        ones = [argument.kind(1) if isinstance(argument, Traced) else argument for argument in arguments]
+        ones = [
+            argument.kind(1) if isinstance(argument, TracedNumber) else argument for argument in arguments
+        ]
         kind = type(function(*ones))
         if kind is int and any(isinstance(one, float) for one in ones):
             kind = float  # which of them `max` and `min` return is not known
-        given = (argument.made_by if isinstance(argument, Traced) else argument for argument in arguments)
+        given = (
+            argument.made_by if isinstance(argument, TracedNumber) else argument for argument in arguments
+        )
         return self._number(function, tuple(given), kind)
 
-    def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> Traced:
+    def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> TracedNumber:
         """The number that `function` makes: the same one for the same arguments."""
         key = (function, tuple((type(argument), argument) for argument in arguments))
         if key not in self._made:
@@ -125,13 +129,13 @@ class Scalars:
             self._made[key] = _CLASSES[kind](self, node)
         return self._made[key]
 
-    def token(self, number: Traced) -> float:
+    def token(self, number: TracedNumber) -> float:
         """What stands for `number` beneath PyTorch's Python interface."""
         token = number.kind(next(self._numbers))
         self._tokens[token] = number
         return token
 
-    def behind(self, token: Any) -> Traced | None:
+    def behind(self, token: Any) -> TracedNumber | None:
         """The number that `token` stands for, if it is a token."""
         return self._tokens.get(token) if type(token) in (float, int) else None
 
@@ -152,9 +156,9 @@ class Scalars:
         """
         yield
         if not self._arrived.issuperset(tokens):
-            raise refusal(getattr(function, "__name__", str(function)))
+            raise needs_value(getattr(function, "__name__", str(function)))
 
-    def answer(self, number: Traced) -> bool:
+    def answer(self, number: TracedNumber) -> bool:
         """Whether `number` is true now: the program chooses by it.
 
         Raises:
@@ -164,23 +168,19 @@ class Scalars:
             with torch_functions_off():
                 holds = known.result_of(bool, (number.made_by,), {}, self.root, self.values)
         except known.NotKnown:
-            raise UnsupportedProgram(
+            raise refusal(
                 "the program chooses by a number that it computes in the same call",
-                where=Origins().current() or None,
-                stage="joint",
                 fix="use `torch.where`, or `max` and `min`",
             ) from None
         self.asked.append((number.made_by, holds))
         return holds
 
 
-def refusal(function: str) -> UnsupportedProgram:
+def needs_value(function: str) -> UnsupportedProgram:
     """What to raise where PyTorch computes with a number of the trace, or makes a size of it."""
-    return UnsupportedProgram(
+    return refusal(
         f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
         "follows from a step count)",
-        where=Origins().current() or None,
-        stage="joint",
         fix="pass it as a tensor, or compute with it in Python before",
     )
 
@@ -193,7 +193,7 @@ def current_scalars() -> Scalars | None:
     return _CURRENT.get()
 
 
-class Traced:
+class TracedNumber:
     """A number of the trace.
 
     Args:
@@ -214,7 +214,7 @@ class Traced:
         return f"a number that is only known at a call ({self.made_by.name})"
 
 
-class _Number(Traced):
+class _Number(TracedNumber):
     """A number that Python computes with."""
 
     @property
@@ -224,11 +224,9 @@ class _Number(Traced):
         Raises:
             UnsupportedProgram: always.
         """
-        raise UnsupportedProgram(
+        raise refusal(
             "the program needs the value of a number that is only known at a call (a learning rate, or what "
             "follows from a step count)",
-            where=Origins().current() or None,
-            stage="joint",
             fix="compute with it by operators of Python, and by the functions of `math`",
         )
 
@@ -260,7 +258,7 @@ class TracedInt(_Number, torch.SymInt):
     kind = int
 
 
-_CLASSES: Mapping[type, type[Traced]] = {bool: Traced, float: TracedFloat, int: TracedInt}
+_CLASSES: Mapping[type, type[TracedNumber]] = {bool: TracedNumber, float: TracedFloat, int: TracedInt}
 
 
 def _operator(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:

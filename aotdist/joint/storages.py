@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.origins import Origins
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.memory import by_stride, extent
 from aotdist.convention.naming import another_name
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import refusal
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.strided import Strided
 from aotdist.program import PrimalIdx
@@ -211,9 +211,7 @@ def bytes_to_hold(tensor: torch.Tensor) -> int:
 
 
 def _refuse(how: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return refusal(
         f"a tensor is set to a storage {how}",
-        where=Origins().current() or None,
-        stage="joint",
         fix="set it to a tensor: `x.set_(y)`",
     )

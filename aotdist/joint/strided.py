@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.origins import Origins
 from aotdist.convention.memory import extent, shows
-from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import refusal
 from aotdist.torch_seam import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -205,11 +204,11 @@ class Strided:
         if key in self._whole:
             memory, _ = self._owners[key]
             if memory.dtype not in (tensor.dtype, torch.uint8):
-                raise _refuse(
+                raise refusal(
                     f"`{func}` shows memory of an input as another dtype than it has",
                     "use it before the view",
                 )
-            raise _refuse(
+            raise refusal(
                 f"`{func}` reaches beyond the storage of an input, in eager too", "stay inside of it"
             )
         raise LooksAround(self._inputs[key][0])
@@ -218,7 +217,7 @@ class Strided:
         """Raise for a view of what, written since, does not lie as far into its storage as it did."""
         if functional_storage_id(tensor) in self._inputs:
             self._take_whole(func, tensor)
-        raise _refuse(
+        raise refusal(
             f"`{func}` is called on a part of a storage that was written before",
             "use `select`, `diagonal` or slices, which count from the tensor",
         )
@@ -234,7 +233,7 @@ class Strided:
         if key in self._inputs:
             self._take_whole(func, tensor)
         if not is_functional_base(tensor):
-            raise _refuse(
+            raise refusal(
                 f"`{func}` writes memory that `as_strided` shows, and what it was called on does not",
                 "call `as_strided` on a tensor that shows all of that memory",
             )
@@ -271,7 +270,3 @@ def _is_whole(memory: FunctionalTensor) -> bool:
     """Whether a tensor is dense, and lies at the beginning of its storage, as its values do."""
     value = functional_value(memory)
     return memory.storage_offset() == value.storage_offset() == 0 and extent(memory) == memory.numel()
-
-
-def _refuse(what: str, fix: str) -> UnsupportedProgram:
-    return UnsupportedProgram(what, where=Origins().current() or None, stage="joint", fix=fix)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.utils import swap_tensors
 
-from aotdist.capture.origins import Origins
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import IsInput, Place, Swap, ViewOfOutput
+from aotdist.joint.failures import refusal
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
@@ -123,9 +123,7 @@ class Swaps:
 
 
 def _refuse(how: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return refusal(
         f"a tensor is swapped with another by `torch.utils.swap_tensors` {how}",
-        where=Origins().current() or None,
-        stage="joint",
         fix="swap them outside of the compiled function, or assign `.data`",
     )

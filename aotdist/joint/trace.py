@@ -16,10 +16,8 @@ import torch
 
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
-from aotdist.facts import (
-    Facts,
-)
-from aotdist.joint.body import Around
+from aotdist.facts import Facts
+from aotdist.joint.body import Enclosing
 from aotdist.joint.classes import Classes
 from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.effects import Effects
@@ -92,7 +90,8 @@ def trace(
         again: the backward may be traced again later, outside of what stands around this call.
 
     Raises:
-        UnsupportedProgram: the program needs data while it is traced, or writes metadata of an input.
+        UnsupportedProgram: the program needs data while it is traced, or what it does cannot be
+            repeated outside.
     """
     symbols = Symbols(recorder.shape_env, dims)
     inputs = Inputs(recorder, symbols, bases)
@@ -114,10 +113,18 @@ def trace(
         ]
         stack.enter_context(log)
         stack.enter_context(hearing_of_swaps(swaps.hear))
-        control_flow = ControlFlow(Around(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
+        control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
         written_views = WrittenViews(inputs, log)
         lifting = Lifting(
-            inputs, recorder.is_foreign, stand_in, log, storages, control_flow, classes.guises, written_views
+            inputs,
+            recorder.is_foreign,
+            stand_in,
+            log,
+            storages,
+            control_flow,
+            classes.guises,
+            written_views,
+            recorder.asked_for_strides,
         )
         with classes.shown(), lifting, naming_failures(), naming_outdated_views(log):
             outs = program.fn(*tensors)

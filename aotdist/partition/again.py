@@ -17,8 +17,8 @@ from torch.fx import Interpreter, Node
 from aotdist.convention.philox import PHILOX
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import overwritten_primals
-from aotdist.partition.traits import is_collective, is_random
+from aotdist.partition.halves import ancestors, overwritten_primals
+from aotdist.partition.traits import is_collective, is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot
 
 _ATEN = torch.ops.aten
@@ -108,11 +108,6 @@ def _drawn(joint: Graph) -> set[Node]:
     return drawn
 
 
-def is_late(node: Node) -> bool:
-    """Whether a node was recorded in the backward."""
-    return node.meta.get("phase") == "backward"
-
-
 def _obstacle(
     joint: Graph, needed: set[Node], written: frozenset[Node], functions: Sequence[str]
 ) -> str | None:
@@ -179,18 +174,11 @@ class _InGradModes(Interpreter):
 
 def _needed(joint: Graph, outs: Sequence[Slot], kept: Container[str]) -> set[Node]:
     """What `outs` are computed from; what lies behind a kept node is not followed."""
-    named = joint.named_results()
-    pending = [node for slot in outs if (node := named[slot]) is not None]
-    needed = set(pending)
-    while pending:
-        node = pending.pop()
-        for source in () if node.name in kept else node.all_input_nodes:
-            if source not in needed:
-                needed.add(source)
-                pending.append(source)
-    return needed
+    named, order = joint.named_results(), list(joint.gm.graph.nodes)
+    roots = [node for slot in outs if (node := named[slot]) is not None]
+    return ancestors(order, roots, stop={node for node in order if node.name in kept})
 
 
 def _is_detached_by_autograd(node: Node) -> bool:
     """Whether it is a `detach` that stems from saving a result for backward: no forward operator uses it."""
-    return node.target is _DETACH and all(user.meta.get("phase") == "backward" for user in node.users)
+    return node.target is _DETACH and all(map(is_late, node.users))

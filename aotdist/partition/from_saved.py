@@ -10,10 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from torch.fx import Node
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition.again import is_late
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import ancestors
-from aotdist.partition.traits import is_random
+from aotdist.partition.traits import is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 
 _ORDER = ("primal", "saved", "size", *GRADIENT_ROLES, "rng")

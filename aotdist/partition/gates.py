@@ -22,7 +22,7 @@ from aotdist.partition.halves import find_halves
 from aotdist.partition.reduced import without_tangents
 from aotdist.partition.returning import returning
 from aotdist.partition.split import backward_from
-from aotdist.partition.traits import is_random
+from aotdist.partition.traits import is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot, Split
 
 _ADD = torch.ops.aten.add.Tensor
@@ -107,7 +107,7 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
     """
     passages = facts.passages
     levels = _levels(cut, facts) if passages.waypoints else {}
-    if any(is_random(node) and node.meta.get("phase") == "backward" for node in cut.gm.graph.nodes):
+    if any(is_random(node) and is_late(node) for node in cut.gm.graph.nodes):
         return ()
     pieces: dict[int, list[tuple[int, int]]] = {}
     results = cut.named_results()

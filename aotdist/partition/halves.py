@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from aotdist.errors import InternalError
 from aotdist.partition.storage import view_base
-from aotdist.partition.traits import is_effectful, is_getitem, is_size, is_wait
+from aotdist.partition.traits import is_effectful, is_getitem, is_late, is_size, is_wait
 from aotdist.program import LATE_ROLES, Graph
 
 FORWARD_ROLES = frozenset({"output", "write"})
@@ -135,7 +135,7 @@ def _late_nodes(order: Sequence[Node], tangents: Iterable[Node], forward_needs: 
     for node in order:
         if node in forward_needs or node.op in ("placeholder", "get_attr"):
             continue
-        recorded_late = node.meta.get("phase") == "backward" and not _follows_source(node)
+        recorded_late = is_late(node) and not _follows_source(node)
         if recorded_late or any(i in late for i in node.all_input_nodes):
             late.add(node)
     return late

@@ -19,7 +19,7 @@ def partition(joint: Graph, policy: Policy) -> Split:
     """The forward and the backward graph of a joint graph.
 
     Args:
-        joint: placeholders are primals, then tangents; nodes carry `val`, `phase` and maybe `policy`.
+        joint: placeholders in the order of `Recorder.graph`; nodes carry `val`, `phase` and maybe `policy`.
         policy: `default` saves what eager saves, `min_cut` saves the fewest bytes and recomputes
             cheap operations in the backward.
 

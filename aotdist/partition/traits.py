@@ -72,6 +72,11 @@ def _op_is_random(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
+def is_late(node: Node) -> bool:
+    """Whether a node was recorded in the backward."""
+    return node.meta.get("phase") == "backward"
+
+
 def is_random(node: Node) -> bool:
     """Whether the node draws from a random generator, or a graph does that it is given."""
     if not isinstance(node.target, OpOverload):

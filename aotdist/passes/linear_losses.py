@@ -41,7 +41,6 @@ _SAME_ROWS = frozenset(
         _ATEN.detach.default,
     }
 )
-_SLICES_BACK = frozenset({_ATEN.slice_backward.default, _ATEN.slice_scatter.default})
 _TRANSPOSES = frozenset({_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int})
 _ZEROS = frozenset({_ATEN.full.default, _ATEN.zeros.default, _ATEN.new_zeros.default})
 

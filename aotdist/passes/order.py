@@ -25,18 +25,16 @@ class Pass:
     Args:
         name: what settings and reports call it.
         run: the step; returns a new graph, or its argument when there is nothing to do.
-        purpose: one line for reports.
     """
 
     name: str
     run: Callable[[Graph, PassContext], Graph]
-    purpose: str
 
 
-_CLEANUP = Pass("cleanup", cleanup, "drops dead nodes, no-op copies and repeated views")
-_BUCKET = Pass("bucket", bucket, "merges the collectives of one FSDP unit")
-_CHUNK_LOSSES = Pass("chunk_losses", chunk_losses, "computes losses without making all logits at once")
-_OVERLAP = Pass("overlap", overlap, "starts gathers a unit ahead and finishes reductions late")
+_CLEANUP = Pass("cleanup", cleanup)
+_BUCKET = Pass("bucket", bucket)
+_CHUNK_LOSSES = Pass("chunk_losses", chunk_losses)
+_OVERLAP = Pass("overlap", overlap)
 
 ORDER: Mapping[Stage, tuple[Pass, ...]] = MappingProxyType(
     {

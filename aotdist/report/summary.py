@@ -38,11 +38,6 @@ class GraphSummary:
     recordings: Recordings | None
     from_cache: bool
 
-    @property
-    def collective_bytes(self) -> int:
-        """Bytes that the collectives of this graph take in on one rank."""
-        return sum(collective.num_bytes for collective in self.collectives)
-
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSummary:

@@ -286,24 +286,18 @@ def fit_of(compilation: Compilation) -> Fit:
     )
 
 
-def _closed_over(compilation: Compilation) -> Sequence[torch.Tensor]:
-    """Tensors that the trace met besides the program's own inputs, in the order of meeting."""
-    program, bases = compilation.traced.program, compilation.bases
-    known = {id(example) for example in compilation.captured.program.examples}
-    return [ex for at, ex in program.examples.enumerate() if id(ex) not in known and not bases.is_new(at)]
-
-
 def _sources(compilation: Compilation) -> tuple[Source, ...]:
     captured = compilation.captured
     state = [tensor.source() for tensor in captured.environment.state]
-    return (*state, *(captured.source_of(real) for real in _closed_over(compilation)))
+    examples = compilation.traced.program.examples
+    return (*state, *(captured.source_of(examples[idx]) for idx in compilation.met()))
 
 
 def _with_closed_over(compilation: Compilation) -> DedupePlan:
     """The plan with the closed-over tensors, which are distinct, at the end."""
     deduped = compilation.deduped
     num_args, num_distinct = len(deduped.source), len(deduped.kept)
-    extra = range(len(_closed_over(compilation)))
+    extra = range(len(compilation.met()))
     kept = [*deduped.kept, *(ArgIdx(num_args + offset) for offset in extra)]
     source = [*deduped.source, *(DistinctIdx(num_distinct + offset) for offset in extra)]
     return DedupePlan(Row(kept), Row(source))

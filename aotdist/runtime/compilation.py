@@ -15,7 +15,7 @@ from aotdist.joint.trace import Traced
 from aotdist.partition.gates import Gate
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
-from aotdist.program import Graph, Slot, Split
+from aotdist.program import Graph, PrimalIdx, Slot, Split
 from aotdist.runtime.backward import Parts
 from aotdist.runtime.derivative import CompiledDerivative
 from aotdist.runtime.other_kinds import Arrived, OtherBackward
@@ -97,8 +97,14 @@ class Compilation:
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
 
+    def met(self) -> list[PrimalIdx]:
+        """Tensors that the trace met besides the program's own inputs, in the order of meeting."""
+        known = {id(example) for example in self.captured.program.examples}
+        examples = self.traced.program.examples.enumerate()
+        return [idx for idx, example in examples if id(example) not in known and not self.bases.is_new(idx)]
+
     def takes_no_symbols(self) -> bool:
-        """Whether sizes were to be symbolic, and an operator would not have it."""
+        """Whether symbolic sizes were asked for and an operator took none, so that sizes are numbers."""
         return bool(self.captured.dims) and self.traced.symbols.none_allowed
 
     def emitted(self) -> dict[str, Emitted]:

@@ -106,4 +106,4 @@ class Derive:
 
 
 def _never(*args: Any) -> NoReturn:
-    raise InternalError("a derivative is traced from a program", stage="runtime")
+    raise InternalError("the program of a derivative was called; only its graph is to run", stage="runtime")

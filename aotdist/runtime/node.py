@@ -1,4 +1,4 @@
-"""The autograd node around one compiled forward and backward: its plan, and a reference to run it.
+"""A reference for the autograd node around one compiled forward and backward; `plan.py` has its plan.
 
 The reference is what the printed node (`aotdist.runtime.print_node`) is tested against: the same
 steps, found by walking the plan at every call instead of once.

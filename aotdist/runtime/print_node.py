@@ -125,7 +125,7 @@ def print_inference(
         rng: where seed and offset come from, if the graph takes them.
         emitted: plain inputs, sizes -> results.
         watch: a context for every run of the graph, if any.
-        views: results that are made as views, see `aotdist.runtime.node.result_views`.
+        views: results that are made as views, see `aotdist.runtime.results.result_views`.
         recorded: whether autograd would record the graph's operations, unless it is switched off.
     """
     printer.spread("def region(", _with_symbols(names, symbols), "):")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.scalars import Traced
+from aotdist.joint.scalars import TracedNumber
 from aotdist.step.held import Held, Place
 from aotdist.torch_seam import pytree
 
@@ -78,7 +78,7 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _kinds(value: Any) -> list[type]:
-    return [part.kind if isinstance(part, Traced) else type(part) for part in _parts(value)]
+    return [part.kind if isinstance(part, TracedNumber) else type(part) for part in _parts(value)]
 
 
 def _as_tensors(value: Any) -> list[torch.Tensor]:

@@ -100,17 +100,15 @@ def _refuse_symbols(compilation: Compilation) -> None:
 def _closed_over(compilation: Compilation) -> list[str]:
     """The tensors that the trace met besides the program's inputs, by name."""
     captured, program = compilation.captured, compilation.traced.program
-    known, found = {id(example) for example in captured.program.examples}, list[str]()
-    for at, example in program.examples.enumerate():
-        if id(example) in known or compilation.bases.is_new(at):
-            continue
-        if id(example) not in captured.closed_over:
+    found: list[str] = []
+    for idx in compilation.met():
+        if id(program.examples[idx]) not in captured.closed_over:
             raise UnsupportedProgram(
                 "the program uses a tensor that nothing leads to, which an artifact cannot name",
                 stage="store",
                 fix="pass it as an argument, or let a module hold it as a buffer",
             )
-        found.append(steady_path(program.ins[at].path))
+        found.append(steady_path(program.ins[idx].path))
     return found
 
 

@@ -24,7 +24,7 @@ def test_every_pass_is_recorded_with_its_size_and_time() -> None:
     assert [other.name for other in others] == [step.name for step in ORDER["joint"][1:]]
     assert record.nodes_before == len(joint.gm.graph.nodes)
     assert record.nodes_after == len(cleaned.gm.graph.nodes) < record.nodes_before
-    assert record.seconds > 0 and record.verify_seconds > 0
+    assert record.seconds > 0
 
 
 def test_a_disabled_pass_does_not_run() -> None:
@@ -44,7 +44,6 @@ def test_an_unknown_name_is_refused_with_a_near_miss() -> None:
 def test_every_stage_lists_its_passes_once() -> None:
     for steps in ORDER.values():
         assert len({step.name for step in steps}) == len(steps)
-        assert all(step.purpose for step in steps)
 
 
 def test_a_pass_that_breaks_the_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +52,7 @@ def test_a_pass_that_breaks_the_graph_is_named(monkeypatch: pytest.MonkeyPatch) 
             node.meta.pop("val", None)
         return given
 
-    monkeypatch.setattr(run, "ORDER", {"joint": (Pass("spoil", spoil, "breaks things"),)})
+    monkeypatch.setattr(run, "ORDER", {"joint": (Pass("spoil", spoil),)})
     with pytest.raises(InternalError, match="after joint pass `spoil`"):
         run_passes(graph(), "joint", Settings())
     run_passes(graph(), "joint", Settings(verify=False))

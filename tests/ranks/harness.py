@@ -1,21 +1,21 @@
 """Worlds of ranks for tests: 2 or 4 gloo processes that stay up for the whole pytest session.
 
 Write a *case*: a module-level function that every rank runs, in a file that can be imported
-(`tests/ranks/cases_fsdp.py`, or the test file itself). The default process group is up, the random
+(`tests/ranks/cases_writing.py`, or the test file itself). The default process group is up, the random
 seed is 0, torch runs on one thread. What a case returns comes back, pickled, one item per rank::
 
-    # tests/ranks/cases_fsdp.py
+    # tests/ranks/cases_writing.py
     def gathers(num_elements: int) -> float:
         shard = torch.full((num_elements,), float(dist.get_rank()))
         return funcol.all_gather_tensor(shard, 0, dist.group.WORLD).sum().item()
 
-    # tests/ranks/test_fsdp.py
+    # tests/ranks/test_writing.py
     pytestmark = pytest.mark.ranks
 
     def test_gathers(world2: World):
-        assert world2.run(cases_fsdp.gathers, 8) == [8.0, 8.0]
+        assert world2.run(cases_writing.gathers, 8) == [8.0, 8.0]
 
-`run` also takes `"tests.ranks.cases_fsdp:gathers"`. When a rank raises, dies or does not return in
+`run` also takes `"tests.ranks.cases_writing:gathers"`. When a rank raises, dies or does not return in
 time, `run` raises `RanksFailed` with the traceback, the output and (for a hang) the stacks of
 *every* rank, and the processes are replaced before the next case. So:
 

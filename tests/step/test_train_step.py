@@ -269,8 +269,12 @@ def test_parameters_of_other_dtypes(kind: torch.dtype) -> None:
     train(Pair.of(adamw, lambda: Net().to(kind)), data=lambda at: batch(at).to(kind))
 
 
-def test_sizes_that_differ_from_call_to_call() -> None:
-    _, step = compiled_step(settings={"dynamic": True})
+@pytest.mark.parametrize("backend", ["fx", lambda gm, _: gm.forward], ids=["fx", "callable"])
+def test_sizes_that_differ_from_call_to_call(backend: Any) -> None:
+    pair = Pair.of(adamw)
+    step = aotdist.train_step(
+        pair.models[1], loss_of, pair.optimizers[1], backend=backend, settings={"dynamic": True}
+    )
     for size in (4, 4, 3, 6, 5):
         step(batch(0).repeat(2, 1)[:size])
     assert len(step.graphs) == 1
