@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import torch
@@ -39,11 +40,16 @@ def is_constant(value: Any) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Whether two constants are interchangeable: `1`, `1.0` and `True` are not; a NaN equals itself."""
+    """Whether two constants are interchangeable: `1`, `1.0` and `True`, or zeros, are not.
+
+    A NaN equals itself.
+    """
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple):
         return len(a) == len(b) and all(same_constant(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     return bool(a == b) or (a != a and b != b)

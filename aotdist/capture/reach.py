@@ -9,9 +9,10 @@ standard library or installed packages.
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ class Reached:
         containers: lists and dictionaries whose items the program may reassign.
         assigned: variables that the program assigns without reading them, existing or not.
         generators: random generators.
+        names: attributes that the code reads, of whatever; None if it may read any (`getattr`).
     """
 
     modules: tuple[tuple[Source, nn.Module], ...]
@@ -58,6 +60,11 @@ class Reached:
     containers: tuple[tuple[Source, list[Any] | dict[Any, Any]], ...]
     assigned: tuple[Source, ...]
     generators: tuple[torch.Generator, ...]
+    names: frozenset[str] | None
+
+    def never_read(self, names: Iterable[str]) -> list[str]:
+        """Those attributes that the code does not read."""
+        return [] if self.names is None else [name for name in names if name not in self.names]
 
 
 def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) -> Reached:
@@ -73,6 +80,7 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
         walk.look_at(source, tensor, 0)
     walk.visit(Source(path, target), target, 0)
     walk.follow_names()
+    walk.note_absent()
     return Reached(
         tuple(walk.modules),
         tuple(walk.tensors),
@@ -82,6 +90,7 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
         tuple(walk.containers),
         tuple(walk.assigned),
         tuple(walk.generators),
+        None if walk.any_name else frozenset(walk.names),
     )
 
 
@@ -155,6 +164,18 @@ class _Walk:
                 for place, inner in list(self._attributes(named)):
                     self.visit(place, inner, named.depth + 1)
 
+    def note_absent(self) -> None:
+        """Let it count that attributes are not there which the program may look for; a class may have them.
+
+        Those of modules are for the guard of their tree.
+        """
+        for named in self.named:
+            if not isinstance(named.value, (nn.Module, torch.Tensor, type, types.ModuleType)):
+                absent = self.names - _own_attributes(named.value).keys()
+                test = _num_attributes if self.any_name else _has_none_of(frozenset(absent))
+                place = named.source.applied(test, f"attributes that {named.source.path} does not have")
+                self.constants.append((place, test(named.value)))
+
     def _inside(self, source: Source, value: Any, depth: int) -> Iterator[tuple[Source, Any]]:
         match value:
             case types.FunctionType():
@@ -177,12 +198,22 @@ class _Walk:
                     yield from self._of_module(path, module, depth)
             case types.ModuleType() if not is_users_module(value):
                 pass
-            case _ if hasattr(value, "__dict__"):
-                if not isinstance(value, (type, types.ModuleType)):
-                    self.owners.append((source, value))
-                self.named.append(_Named(source, value, depth))
+            case set() | frozenset() | collections.deque():
+                self._whole(source, value)
             case _:
-                pass
+                self._object(source, value, depth)
+
+    def _object(self, source: Source, value: Any, depth: int) -> None:
+        if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+            self.owners.append((source, value))
+        if hasattr(value, "__dict__") or is_users_class(type(value)):
+            self.named.append(_Named(source, value, depth))
+
+    def _whole(self, source: Source, value: Any) -> None:
+        """A container whose items cannot be named, if they are constants."""
+        whole = tuple if isinstance(value, collections.deque) else frozenset
+        if is_constant(tuple(value)):
+            self.constants.append((source.applied(whole, f"the items of {source.path}"), whole(value)))
 
     def _of_module(self, path: str, module: nn.Module, depth: int) -> Iterator[tuple[Source, Any]]:
         self.named.append(_Named(Source(path, module), module, depth))
@@ -214,7 +245,7 @@ class _Walk:
         if isinstance(value, type):
             yield from self._from_classes(value)
             return
-        own = vars(value)
+        own = _own_attributes(value)
         # Which attributes an installed library's tensor class reads is not looked up, so all count.
         everything = self.any_name or (isinstance(value, torch.Tensor) and not is_users_class(type(value)))
         wanted = (own.keys() if everything else self.names & own.keys()) - named.looked_up
@@ -270,6 +301,24 @@ class _Walk:
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):
             self.assigned.append(Source(name, fn.__globals__).item(name, name))
+
+
+def _own_attributes(value: Any) -> Mapping[str, Any]:
+    """What an object itself holds, by name: in its dictionary, and in the slots of its class."""
+    slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    held = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **held} if slots else vars(value)
+
+
+def _num_attributes(value: Any) -> int:
+    return len(_own_attributes(value))
+
+
+def _has_none_of(names: frozenset[str]) -> Callable[[Any], bool]:
+    def has_none_of(value: Any) -> bool:
+        return names.isdisjoint(_own_attributes(value))
+
+    return has_none_of
 
 
 def _is_watched(name: str, value: Any) -> bool:

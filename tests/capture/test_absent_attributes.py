@@ -1,0 +1,98 @@
+"""What a program looks for and does not find counts as well: a class's value, a default, `hasattr`."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+from aotdist.api import compiled_call
+
+
+class Reader(nn.Module):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.flags: set[str] = set()
+        self.queue = collections.deque([1.0])
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(x) * self.scale * getattr(self, "gain", 1.0) * getattr(self.config, "width", 1.0)
+        return x * (2.0 if "big" in self.flags else 1.0) * self.queue[0]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a class's value": lambda m: setattr(m, "scale", 2.0),
+    "a default": lambda m: setattr(m, "gain", 3.0),
+    "a default of an object": lambda m: setattr(m.config, "width", 5.0),
+    "a set": lambda m: m.flags.add("big"),
+    "a queue": lambda m: m.queue.appendleft(7.0),
+    "a method": lambda m: setattr(m, "act", lambda x: x * 11),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_appears_is_seen(name: str) -> None:
+    eager, ours = Reader(), aotdist.compile(Reader(), backend="fx")
+    for change in (lambda m: None, CHANGES[name]):
+        change(eager)
+        change(ours)
+        assert torch.equal(eager(torch.ones(2)), ours(torch.ones(2)))
+
+
+@dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+
+class Plain:
+    scale = 1.0
+
+
+@pytest.mark.parametrize("held", [Slotted(), Plain()], ids=["slots", "class"])
+def test_attributes_of_objects(held: Any) -> None:
+    compiled = aotdist.compile(lambda x: x * held.scale, backend="fx")
+    assert compiled(torch.ones(())) == 1
+    held.scale = 4.0
+    assert compiled(torch.ones(())) == 4
+
+
+class First(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "first"):
+            self.first = x.clone()
+        return x - self.first
+
+
+class Sum(nn.Module):
+    so_far = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.so_far = x if self.so_far is None else self.so_far + x
+        return self.so_far * 1
+
+
+@pytest.mark.parametrize("kind", [First, Sum])
+def test_attributes_that_the_program_makes(kind: type[nn.Module]) -> None:
+    eager, ours = kind(), aotdist.compile(kind(), backend="fx")
+    for number in range(4):
+        x = torch.full((2,), float(number + 1))
+        assert torch.equal(eager(x), ours(x))
+    assert len(compiled_call(ours).artifacts) == 2
+
+
+def test_zeros_have_signs() -> None:
+    compiled = aotdist.compile(lambda x, k: x / k, backend="fx")
+    assert compiled(torch.ones(()), 0.0) == -compiled(torch.ones(()), -0.0)
