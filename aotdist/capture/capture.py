@@ -33,6 +33,7 @@ from aotdist.capture.modules import (
     swapped,
 )
 from aotdist.capture.objects import taken_apart
+from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import Shown, with_attributes
@@ -290,7 +291,7 @@ def _call(
     reassignments = environment.reassignments()
     attributes = WrapperAttributes(inputs)
     try:
-        with class_functions_on():
+        with class_functions_on(), no_python_random():
             result = run()
         checks.close()
         hand_over_attributes(inputs, examples)

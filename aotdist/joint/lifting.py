@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,7 +104,8 @@ class Lifting(TorchFunctionMode):
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
-        if func in _LOOK_AT_STRIDES:
+        # PyTorch's own code asks where its kernels take any strides.
+        if func in _LOOK_AT_STRIDES and not _is_called_by_torch(inspect.currentframe()):
             self._asked_for_strides(swapped_args[0])
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
             self._refuse_attribute(func, swapped_args[0])
@@ -173,6 +176,11 @@ class Lifting(TorchFunctionMode):
                 stage="joint",
                 fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
             )
+
+
+def _is_called_by_torch(frame: types.FrameType | None) -> bool:
+    caller = None if frame is None else frame.f_back
+    return caller is not None and caller.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 class Recalling(TorchFunctionMode):

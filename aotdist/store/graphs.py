@@ -19,6 +19,7 @@ from aotdist.torch_seam import FakeTensorMode, OpOverload, argument_names, graph
 META = (
     *("phase", "source", "module", "seq_nr", "function", "unit", "grad", "serial", "draws", "policy"),
     "overwritten",
+    "strides_asked",
 )
 """What nodes carry beside their values, see `aotdist.program.Graph`: numbers and texts."""
 

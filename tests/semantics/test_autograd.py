@@ -214,6 +214,47 @@ def test_layouts_of_tangents(layout):
     assert_equal_grads(lambda x: x.exp().cumsum(0), use)
 
 
+class Contiguous(torch.autograd.Function):
+    """Its backward needs pairs that lie side by side."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.view_as_real(torch.view_as_complex(grad.contiguous()) * 1j)
+
+
+BOUND_TO_STRIDES = {
+    "group norm": (nn.GroupNorm(3, 6), (2, 6, 4, 4)),
+    "group norm, transposed": (lambda x: F.group_norm(x, 3).mT, (2, 6, 4, 4)),
+    "group norm beside": (lambda x: x + F.group_norm(x.exp(), 2), (2, 6, 4, 4)),
+    "weight norm": (lambda x: torch._weight_norm(x, x.new_ones(2, 1, 1, 1), 0), (2, 6, 4, 4)),
+    "distances": (lambda x: torch.cdist(x, x.exp()), (2, 6, 4)),
+    "a function": (Contiguous.apply, (3, 4, 2)),
+}
+USES = {
+    "expanded": lambda y: y.sum(),
+    "permuted": lambda y: (y.transpose(0, -1).contiguous() @ torch.ones(y.shape[0], 3)).square().sum(),
+    "channels last": lambda y: y.movedim(1, -1).reshape(-1).cumsum(0).sum(),
+}
+
+
+@pytest.mark.parametrize("way", USES)
+@pytest.mark.parametrize("name", BOUND_TO_STRIDES)
+def test_kernels_that_rely_on_strides(name, way):
+    program, shape = BOUND_TO_STRIDES[name]
+
+    def use(call):
+        torch.manual_seed(0)
+        x = torch.randn(shape, requires_grad=True)
+        USES[way](call(x)).backward()
+        return [x.grad]
+
+    assert_equal_grads(program, use)
+
+
 @pytest.mark.parametrize(
     "twist", [torch.conj, lambda t: torch.complex(-t.imag, t.real).conj()], ids=["conjugate", "both"]
 )
