@@ -27,7 +27,7 @@ from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, call_fitting
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
 from aotdist.torch_seam import (
@@ -375,17 +375,6 @@ def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
     call = CompiledModule(module, make)
     set_compiled_call(module, call)
     return call
-
-
-def settings_of(settings: Settings | Mapping[str, Any] | None) -> Settings:
-    """The settings that a user means.
-
-    Raises:
-        BadSettings: one is unknown, or out of range.
-    """
-    if settings is None:
-        return Settings.from_environment()
-    return settings if isinstance(settings, Settings) else Settings.make(**settings)
 
 
 def compiled_call(target: Any) -> Compiled:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.api import Compiled, Compiling, settings_of
+from aotdist.api import Compiled, Compiling
 from aotdist.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.capture.capture import UserCall
@@ -21,7 +21,7 @@ from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program
 from aotdist.freezing.state import FrozenState
 from aotdist.runtime.artifact import Artifact
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 from aotdist.subclasses.protocol import container_rule, module_rules
 from aotdist.torch_seam import pytree
 

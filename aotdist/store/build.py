@@ -21,7 +21,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.pipeline import compilation_of
 from aotdist.runtime.artifact import Artifact, fit_of, load
 from aotdist.runtime.compilation import Compilation
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 from aotdist.store.archive import FORMAT, Manifest, save, version_of
 from aotdist.store.ranks import merged
 from aotdist.store.record import written
@@ -75,7 +75,7 @@ def build(
     *,
     target: str = "cpu",
     world_size: int = 1,
-    settings: Settings | None = None,
+    settings: Settings | Mapping[str, Any] | None = None,
 ) -> Built:
     """Compile a call, or several, ahead of time and write them to a file, for `aotdist.load`.
 
@@ -88,13 +88,13 @@ def build(
         path: of the file.
         target: what it is to run on: `cpu`, or GPUs of a generation: `sm_80`, `sm_90`, `sm_100`, `gfx942`.
         world_size: how many ranks will run it.
-        settings: how to compile; None for `Settings.from_environment()`.
+        settings: as for `aotdist.compile`.
 
     Returns:
         what was written; `print` it.
 
     Raises:
-        BadSettings: the target is unknown, or this process is in a process group already.
+        BadSettings: the target or a setting is unknown, or this process is in a process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
     """
     binaries = dict[str, bytes]()
@@ -123,7 +123,11 @@ def build(
 
 
 def compiled_ahead(
-    make: Callable[[], Made], *, target: str = "cpu", world_size: int = 1, settings: Settings | None = None
+    make: Callable[[], Made],
+    *,
+    target: str = "cpu",
+    world_size: int = 1,
+    settings: Settings | Mapping[str, Any] | None = None,
 ) -> list[list[Artifact]]:
     """What `build` writes for each rank, loaded in this process: to be looked at, not to be called.
 
@@ -134,7 +138,7 @@ def compiled_ahead(
         settings: how to compile.
 
     Raises:
-        BadSettings: the target is unknown, or this process is in a process group already.
+        BadSettings: the target or a setting is unknown, or this process is in a process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time.
     """
 
@@ -148,7 +152,7 @@ def _on_each_rank(
     make: Callable[[], Made],
     backend: Backend,
     world_size: int,
-    settings: Settings | None,
+    settings: Settings | Mapping[str, Any] | None,
     then: Callable[[Any, Compilation], T],
 ) -> list[list[T]]:
     """What becomes of each call on each rank: `then` of the target and its compilation, as that rank."""
@@ -160,7 +164,7 @@ def _on_each_rank(
         )
     if world_size < 1:
         raise BadSettings(f"a world has no {world_size} ranks", stage="store", fix="give 1 or more")
-    chosen = Settings.from_environment() if settings is None else settings
+    chosen = settings_of(settings)
     ranks = list[list[T]]()
     for rank in range(world_size):
         with fake_world(rank, world_size):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,57 @@ def test_a_user_without_a_home_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) 
 def test_bad_settings_know_near_misses(options: dict[str, Any], near: str) -> None:
     with pytest.raises(BadSettings, match=near):
         aotdist.compile(lambda x: x, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("partition", ["min_cut"], "choose one of auto, default, min_cut"),
+        ("bucket_bytes", "64", "give a whole number"),
+        ("bucket_bytes", 1.5, "give a whole number"),
+        ("bucket_bytes", float("nan"), "give a whole number"),
+        ("bucket_bytes", True, "give a whole number"),
+        ("bucket_bytes", None, "give a whole number"),
+        ("loss_chunk_bytes", "64", "give a whole number or None"),
+        ("loss_chunk_bytes", -1, "give a positive number"),
+        ("max_artifacts", "8", "give a whole number"),
+        ("rank_timeout_s", "300", "give a number"),
+        ("rank_timeout_s", None, "give a number"),
+        ("rank_timeout_s", float("nan"), "give a positive number"),
+        ("cache_bytes", "2G", "give a whole number"),
+        ("cache_bytes", None, "give a whole number"),
+        ("cache_folder", 5, "give a string"),
+        ("cache_folder", None, "give a string"),
+        ("cache_folder", "", "name a folder"),
+        ("disabled_passes", "cleanup", "give a set of strings"),
+        ("disabled_passes", [1], "give a set of strings"),
+        ("disabled_passes", None, "give a set of strings"),
+        ("verify", "false", "give True or False"),
+        ("dynamic", "no", "give True or False"),
+        ("dynamic", None, "give True or False"),
+        ("cuda_graphs", 1, "give True or False"),
+        ("backward_autocast", None, "give a string"),
+        ("backward_autocast", "xyz:bfloat16", "choose off, same_as_forward, or pairs"),
+        ("backward_autocast", "cpu:bfloat61", "choose off, same_as_forward, or pairs"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(name: str, value: Any, fix: str) -> None:
+    said = f"settings.{name} is {value!r}\n  fix: {fix}"
+    with pytest.raises(BadSettings, match=re.escape(said)):
+        aotdist.compile(lambda x: x, backend="fx", settings={name: value})
+
+
+def test_settings_are_taken_as_they_are_meant(tmp_path: Path) -> None:
+    settings = aotdist.Settings.make(disabled_passes=["cleanup"], cache_folder=tmp_path, rank_timeout_s=5)
+    assert settings.disabled_passes == frozenset({"cleanup"})
+    assert settings.cache_folder == str(tmp_path)
+    assert settings.fingerprint() == replace(settings, rank_timeout_s=5.0).fingerprint()
+
+
+@pytest.mark.parametrize("settings", ["min_cut", ["x"], {1: 2}, 3, aotdist.Settings])
+def test_what_are_no_settings(settings: Any) -> None:
+    with pytest.raises(BadSettings, match=re.escape(f"settings are {settings!r}")):
+        aotdist.compile(lambda x: x, backend="fx", settings=settings)
 
 
 def test_an_unknown_pass_is_named() -> None:
