@@ -405,7 +405,7 @@ def explain(target: Any, *, html: str | Path | None = None) -> Report:
         a report to `print`, or to `show` as a table.
 
     Raises:
-        BadSettings: `target` did not go through `compile`.
+        BadSettings: `target` did not go through `compile`, or `html` cannot be written.
     """
     return compiled_call(target).explain(html=html)
 

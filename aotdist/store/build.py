@@ -18,6 +18,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.triton import TARGETS
 from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.files import refuse_unwritable
 from aotdist.pipeline import compilation_of
 from aotdist.runtime.artifact import Artifact, fit_of, load
 from aotdist.runtime.compilation import Compilation
@@ -94,10 +95,12 @@ def build(
         what was written; `print` it.
 
     Raises:
-        BadSettings: the target or a setting is unknown, or this process is in a process group already.
+        BadSettings: the target or a setting is unknown, the file cannot be written, or this process is in a
+            process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
     """
-    binaries = dict[str, bytes]()
+    file, binaries = Path(path), dict[str, bytes]()
+    refuse_unwritable(file)
 
     def record(target_of_call: Any, compilation: Compilation) -> Json:
         return written(target_of_call, compilation, "cpu" if target == "cpu" else "cuda", binaries)
@@ -117,7 +120,6 @@ def build(
         versions={name: version_of(name) for name in packages},
         members={},
     )
-    file = Path(path)
     manifest = save(file, manifest, variants, binaries)
     return Built(file, manifest, tuple(tuple(one.ranks) for one in variants), file.stat().st_size)
 
@@ -190,7 +192,7 @@ def _backend(target: str) -> Backend:
 
 def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, Compilation]:
     """What an example calls, and the call compiled."""
-    target, args, kwargs = _checked(example)
+    target, args, kwargs = called_by(example)
     run = target
     if isinstance(target, nn.Module):
         if container_rule(target) is not None:
@@ -211,14 +213,19 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
     return target, compilation
 
 
-def _checked(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+def called_by(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """What an example calls, and the arguments, positional and by name.
+
+    Raises:
+        BadSettings: it is no example.
+    """
     match made:
         case (target, tuple(args)) if callable(target):
             return target, args, {}
         case (target, tuple(args), dict(kwargs)) if callable(target):
             return target, args, cast("dict[str, Any]", kwargs)
         case _:
-            raise _nothing(f"what is to be built is made as a {type(made).__name__}")
+            raise _nothing(f"what is to be compiled is made as a {type(made).__name__}")
 
 
 def _nothing(what: str) -> BadSettings:

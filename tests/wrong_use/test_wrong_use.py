@@ -333,3 +333,12 @@ def test_a_hook_for_an_accumulated_gradient_is_registered_outside() -> None:
     model.hook()
     compiled(model)(torch.ones(2)).backward()
     assert model.weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    model = compiled(nn.Linear(2, 2))
+    model(torch.ones(1, 2))
+    with pytest.raises(BadSettings, match="does not exist"):
+        model.explain(html=tmp_path / "none" / "report.html")
+    with pytest.raises(BadSettings, match="is a folder"):
+        aotdist.explain(model, html="")
