@@ -358,13 +358,15 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
         dims: the dimensions; negative ones count from the end.
 
     Raises:
-        BadSettings: the tensor has no such dimension.
+        BadSettings: this is no tensor, or it has no such dimension.
         UnsupportedProgram: at the first call: the program only works for the size at hand.
     """
+    if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # not for the untyped
+        raise BadSettings(f"cannot mark sizes of a {type(tensor).__name__}", fix="pass a tensor")
     for dim in dims:
-        if not -tensor.dim() <= dim < tensor.dim():
+        if not hasattr(dim, "__index__") or not -tensor.dim() <= dim < tensor.dim():
             raise BadSettings(
-                f"a tensor of size {list(tensor.shape)} has no dimension {dim} to mark as dynamic",
+                f"a tensor of size {list(tensor.shape)} has no dimension {dim!r} to mark as dynamic",
                 fix=f"name dimensions from {-tensor.dim()} to {tensor.dim() - 1}",
             )
     mark_dims(tensor, [dim % tensor.dim() for dim in dims])

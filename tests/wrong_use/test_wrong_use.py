@@ -342,3 +342,25 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
         model.explain(html=tmp_path / "none" / "report.html")
     with pytest.raises(BadSettings, match="is a folder"):
         aotdist.explain(model, html="")
+
+
+def test_a_backend_that_returns_nothing_is_named() -> None:
+    def mine(gm: torch.fx.GraphModule, examples: Any) -> Any:
+        gm.graph.lint()
+
+    with pytest.raises(BadSettings, match="the backend `mine` returned a NoneType"):
+        aotdist.compile(lambda x: x * 2, backend=mine)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((5, 0), "cannot mark sizes of a int"),
+        ((torch.ones(2), "a"), "has no dimension 'a'"),
+        ((torch.ones(2), 0.0), "has no dimension 0.0"),
+        ((torch.ones(2), 1), "has no dimension 1 to mark as dynamic\n  fix: name dimensions from -1 to 0"),
+    ],
+)
+def test_what_cannot_be_marked(given: Any, said: str) -> None:
+    with pytest.raises(BadSettings, match=said):
+        aotdist.mark_dynamic(*given)
