@@ -27,7 +27,7 @@ from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, call_fitting
 from aotdist.runtime.print_call import MISS
 from aotdist.runtime.signature import what_changed
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
 from aotdist.torch_seam import (
@@ -358,13 +358,15 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
         dims: the dimensions; negative ones count from the end.
 
     Raises:
-        BadSettings: the tensor has no such dimension.
+        BadSettings: this is no tensor, or it has no such dimension.
         UnsupportedProgram: at the first call: the program only works for the size at hand.
     """
+    if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # not for the untyped
+        raise BadSettings(f"cannot mark sizes of a {type(tensor).__name__}", fix="pass a tensor")
     for dim in dims:
-        if not -tensor.dim() <= dim < tensor.dim():
+        if not hasattr(dim, "__index__") or not -tensor.dim() <= dim < tensor.dim():
             raise BadSettings(
-                f"a tensor of size {list(tensor.shape)} has no dimension {dim} to mark as dynamic",
+                f"a tensor of size {list(tensor.shape)} has no dimension {dim!r} to mark as dynamic",
                 fix=f"name dimensions from {-tensor.dim()} to {tensor.dim() - 1}",
             )
     mark_dims(tensor, [dim % tensor.dim() for dim in dims])
@@ -375,17 +377,6 @@ def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
     call = CompiledModule(module, make)
     set_compiled_call(module, call)
     return call
-
-
-def settings_of(settings: Settings | Mapping[str, Any] | None) -> Settings:
-    """The settings that a user means.
-
-    Raises:
-        BadSettings: one is unknown, or out of range.
-    """
-    if settings is None:
-        return Settings.from_environment()
-    return settings if isinstance(settings, Settings) else Settings.make(**settings)
 
 
 def compiled_call(target: Any) -> Compiled:
@@ -416,7 +407,7 @@ def explain(target: Any, *, html: str | Path | None = None) -> Report:
         a report to `print`, or to `show` as a table.
 
     Raises:
-        BadSettings: `target` did not go through `compile`.
+        BadSettings: `target` did not go through `compile`, or `html` cannot be written.
     """
     return compiled_call(target).explain(html=html)
 

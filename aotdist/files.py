@@ -7,9 +7,28 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
+from aotdist.errors import BadSettings
+
 OWNER_ONLY = 0o600
 AS_USUAL = 0o666
 """Less what the process's umask takes away, as for any new file."""
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse the path of a file that cannot be written, before the work that it is for is done.
+
+    Args:
+        path: as a user gave it.
+
+    Raises:
+        BadSettings: it is a folder, its own folder does not exist, or nobody here may write it.
+    """
+    if path.is_dir():
+        raise BadSettings(f"`{path}` is a folder", fix="name a file")
+    if not path.parent.is_dir():
+        raise BadSettings(f"the folder of `{path}` does not exist", fix="make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadSettings(f"`{path}` may not be written", fix="name a file that may")
 
 
 def write_whole(path: Path, chunks: Iterable[bytes], *, mode: int = OWNER_ONLY) -> None:

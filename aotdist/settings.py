@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import os
 import tempfile
@@ -15,7 +16,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, cast
 
 import torch
 
@@ -100,20 +102,17 @@ class Settings:
     report_side_effects: bool = False
 
     def __post_init__(self) -> None:
-        if self.partition not in typing.get_args(PartitionPolicy):
-            raise BadSettings(
-                f"settings.partition is {self.partition!r}",
-                fix=f"choose one of {', '.join(typing.get_args(PartitionPolicy))}",
-            )
+        for name, hint in _hints().items():
+            object.__setattr__(self, name, _taken(name, hint, getattr(self, name)))
         self.explicit_autocast()
         for name in ("bucket_bytes", "loss_chunk_bytes", "max_artifacts", "rank_timeout_s"):
             number = getattr(self, name)
-            if number is not None and number <= 0:
-                raise BadSettings(f"settings.{name} is {number!r}", fix="give a positive number")
+            if number is not None and not number > 0:  # so is nan
+                raise _bad(name, number, "give a positive number")
         if self.cache_bytes < 0:
-            raise BadSettings(
-                f"settings.cache_bytes is {self.cache_bytes!r}", fix="give 0, or a positive number"
-            )
+            raise _bad("cache_bytes", self.cache_bytes, "give 0, or a positive number")
+        if not self.cache_folder:
+            raise _bad("cache_folder", self.cache_folder, "name a folder; `cache_bytes=0` keeps nothing")
 
     def explicit_autocast(self) -> tuple[tuple[str, torch.dtype], ...]:
         """The devices and dtypes that `backward_autocast` names, if it names any.
@@ -125,13 +124,11 @@ class Settings:
             return ()
         pairs = [part.strip().partition(":") for part in self.backward_autocast.split(",")]
         named = [(device, getattr(torch, dtype, None)) for device, _, dtype in pairs]
-        types = [(d, dtype) for d, dtype in named if d and isinstance(dtype, torch.dtype)]
+        types = [(d, dtype) for d, dtype in named if _has_autocast(d) and isinstance(dtype, torch.dtype)]
         found = tuple((device, dtype) for device, dtype in types if dtype.is_floating_point)
         if len(found) != len(pairs):
-            raise BadSettings(
-                f"settings.backward_autocast is {self.backward_autocast!r}",
-                fix="choose off, same_as_forward, or pairs of device and dtype: cpu:bfloat16",
-            )
+            fix = "choose off, same_as_forward, or pairs of device and dtype: cpu:bfloat16"
+            raise _bad("backward_autocast", self.backward_autocast, fix)
         return found
 
     @classmethod
@@ -178,6 +175,93 @@ class Settings:
         del fields["cache_folder"], fields["cache_bytes"]
         fields["disabled_passes"] = sorted(self.disabled_passes)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def settings_of(settings: Settings | Mapping[str, Any] | None) -> Settings:
+    """The settings that a user means.
+
+    Raises:
+        BadSettings: one is unknown, or out of range, or these are no settings.
+    """
+    if settings is None:
+        return Settings.from_environment()
+    if isinstance(settings, Settings):
+        return settings
+    return Settings.make(**by_name("settings", settings))
+
+
+def by_name(what: str, options: Any) -> dict[str, Any]:
+    """Options by name.
+
+    Args:
+        what: what they are called.
+        options: a mapping, or something else.
+
+    Raises:
+        BadSettings: they are not by name.
+    """
+    if isinstance(options, Mapping):
+        found = dict(cast("Mapping[Any, Any]", options))
+        if all(isinstance(name, str) for name in found):
+            return found
+    raise BadSettings(
+        f"{what} are {options!r}",
+        fix="pass an `aotdist.Settings`, a mapping from names of its fields to their values, or None",
+    )
+
+
+_WANTED: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    frozenset[str]: "a set of strings",
+    NoneType: "None",
+}
+"""What a setting may be, in words, by its annotation."""
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """The annotation of each setting."""
+    return typing.get_type_hints(Settings)
+
+
+def _taken(name: str, hint: Any, value: Any) -> Any:
+    """What a setting is where `value` is given: paths are strings, and lists of names are sets.
+
+    Raises:
+        BadSettings: `value` is nothing that its annotation allows.
+    """
+    if typing.get_origin(hint) is Literal:
+        if isinstance(value, str) and value in typing.get_args(hint):
+            return value
+        raise _bad(name, value, f"choose one of {', '.join(typing.get_args(hint))}")
+    kinds = (hint,) if hint in _WANTED else typing.get_args(hint)
+    match value:
+        case os.PathLike() if str in kinds:
+            return os.fspath(value)
+        case set() | frozenset() | list() | tuple() if frozenset[str] in kinds:
+            if all(isinstance(one, str) for one in value):
+                return frozenset(value)
+        case int() | float() if float in kinds and not isinstance(value, bool):
+            return float(value)
+        case _ if type(value) in kinds:  # a bool is no number here
+            return value
+        case _:
+            pass
+    raise _bad(name, value, f"give {' or '.join(_WANTED[kind] for kind in kinds)}")
+
+
+def _bad(name: str, value: Any, fix: str) -> BadSettings:
+    return BadSettings(f"settings.{name} is {value!r}", fix=fix)
+
+
+def _has_autocast(device: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device)
+    except RuntimeError:  # there is no such device
+        return False
 
 
 def _parse_bool(text: str) -> bool:

@@ -12,11 +12,10 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
-from aotdist.api import settings_of
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import backend as dynamo_backend
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 
 
 class AotdistPlugin(TorchDynamoPlugin):

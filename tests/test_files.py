@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aotdist.files import AS_USUAL, write_whole
+from aotdist.errors import BadSettings
+from aotdist.files import AS_USUAL, refuse_unwritable, write_whole
 
 
 def test_what_was_there_is_replaced(tmp_path: Path) -> None:
@@ -40,3 +41,16 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         write_whole(file, chunks())
     assert file.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (Path(), tmp_path):
+        with pytest.raises(BadSettings, match="is a folder\n  fix: name a file"):
+            refuse_unwritable(path)
+    with pytest.raises(BadSettings, match="the folder of .* does not exist"):
+        refuse_unwritable(tmp_path / "none" / "file")
+    refuse_unwritable(tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(BadSettings, match="may not be written"):
+        refuse_unwritable(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []

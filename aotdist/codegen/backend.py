@@ -109,9 +109,10 @@ class CallableBackend:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""
         gm = copied(graph)
         examples = [node.meta.get("val") for node in graph.placeholders()]
+        compiler = self.compiler_of(emission.kind)
         with tracing_context(emission.fake_mode):
-            compiled = self.compiler_of(emission.kind)(gm, examples)
-        return Emitted(boxed(compiled), print_graph(graph).source)
+            compiled = compiler(gm, examples)
+        return Emitted(boxed(compiled, compiler), print_graph(graph).source)
 
     def compiler_of(self, kind: Kind) -> Compiler:
         """Which compiler a graph of this kind goes to."""
@@ -124,8 +125,19 @@ class CallableBackend:
                 return self.inference_compiler or self.compiler
 
 
-def boxed(compiled: Callable[..., Any]) -> BoxedCall:
-    """What a user's compiler returned as a boxed call; an unboxed one keeps its arguments while it runs."""
+def boxed(compiled: Callable[..., Any], compiler: Compiler) -> BoxedCall:
+    """What a user's compiler returned as a boxed call; an unboxed one keeps its arguments while it runs.
+
+    Raises:
+        BadSettings: it cannot be called.
+    """
+    if not callable(compiled):
+        name = getattr(compiler, "__name__", type(compiler).__name__)
+        raise BadSettings(
+            f"the backend `{name}` returned a {type(compiled).__name__}",
+            stage="codegen",
+            fix="return a callable that takes what the graph takes: the graph module is one",
+        )
     if getattr(compiled, "_boxed_call", False):
         return compiled
 

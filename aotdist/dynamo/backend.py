@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from torch.fx import GraphModule
 
-from aotdist.api import settings_of
 from aotdist.codegen.backend import resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.region import Region
 from aotdist.errors import BadSettings
-from aotdist.settings import Settings
+from aotdist.settings import Settings, by_name, settings_of
 
 
 def backend(
@@ -22,7 +21,7 @@ def backend(
     example_inputs: Sequence[Any],
     *,
     mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Settings | Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's.
 
@@ -30,16 +29,17 @@ def backend(
         gm: the graph; parameters and buffers are among its inputs.
         example_inputs: what it is about to be called with.
         mode: of `torch.compile`; `reduce-overhead` is `Settings(cuda_graphs=True)`.
-        options: of `torch.compile`: fields of `aotdist.Settings`, and `backend`, as for `aotdist.compile`.
+        options: of `torch.compile`: fields of `aotdist.Settings`, and `backend`, as for `aotdist.compile`;
+            or an `aotdist.Settings`.
 
     Raises:
         BadSettings: the mode or an option is unknown, or belongs elsewhere.
         UnsupportedProgram: the graph cannot be compiled ahead of time.
         RankDivergence: the ranks compiled different sequences of collectives.
     """
-    named = _checked(mode, options or {})
-    code_backend = resolve(named.pop("backend", "auto"))
-    return compile_graph(gm, example_inputs, code_backend, settings_of(named or None))
+    chosen = _checked(mode, _named(options))
+    code_backend = resolve(chosen.pop("backend", "auto"))
+    return compile_graph(gm, example_inputs, code_backend, settings_of(chosen or None))
 
 
 def compile_graph(
@@ -58,7 +58,17 @@ def compile_graph(
     return region
 
 
-def _checked(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def _named(options: Settings | Mapping[str, Any] | None) -> dict[str, Any]:
+    match options:
+        case None:
+            return {}
+        case Settings():
+            return asdict(options)
+        case _:
+            return by_name("options", options)
+
+
+def _checked(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Settings by name.
 
     Raises:
@@ -79,7 +89,7 @@ def _checked(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
             )
     match mode:
         case None | "default":
-            return dict(options)
+            return options
         case "reduce-overhead":
             return {**options, "cuda_graphs": True}
         case _:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from aotdist.api import settings_of
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import compile_graph
 from aotdist.errors import UnsupportedProgram
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 from aotdist.torch_seam import compiling_tapes, forget_tapes
 
 

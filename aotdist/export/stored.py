@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from aotdist.codegen.fx import attribute_of
 from aotdist.errors import BadArtifact, BadSettings, UnsupportedProgram
 from aotdist.export.signature import BackwardSignature, GraphSignature
+from aotdist.files import refuse_unwritable
 from aotdist.joint.symbols import symbolic_strides
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import Graph, Slot
@@ -67,10 +68,11 @@ def save(exported: GraphModule | tuple[GraphModule, GraphSignature | None], path
         path: of the file.
 
     Raises:
-        BadSettings: `exported` is something else.
+        BadSettings: `exported` is something else, or the file cannot be written.
         UnsupportedProgram: the graph holds something that a file cannot hold.
     """
     gm, signature = _parts(exported)
+    refuse_unwritable(Path(path))
     _refuse_calls(gm)
     values = _values()
     graph = _without_symbols(gm)

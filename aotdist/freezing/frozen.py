@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.api import Compiled, Compiling, settings_of
+from aotdist.api import Compiled, Compiling
 from aotdist.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.capture.capture import UserCall
@@ -21,7 +21,7 @@ from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program
 from aotdist.freezing.state import FrozenState
 from aotdist.runtime.artifact import Artifact
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 from aotdist.subclasses.protocol import container_rule, module_rules
 from aotdist.torch_seam import pytree
 
@@ -136,7 +136,8 @@ def freeze(
         `.constant_bytes`.
 
     Raises:
-        BadSettings: `module` is no module, or the backend or a setting is unknown.
+        BadSettings: `module` is no module, `args` are no sequence or `kwargs` no mapping, or the backend or a
+            setting is unknown.
         UnsupportedProgram: a part of the module is in training mode; or, at a call, the program writes its
             state, an argument requires grad in grad mode, or the program cannot be compiled ahead of time.
     """
@@ -149,6 +150,7 @@ def freeze(
             fix="freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
         )
     _refuse_training(module)
+    _check_arguments(args, kwargs)
     chosen = settings_of(settings)
     resolved = resolve(backend)
     rounds = not isinstance(resolved, FxBackend)
@@ -171,6 +173,17 @@ def _refuse_training(module: nn.Module) -> None:
                 stage="freeze",
                 fix="call `eval()` on the module first",
             )
+
+
+def _check_arguments(args: Any, kwargs: Any) -> None:
+    if args is not None and not isinstance(args, Sequence):
+        raise BadSettings(
+            f"`args` is a {type(args).__name__}", stage="freeze", fix="pass a tuple of arguments: `(x,)`"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise BadSettings(
+            f"`kwargs` is a {type(kwargs).__name__}", stage="freeze", fix="pass a dictionary of arguments"
+        )
 
 
 def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

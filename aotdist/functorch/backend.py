@@ -126,7 +126,7 @@ class FunctorchBackend:
         with disable(), tracing_context(emission.fake_mode) as context:
             compiled = compiler(gm, examples)
         strides = context.output_strides
-        return boxed(compiled), list(strides) if strides else None
+        return boxed(compiled, compiler), list(strides) if strides else None
 
 
 def _positions(slots: Sequence[Slot]) -> dict[Slot, int]:

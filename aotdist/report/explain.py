@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from aotdist.files import refuse_unwritable
 from aotdist.report.details import Details, details_of
 from aotdist.report.page import render_page
 from aotdist.report.ranks import Told, compared, meet
@@ -70,6 +71,7 @@ def write_page(html: str | Path, by_rank: Sequence[Sequence[Artifact]]) -> None:
 
 
 def _write(html: str | Path, programs: Sequence[Details]) -> None:
+    refuse_unwritable(Path(html))
     Path(html).write_text(render_page(programs), encoding="utf-8")
 
 

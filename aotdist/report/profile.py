@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from aotdist.errors import BadSettings
+from aotdist.files import refuse_unwritable
 from aotdist.report.lanes import (
     STEP_MARK,
     Lane,
@@ -100,8 +101,8 @@ def profile(
             `trace-rank1.json.gz`.
 
     Raises:
-        BadSettings: `steps` is less than 1, `warmup` less than 0, or `path` is no JSON file in a folder that
-            exists.
+        BadSettings: `steps` is less than 1, `warmup` less than 0, or `path` is no JSON file that can be
+            written.
     """
     _require(steps >= 1, f"steps={steps} profiles nothing", "run at least one step")
     _require(warmup >= 0, f"warmup={warmup} is no number of steps", "say 0 for none")
@@ -160,9 +161,10 @@ def _synchronize() -> None:
 def _of_this_rank(path: Path) -> Path:
     stem, found, ending = path.name.partition(".json")
     _require(bool(found) and ending in ("", ".gz"), f"`{path}` is no trace", "end it in .json or .json.gz")
-    _require(path.parent.is_dir(), f"the folder of `{path}` does not exist", "make it first")
     is_alone = not (dist.is_initialized() and dist.get_world_size() > 1)
-    return path if is_alone else path.with_name(f"{stem}-rank{dist.get_rank()}{found}{ending}")
+    own = path if is_alone else path.with_name(f"{stem}-rank{dist.get_rank()}{found}{ending}")
+    refuse_unwritable(own)
+    return own
 
 
 def _require(holds: bool, problem: str, fix: str) -> None:  # noqa: FBT001  # reads like an assertion

@@ -25,6 +25,9 @@ from aotdist.torch_seam import has_scaled, hooks_of_parameter, note_step, optimi
 _VARYING = frozenset({"lr"})
 """Hyperparameters that differ from call to call, before one is seen to."""
 
+_MOST_SHOWN = 60
+"""Characters of an argument in an error; modules and optimizers have lines of them."""
+
 
 def train_step(
     model: nn.Module,
@@ -57,11 +60,13 @@ def train_step(
         settings: likewise.
 
     Raises:
-        BadSettings: the optimizer needs a closure, or has parameters that are not the model's; the model is
-            wrapped in DDP; `accumulate` is no positive number; the backend or a setting is unknown.
+        BadSettings: an argument is something else than what it is called; the optimizer needs a closure, or
+            has parameters that are not the model's; the model is wrapped in DDP; the backend or a setting is
+            unknown.
         UnsupportedProgram: at a call: the step cannot be compiled. Nothing has been changed then.
     """
     recipe = Recipe(model, loss_fn, optimizer, clip, scaler, accumulate)
+    _check_kinds(recipe)
     _check(recipe)
     return TrainStep(recipe, compiling(backend, settings))
 
@@ -182,6 +187,40 @@ class TrainStep(Explained):
         self._programs.clear()
 
 
+def _is_positive(value: Any, kind: type[int | float]) -> bool:
+    return isinstance(value, int | kind) and not isinstance(value, bool) and value > 0
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda given: isinstance(given, nn.Module), "pass a module"),
+    "loss_fn": (callable, "pass a function that takes the model and the arguments of a step"),
+    "optimizer": (
+        lambda given: isinstance(given, torch.optim.Optimizer),
+        "pass one `torch.optim.Optimizer`, made of the model's parameters",
+    ),
+    "clip": (
+        lambda given: given is None or callable(given) or _is_positive(given, float),
+        "give a positive number, a function that takes the parameters, or None",
+    ),
+    "scaler": (
+        lambda given: given is None or isinstance(given, torch.amp.GradScaler),
+        "pass a `torch.amp.GradScaler`, or None",
+    ),
+    "accumulate": (lambda given: _is_positive(given, int), "give a positive whole number"),
+}
+"""What each argument has to be, and how to say so."""
+
+
+def _check_kinds(recipe: Recipe) -> None:
+    """Raise `BadSettings` for an argument that is something else than what it is called."""
+    for name, (fits, fix) in _KINDS.items():
+        given = getattr(recipe, name)
+        if not fits(given):
+            shown = repr(given)
+            shown = shown if len(shown) <= _MOST_SHOWN else f"a {type(given).__name__}"
+            raise BadSettings(f"{name} is {shown}", fix=fix)
+
+
 def _check(recipe: Recipe) -> None:
     """Raise `BadSettings` for what no step can be made of."""
     optimizer = recipe.optimizer
@@ -196,8 +235,6 @@ def _check(recipe: Recipe) -> None:
             f"the model is wrapped in {type(recipe.model).__name__}, which reduces gradients by itself",
             fix="shard the model with `fully_shard`, or use `aotdist.compile`",
         )
-    if recipe.accumulate < 1:
-        raise BadSettings(f"accumulate is {recipe.accumulate!r}", fix="give a positive number")
     known = set(map(id, recipe.model.parameters()))
     if any(id(param) not in known for param in recipe.params()):
         raise BadSettings(

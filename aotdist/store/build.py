@@ -18,10 +18,11 @@ from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.triton import TARGETS
 from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.files import refuse_unwritable
 from aotdist.pipeline import compilation_of
 from aotdist.runtime.artifact import Artifact, fit_of, load
 from aotdist.runtime.compilation import Compilation
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 from aotdist.store.archive import FORMAT, Manifest, save, version_of
 from aotdist.store.ranks import merged
 from aotdist.store.record import written
@@ -75,7 +76,7 @@ def build(
     *,
     target: str = "cpu",
     world_size: int = 1,
-    settings: Settings | None = None,
+    settings: Settings | Mapping[str, Any] | None = None,
 ) -> Built:
     """Compile a call, or several, ahead of time and write them to a file, for `aotdist.load`.
 
@@ -88,16 +89,18 @@ def build(
         path: of the file.
         target: what it is to run on: `cpu`, or GPUs of a generation: `sm_80`, `sm_90`, `sm_100`, `gfx942`.
         world_size: how many ranks will run it.
-        settings: how to compile; None for `Settings.from_environment()`.
+        settings: as for `aotdist.compile`.
 
     Returns:
         what was written; `print` it.
 
     Raises:
-        BadSettings: the target is unknown, or this process is in a process group already.
+        BadSettings: the target or a setting is unknown, the file cannot be written, or this process is in a
+            process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
     """
-    binaries = dict[str, bytes]()
+    file, binaries = Path(path), dict[str, bytes]()
+    refuse_unwritable(file)
 
     def record(target_of_call: Any, compilation: Compilation) -> Json:
         return written(target_of_call, compilation, "cpu" if target == "cpu" else "cuda", binaries)
@@ -117,13 +120,16 @@ def build(
         versions={name: version_of(name) for name in packages},
         members={},
     )
-    file = Path(path)
     manifest = save(file, manifest, variants, binaries)
     return Built(file, manifest, tuple(tuple(one.ranks) for one in variants), file.stat().st_size)
 
 
 def compiled_ahead(
-    make: Callable[[], Made], *, target: str = "cpu", world_size: int = 1, settings: Settings | None = None
+    make: Callable[[], Made],
+    *,
+    target: str = "cpu",
+    world_size: int = 1,
+    settings: Settings | Mapping[str, Any] | None = None,
 ) -> list[list[Artifact]]:
     """What `build` writes for each rank, loaded in this process: to be looked at, not to be called.
 
@@ -134,7 +140,7 @@ def compiled_ahead(
         settings: how to compile.
 
     Raises:
-        BadSettings: the target is unknown, or this process is in a process group already.
+        BadSettings: the target or a setting is unknown, or this process is in a process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time.
     """
 
@@ -148,7 +154,7 @@ def _on_each_rank(
     make: Callable[[], Made],
     backend: Backend,
     world_size: int,
-    settings: Settings | None,
+    settings: Settings | Mapping[str, Any] | None,
     then: Callable[[Any, Compilation], T],
 ) -> list[list[T]]:
     """What becomes of each call on each rank: `then` of the target and its compilation, as that rank."""
@@ -160,7 +166,7 @@ def _on_each_rank(
         )
     if world_size < 1:
         raise BadSettings(f"a world has no {world_size} ranks", stage="store", fix="give 1 or more")
-    chosen = Settings.from_environment() if settings is None else settings
+    chosen = settings_of(settings)
     ranks = list[list[T]]()
     for rank in range(world_size):
         with fake_world(rank, world_size):
@@ -186,7 +192,7 @@ def _backend(target: str) -> Backend:
 
 def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, Compilation]:
     """What an example calls, and the call compiled."""
-    target, args, kwargs = _checked(example)
+    target, args, kwargs = called_by(example)
     run = target
     if isinstance(target, nn.Module):
         if container_rule(target) is not None:
@@ -207,14 +213,19 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
     return target, compilation
 
 
-def _checked(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+def called_by(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """What an example calls, and the arguments, positional and by name.
+
+    Raises:
+        BadSettings: it is no example.
+    """
     match made:
         case (target, tuple(args)) if callable(target):
             return target, args, {}
         case (target, tuple(args), dict(kwargs)) if callable(target):
             return target, args, cast("dict[str, Any]", kwargs)
         case _:
-            raise _nothing(f"what is to be built is made as a {type(made).__name__}")
+            raise _nothing(f"what is to be compiled is made as a {type(made).__name__}")
 
 
 def _nothing(what: str) -> BadSettings:

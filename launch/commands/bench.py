@@ -20,7 +20,7 @@ import aotdist
 from aotdist.errors import BadSettings
 from aotdist.launch.commands.build import maker_named
 from aotdist.settings import Settings
-from aotdist.store.build import Made
+from aotdist.store.build import Made, called_by
 from aotdist.torch_seam import local_part, pytree
 
 _DESCRIPTION = """\
@@ -106,8 +106,7 @@ def _step_of(make: Callable[[], Made], way: Callable[[Any], Any]) -> Callable[[]
     """The step of a model of its own, with the same numbers in it as every other's."""
     torch.manual_seed(0)
     made = make()
-    target, args, *more = next(made) if isinstance(made, Generator) else made
-    kwargs = more[0] if more else {}
+    target, args, kwargs = called_by(next(made, None) if isinstance(made, Generator) else made)
     parameters = list(target.parameters()) if isinstance(target, nn.Module) else []
     leaves = [x for x in (*parameters, *_tensors((args, kwargs))) if x.requires_grad and x.is_leaf]
     call = way(target)

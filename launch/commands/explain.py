@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from aotdist.files import refuse_unwritable
 from aotdist.launch.commands.build import maker_named
 from aotdist.report.explain import write_page
 from aotdist.report.summary import report_of
@@ -40,6 +41,8 @@ def add_to(subparsers: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.html is not None:
+        refuse_unwritable(options.html)
     make, settings = maker_named(options.model), Settings.from_environment()
     with torch.no_grad() if options.inference else nullcontext():
         by_rank = compiled_ahead(

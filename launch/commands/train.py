@@ -42,7 +42,11 @@ def _run(options: argparse.Namespace) -> int:
         if options.max_restarts is not None:
             raise BadSettings("--max-restarts says nothing without --ranks", fix="give both, or use torchrun")
         return _train(words)
+    if options.ranks < 1:
+        raise BadSettings(f"--ranks is {options.ranks}", fix="give 1 or more")
     restarts = 3 if options.max_restarts is None else options.max_restarts
+    if restarts < 0:
+        raise BadSettings(f"--max-restarts is {restarts}", fix="give 0 or more")
     command = torchrun(options.ranks, restarts, words)
     os.execv(command[0], command)  # signals then reach torchrun, which hands them on
 

@@ -129,8 +129,10 @@ def returns_an_object(x: torch.Tensor) -> tuple[torch.Tensor, Unknown]:
     return x * 2, UNKNOWN
 
 
-def test_symbolic_sizes_are_refused(tmp_path: Path) -> None:
-    settings = aotdist.Settings(dynamic=True)
+@pytest.mark.parametrize(
+    "settings", [aotdist.Settings(dynamic=True), {"dynamic": True}], ids=["it", "fields"]
+)
+def test_symbolic_sizes_are_refused(settings: Any, tmp_path: Path) -> None:
     with pytest.raises(aotdist.UnsupportedProgram, match="symbolic sizes"):
         aotdist.build(lambda: (torch.sin, (torch.randn(3, 4),)), tmp_path / "it.aot", settings=settings)
 

@@ -27,6 +27,9 @@ from tests.house.tree import ROOT
         ({"options": {"nothing_like_it": 3}}, "options are backend, partition"),
         ({"options": {"bucket_bytes": -1}}, "settings.bucket_bytes is -1"),
         ({"options": {"dynamic": True}}, r"torch.compile\(..., dynamic=True\)"),
+        ({"options": aotdist.Settings(dynamic=True)}, r"torch.compile\(..., dynamic=True\)"),
+        ({"options": ["a"]}, r"options are \['a'\]"),
+        ({"options": {1: 2}}, r"options are \{1: 2\}"),
         ({"mode": "max-autotune"}, "mode='max-autotune' is Inductor's"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -41,6 +44,12 @@ def test_options_are_settings(made):
     compiled(lambda x: x.sin(), partition="min_cut")(torch.ones(2, requires_grad=True))
     (region,) = made()
     assert region.artifacts[0].compilation.settings.partition == "min_cut"
+
+
+def test_options_may_be_settings(made):
+    options = aotdist.Settings(partition="min_cut")
+    torch.compile(lambda x: x.sin(), backend="aotdist", options=options)(torch.ones(2, requires_grad=True))
+    assert made()[-1].artifacts[0].compilation.settings == options
 
 
 def test_settings_come_from_the_environment_where_there_are_no_others(made, monkeypatch):

@@ -294,6 +294,11 @@ def test_only_what_was_exported_is_saved(value, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSettings, match="does not exist"):
+        save(torch.fx.symbolic_trace(nn.Linear(3, 3)), tmp_path / "none" / "graph.aot")
+
+
 def test_calls_of_modules_are_refused(tmp_path: Path) -> None:
     gm = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(UnsupportedProgram, match="`_0` calls the module `0`"):

@@ -444,6 +444,15 @@ def test_only_modules_are_frozen():
         fx(lambda x: x)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"args": torch.ones(1, 2)}, "`args` is a Tensor"), ({"kwargs": [1]}, "`kwargs` is a list")],
+)
+def test_arguments_that_are_not_in_a_tuple_are_refused(given, said):
+    with pytest.raises(BadSettings, match=said):
+        fx(nn.Linear(2, 2).eval(), **given)
+
+
 def test_tensors_from_outside_are_refused():
     outside = torch.ones(3)
 

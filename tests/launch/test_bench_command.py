@@ -18,6 +18,12 @@ def model():
 
 def reads_data():
     return lambda x: x * 2 if x.sum() > 0 else x, (torch.ones(3),)
+
+def makes_nothing():
+    return None
+
+def yields_nothing():
+    yield from ()
 """
 
 
@@ -45,3 +51,9 @@ def test_who_fails_is_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -
 def test_wrong_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"{file}:model", "--rounds", "0"]) == 2
     assert "give 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["makes_nothing", "yields_nothing"])
+def test_what_makes_nothing(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"{file}:{name}"]) == 2
+    assert "is made as a NoneType" in capsys.readouterr().err

@@ -48,6 +48,16 @@ def test_without_gradients(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "Linear · inference · fx" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("page", "said"), [("", "is a folder"), ("none/report.html", "does not exist")])
+@pytest.mark.parametrize(("command", "option"), [("explain", "--html"), ("build", "--output")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_made(
+    command: str, option: str, page: str, said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text("def fails():\n    raise RuntimeError")
+    assert main([command, f"{file}:fails", option, page]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{file}:nothing"]) == 2
     assert "names no function" in capsys.readouterr().err

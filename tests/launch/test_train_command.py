@@ -45,6 +45,13 @@ def test_restarts_without_ranks_are_refused(trained, capsys):
     assert trained == []
 
 
+@pytest.mark.parametrize("words", [["--ranks", "0"], ["--ranks", "2", "--max-restarts=-1"]])
+def test_numbers_of_nothing_are_refused(words, trained, executed, capsys):
+    assert main(["train", *words]) == 2
+    assert " or more" in capsys.readouterr().err
+    assert (trained, executed) == ([], [])
+
+
 def test_help_shows_both(trained, capsys):
     main(["train", "--help"])
     assert "--ranks N" in capsys.readouterr().out

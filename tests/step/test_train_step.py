@@ -206,10 +206,35 @@ def test_parameters_of_others_are_refused() -> None:
         aotdist.train_step(Net(), loss_of, adamw(trained(Net())))
 
 
-def test_accumulation_of_nothing_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("model", loss_of, "model is <function loss_of"),
+        ("model", None, "model is None"),
+        ("loss_fn", None, "loss_fn is None"),
+        ("optimizer", None, "optimizer is None"),
+        ("optimizer", [adamw(trained(Net()))], "optimizer is a list"),
+        ("optimizer", torch.optim.SGD, "optimizer is <class 'torch.optim.sgd.SGD'>"),
+        ("optimizer", torch.optim.lr_scheduler.StepLR(adamw(trained(Net())), 1), "optimizer is .*StepLR"),
+        ("clip", -1.0, "clip is -1.0"),
+        ("clip", 0, "clip is 0"),
+        ("clip", float("nan"), "clip is nan"),
+        ("clip", True, "clip is True"),
+        ("clip", "1.0", "clip is '1.0'"),
+        ("clip", [1.0], r"clip is \[1.0\]"),
+        ("scaler", True, "scaler is True"),
+        ("accumulate", 0, "accumulate is 0"),
+        ("accumulate", "2", "accumulate is '2'"),
+        ("accumulate", None, "accumulate is None"),
+        ("accumulate", 1.5, "accumulate is 1.5"),
+        ("accumulate", True, "accumulate is True"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(name: str, value: Any, said: str) -> None:
     model = Net()
-    with pytest.raises(aotdist.BadSettings, match="accumulate is 0"):
-        aotdist.train_step(model, loss_of, adamw(trained(model)), accumulate=0)
+    given = {"model": model, "loss_fn": loss_of, "optimizer": adamw(trained(model)), name: value}
+    with pytest.raises(aotdist.BadSettings, match=rf"^{said}(.|\n)*fix: (pass|give) "):
+        aotdist.train_step(**given)
 
 
 def test_hooks_are_refused() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,57 @@ def test_bad_settings_know_near_misses(options: dict[str, Any], near: str) -> No
         aotdist.compile(lambda x: x, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("partition", ["min_cut"], "choose one of auto, default, min_cut"),
+        ("bucket_bytes", "64", "give a whole number"),
+        ("bucket_bytes", 1.5, "give a whole number"),
+        ("bucket_bytes", float("nan"), "give a whole number"),
+        ("bucket_bytes", True, "give a whole number"),
+        ("bucket_bytes", None, "give a whole number"),
+        ("loss_chunk_bytes", "64", "give a whole number or None"),
+        ("loss_chunk_bytes", -1, "give a positive number"),
+        ("max_artifacts", "8", "give a whole number"),
+        ("rank_timeout_s", "300", "give a number"),
+        ("rank_timeout_s", None, "give a number"),
+        ("rank_timeout_s", float("nan"), "give a positive number"),
+        ("cache_bytes", "2G", "give a whole number"),
+        ("cache_bytes", None, "give a whole number"),
+        ("cache_folder", 5, "give a string"),
+        ("cache_folder", None, "give a string"),
+        ("cache_folder", "", "name a folder"),
+        ("disabled_passes", "cleanup", "give a set of strings"),
+        ("disabled_passes", [1], "give a set of strings"),
+        ("disabled_passes", None, "give a set of strings"),
+        ("verify", "false", "give True or False"),
+        ("dynamic", "no", "give True or False"),
+        ("dynamic", None, "give True or False"),
+        ("cuda_graphs", 1, "give True or False"),
+        ("backward_autocast", None, "give a string"),
+        ("backward_autocast", "xyz:bfloat16", "choose off, same_as_forward, or pairs"),
+        ("backward_autocast", "cpu:bfloat61", "choose off, same_as_forward, or pairs"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(name: str, value: Any, fix: str) -> None:
+    said = f"settings.{name} is {value!r}\n  fix: {fix}"
+    with pytest.raises(BadSettings, match=re.escape(said)):
+        aotdist.compile(lambda x: x, backend="fx", settings={name: value})
+
+
+def test_settings_are_taken_as_they_are_meant(tmp_path: Path) -> None:
+    settings = aotdist.Settings.make(disabled_passes=["cleanup"], cache_folder=tmp_path, rank_timeout_s=5)
+    assert settings.disabled_passes == frozenset({"cleanup"})
+    assert settings.cache_folder == str(tmp_path)
+    assert settings.fingerprint() == replace(settings, rank_timeout_s=5.0).fingerprint()
+
+
+@pytest.mark.parametrize("settings", ["min_cut", ["x"], {1: 2}, 3, aotdist.Settings])
+def test_what_are_no_settings(settings: Any) -> None:
+    with pytest.raises(BadSettings, match=re.escape(f"settings are {settings!r}")):
+        aotdist.compile(lambda x: x, backend="fx", settings=settings)
+
+
 def test_an_unknown_pass_is_named() -> None:
     fn = compiled(lambda x: x * 2, settings={"disabled_passes": frozenset({"overlp"})})
     with pytest.raises(BadSettings, match="did you mean `overlap`"):
@@ -280,3 +333,34 @@ def test_a_hook_for_an_accumulated_gradient_is_registered_outside() -> None:
     model.hook()
     compiled(model)(torch.ones(2)).backward()
     assert model.weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    model = compiled(nn.Linear(2, 2))
+    model(torch.ones(1, 2))
+    with pytest.raises(BadSettings, match="does not exist"):
+        model.explain(html=tmp_path / "none" / "report.html")
+    with pytest.raises(BadSettings, match="is a folder"):
+        aotdist.explain(model, html="")
+
+
+def test_a_backend_that_returns_nothing_is_named() -> None:
+    def mine(gm: torch.fx.GraphModule, examples: Any) -> Any:
+        gm.graph.lint()
+
+    with pytest.raises(BadSettings, match="the backend `mine` returned a NoneType"):
+        aotdist.compile(lambda x: x * 2, backend=mine)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((5, 0), "cannot mark sizes of a int"),
+        ((torch.ones(2), "a"), "has no dimension 'a'"),
+        ((torch.ones(2), 0.0), "has no dimension 0.0"),
+        ((torch.ones(2), 1), "has no dimension 1 to mark as dynamic\n  fix: name dimensions from -1 to 0"),
+    ],
+)
+def test_what_cannot_be_marked(given: Any, said: str) -> None:
+    with pytest.raises(BadSettings, match=said):
+        aotdist.mark_dynamic(*given)
