@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,10 @@ class StepProgram:
         self._now: Now | None = None
         self._asked: Questions | None = None
         self._questions: list[Questions] = []
-        self.compiled = CompiledFunction(_reaching(recipe, self._traced), make)
+        self.compiled = CompiledFunction(
+            _reaching(recipe, self._traced),
+            lambda call, artifacts: make(replace(call, differentiates=True), artifacts),
+        )
 
     def fits(self, now: Now) -> bool:
         """Whether the step would choose the same way as when it was traced."""

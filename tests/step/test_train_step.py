@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import aotdist
 from tests.step import optimizers
-from tests.step.comparison import Net, Pair, batch, held, loss_of, same, train, trained
+from tests.step.comparison import Net, Pair, Plain, batch, held, loss_of, same, train, trained
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -166,6 +168,72 @@ def test_parameter_that_gets_its_first_gradient_late() -> None:
     for model in pair.models:
         model.is_whole = True  # type: ignore[assignment]
     train(pair, num_steps=4)
+
+
+class Experts(nn.Module):
+    """Keeps how evenly its gate chooses, for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.gate(x).softmax(-1)
+        self.balance = chosen.mean(0).square().sum()
+        return self.expert(x) * chosen
+
+
+class Hooked(Plain):
+    """A hook stores what the first layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, torch.Tensor] = {}
+        self.first.register_forward_hook(lambda module, args, out: self.features.update(first=out))
+
+
+class Pruned(Plain):
+    """A weight is computed before each forward, and put where the parameter was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.first, "weight", 0.5)
+
+
+class Remembering(Plain):
+    """Begins where the last batch ended, without a gradient to there."""
+
+    memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.memory is not None:
+            x = x + self.memory.detach()
+        self.memory = super().forward(x)
+        return self.memory
+
+
+KEEPING: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
+    "auxiliary loss": (Experts, lambda model: model.balance),
+    "hook": (Hooked, lambda model: model.features["first"].square().mean()),
+    "pruned": (Pruned, lambda model: model.first.weight.square().mean()),
+    "memory": (Remembering, lambda model: model.memory.square().mean()),
+}
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_computed_tensors_that_the_model_keeps(name: str, is_read: bool) -> None:
+    """The next step finds one of a backward that has been, and puts another there."""
+    kind, more = KEEPING[name]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        return loss + more(model) if is_read else loss
+
+    pair = Pair.of(adamw, kind)
+    step = train(pair, loss_fn=loss_fn)
+    assert same(*(more(model).detach() for model in pair.models))
+    assert all(set(graphs) == {"inference"} for graphs in step.graphs)
 
 
 def test_failing_step_changes_nothing() -> None:
