@@ -352,6 +352,46 @@ def test_parameters_without_an_optimizer_keep_their_gradients() -> None:
     train(Pair.of(lambda params: torch.optim.AdamW(params[:2], lr=0.01)))
 
 
+def _with_others(*, compiles: bool) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of a training with a criterion that has weights of its own."""
+    torch.manual_seed(0)
+    model, criterion, bias = Plain(), nn.Linear(6, 2), torch.ones(2, requires_grad=True)
+    scale = torch.tensor(0.5, requires_grad=True)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        out = criterion(model(x)) + bias
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return (out.square().mean() + slope.square().sum()) * scale
+
+    step = aotdist.train_step(model, loss_fn, adamw(trained(model)), backend="fx")
+    optimizer, seen = torch.optim.SGD(criterion.parameters(), lr=0.1), list[torch.Tensor]()
+    for at in range(5):
+        x = batch(at).requires_grad_()
+        seen.append((step if compiles else step.as_written)(x, scale=scale))
+        leaves = [bias, x, scale, *criterion.parameters()]
+        seen += [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+        seen += [param.detach().clone() for param in model.parameters()]
+        if at % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def test_gradients_of_others_are_those_of_a_plain_loop() -> None:
+    """A criterion's weights and a batch get theirs, and keep them: `zero_grad` is not for them."""
+    found, expected = _with_others(compiles=True), _with_others(compiles=False)
+    assert len(found) == len(expected) and all(map(same, found, expected))
+
+
+def test_gradients_that_would_go_on_from_the_batch_are_refused() -> None:
+    _, step = compiled_step()
+    step(batch(0))
+    before = batch(1).requires_grad_() * 2
+    with refused(match=r"`args\[0\]` gets a gradient, and was computed before the step"):
+        step(before)
+    step(before.detach())
+
+
 def test_autocast_inside_of_the_loss_function() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
