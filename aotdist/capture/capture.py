@@ -43,7 +43,7 @@ from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
-from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
+from aotdist.subclasses.protocol import ModuleRule, is_real, leaves, module_rules, recipe_of
 from aotdist.torch_seam import (
     class_functions_on,
     hearing_of_checks,
@@ -64,6 +64,7 @@ class UserCall:
         kwargs: keyword arguments, likewise.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor; besides those
             that carry a mark, or that settings name.
+        differentiates: whether the backward is part of the call: what is assigned has no history then.
     """
 
     target: Any
@@ -71,6 +72,7 @@ class UserCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    differentiates: bool = False
 
     @property
     def name(self) -> str:
@@ -242,7 +244,7 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
         scope.enter_context(hearing_of_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
-        return _call(environment, run, checks, flat, examples, settings)
+        return _call(environment, run, checks, flat, examples, settings, keeps=not call.differentiates)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
@@ -286,8 +288,13 @@ def _call(
     inputs: Sequence[torch.Tensor],
     examples: Sequence[torch.Tensor],
     settings: Settings,
+    *,
+    keeps: bool,
 ) -> list[Any]:
-    """Run the user's code; its flat results, what it assigned, and how to put them back."""
+    """Run the user's code; its flat results, what it assigned, and how to put them back.
+
+    What it assigned `keeps` its history, or has none: that is of a backward that has been.
+    """
     reassignments = environment.reassignments()
     attributes = WrapperAttributes(inputs)
     try:
@@ -308,9 +315,18 @@ def _call(
             )
     flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in assigned]
     places = tuple((source, structure) for source, _, structure in flat)
-    outs = [*leaves, *(leaf for _, values, _ in flat for leaf in values), *replaced.values(), *checks.outs]
+    values = [leaf for _, leaves_of_value, _ in flat for leaf in leaves_of_value]
+    values = values if keeps else [_without_history(value, inputs) for value in values]
+    outs = [*leaves, *values, *replaced.values(), *checks.outs]
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
     return [*outs, Returned(spec, places, tuple(replaced), tuple(shown), tuple(checks.made))]
+
+
+def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """What was assigned, detached; tensors that were there before the call stay themselves."""
+    if not isinstance(value, torch.Tensor) or value.grad_fn is None or is_real(value):
+        return value
+    return value if any(value is one for one in inputs) else value.detach()
 
 
 def _closed_over(environment: Environment) -> dict[int, Source]:

@@ -8,8 +8,9 @@ decided only among plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from aotdist.torch_seam import (
     class_functions_off,
     data_writes,
     made_again,
+    nodes_behind,
     part_of,
     second_shell,
 )
@@ -259,6 +261,29 @@ class Inputs:
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
         """The object that the program is given for a real one, if it has met it."""
         return self._by_example.get(id(example))
+
+    @contextmanager
+    def current(self) -> Generator[None]:
+        """Let `gets_gradients` ask these inside."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    def behind(self, tensors: Iterable[torch.Tensor]) -> list[StandIn]:
+        """Those that the history of `tensors` begins at."""
+        leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
+        known = set(map(id, leaves))
+        return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
+
+
+_CURRENT: ContextVar[Inputs] = ContextVar("aotdist_inputs")
+
+
+def gets_gradients(tensor: torch.Tensor) -> list[StandIn]:
+    """The inputs of the trace that runs which a backward from `tensor` gives gradients to."""
+    return _CURRENT.get().behind([tensor])
 
 
 def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:

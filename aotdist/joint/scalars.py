@@ -7,7 +7,8 @@ read is a node that calls that very operation at run time.
 While a program runs inside of `Scalars.followed`, a number that is read is a `TracedFloat` or a `TracedInt`.
 PyTorch takes these for numbers (they are `SymFloat`s and `SymInt`s); what it does with them beneath its
 Python interface, it does with a number that stands for them, a *token*, which the recorder knows again among
-the arguments of operators. A token that reaches no operator was computed with on the way, and is refused.
+the arguments of operators. A token that reaches no operator was computed with on the way, and is refused; so
+is what Python wants a number of its own for (`float(t)`), or a key, or a text.
 
 A program may choose by such a number (`if rho > 5`), if it follows from the tensors that `Scalars` is given
 the values of. What was chosen holds for calls with the same answers, see `Scalars.asked`.
@@ -47,6 +48,14 @@ _KINDS: Mapping[torch.dtype, type] = {
 _TOKENS_FROM = 1 << 44
 """Whole numbers from here on are tokens: fewer than 2**53, so that floats hold them, and of no size."""
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
+_READERS = (torch.Tensor.item, torch.Tensor.tolist)
+"""What returns a number that was read, and does not mind which."""
+_CONVERSIONS: Mapping[Any, str] = {
+    torch.Tensor.__float__: "float",
+    torch.Tensor.__int__: "int",
+    torch.Tensor.__complex__: "complex",
+}
+"""Of these, Python wants a number of its own."""
 _FUNCTIONS = {
     math: ("sqrt", "pow", "exp", "log", "cos", "sin", "tanh"),
     builtins: ("max", "min"),
@@ -76,6 +85,7 @@ class Scalars:
         self.asked: list[tuple[Node, bool]] = []
         self._tokens: dict[float, TracedNumber] = {}
         self._arrived: set[float] = set()
+        self._read: list[float] = []
         self._made: dict[Any, TracedNumber] = {}
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
@@ -104,7 +114,10 @@ class Scalars:
         """
         self._create, self.root = create, root
         kind = _KINDS.get(tensor.dtype)
-        return None if kind is None else self.token(self._number(_READ, arguments, kind))
+        if kind is None:
+            return None
+        self._read.append(self.token(self._number(_READ, arguments, kind)))
+        return self._read[-1]
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """What `function` makes of numbers, some of which are traced."""
@@ -147,16 +160,34 @@ class Scalars:
         """An operator that takes the numbers behind `tokens` is recorded."""
         self._arrived.update(tokens)
 
-    @contextlib.contextmanager
-    def handed_to(self, function: Callable[..., Any], tokens: Sequence[float]) -> Generator[None]:
-        """Check that operators got the tokens that PyTorch's function was given inside.
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tokens: Sequence[float],
+    ) -> Any:
+        """What a function of PyTorch's returns.
+
+        Args:
+            function: the function.
+            args: its positional arguments.
+            kwargs: its named ones.
+            tokens: those among them.
 
         Raises:
-            UnsupportedProgram: one was computed with on the way.
+            UnsupportedProgram: it computes with one, or with one that it reads, before operators get it.
         """
-        yield
-        if not self._arrived.issuperset(tokens):
+        self._read.clear()
+        result = function(*args, **kwargs)
+        number = self.behind(result)
+        if number is not None and function in _READERS:
+            return number
+        if not self._arrived.issuperset([*tokens, *self._read]):
+            if function in _CONVERSIONS:
+                raise _wants_number(_CONVERSIONS[function])
             raise needs_value(getattr(function, "__name__", str(function)))
+        return result
 
     def answer(self, number: TracedNumber) -> bool:
         """Whether `number` is true now: the program chooses by it.
@@ -182,6 +213,14 @@ def needs_value(function: str) -> UnsupportedProgram:
         f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
         "follows from a step count)",
         fix="pass it as a tensor, or compute with it in Python before",
+    )
+
+
+def _wants_number(conversion: str) -> UnsupportedProgram:
+    return refusal(
+        f"`{conversion}(tensor)` has to be a number of Python's at once, and it differs from call to call",
+        fix="read it by `tensor.item()`, and compute with it by operators of Python, and by the functions of "
+        "`math`",
     )
 
 
@@ -230,6 +269,11 @@ class _Number(TracedNumber):
             fix="compute with it by operators of Python, and by the functions of `math`",
         )
 
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """What `isinstance` is told besides: the type that it has in eager."""
+        return self.kind
+
     def __bool__(self) -> bool:
         return bool(self.scalars.apply(operator.ne, (self, 0)))
 
@@ -242,8 +286,18 @@ class _Number(TracedNumber):
     def __index__(self) -> int:
         return self.node
 
-    def __hash__(self) -> int:
-        return id(self)
+    def _asked(self, *_: Any, **__: Any) -> Any:
+        return self.node
+
+    __hash__ = __str__ = __format__ = __array_ufunc__ = _asked
+    __floor__ = __ceil__ = __trunc__ = __round__ = _asked
+    numerator = denominator = property(_asked)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
 
 class TracedFloat(_Number, torch.SymFloat):
@@ -303,12 +357,7 @@ class _Tokens(TorchFunctionMode):
             default = torch.get_default_dtype() if args[0].kind is float else torch.int64
             func, kwargs = torch.scalar_tensor, {"dtype": default, **kwargs}
         given, named = pytree.tree_map_only(_Number, token, (args, kwargs))
-        with self._scalars.handed_to(func, tokens):
-            result = func(*given, **named)
-        if func is not torch.Tensor.item:
-            return result
-        number = self._scalars.behind(result)
-        return result if number is None else number
+        return self._scalars.call(func, given, named, tokens)
 
 
 def _recording(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -126,7 +126,7 @@ def trace(
             written_views,
             recorder.asked_for_strides,
         )
-        with classes.shown(), lifting, naming_failures(), naming_outdated_views(log):
+        with classes.shown(), lifting, inputs.current(), naming_failures(), naming_outdated_views(log):
             outs = program.fn(*tensors)
             written_views.notice()
             log.settle()

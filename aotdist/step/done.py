@@ -26,12 +26,14 @@ class Done:
         tensors: what replaces tensors that the optimizer holds, by position.
         numbers: new values of numbers that it holds, by position, as tensors.
         grads: new gradients, by the name of their parameter.
+        given: what is added to gradients of the step's arguments, by position.
     """
 
     result: Any = None
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     numbers: dict[int, list[torch.Tensor]] = field(default_factory=dict[int, list[torch.Tensor]])
     grads: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    given: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
     def note(self, held: Held, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]) -> None:
         """Note what the optimizer's step has assigned.
@@ -68,7 +70,7 @@ class Done:
 
 pytree.register_pytree_node(
     Done,
-    lambda done: ([done.result, done.tensors, done.numbers, done.grads], None),
+    lambda done: ([done.result, done.tensors, done.numbers, done.grads, done.given], None),
     lambda parts, _: Done(*parts),
 )
 

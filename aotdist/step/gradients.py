@@ -9,8 +9,56 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.inputs import gets_gradients
 
 _GRAD: Any = torch.Tensor.grad
+
+
+class GivesGradients(Exception):
+    """A step gives gradients to more than it was known to.
+
+    Args:
+        leaves: the tensors, by name.
+    """
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+
+def arguments_with_gradients(
+    loss: torch.Tensor, params: Sequence[torch.Tensor], arguments: Sequence[Any]
+) -> list[int]:
+    """The positions of arguments that a backward gives gradients to; all else that it does so is known.
+
+    Args:
+        loss: where the backward begins.
+        params: what it is known to give gradients to.
+        arguments: of the step.
+
+    Raises:
+        GivesGradients: there are others, a criterion's weights say.
+        UnsupportedProgram: one was computed before the step, and its gradient would go on from there.
+    """
+    known, others = set(map(id, params)), dict[str, torch.Tensor]()
+    positions = {id(argument): at for at, argument in reversed(list(enumerate(arguments)))}
+    found: list[int] = []
+    for one in gets_gradients(loss):
+        if not one.example.is_leaf:
+            raise UnsupportedProgram(
+                f"`{one.slot}` gets a gradient, and was computed before the step",
+                stage="joint",
+                fix="detach it, or compute it in the model or in `loss_fn`",
+            )
+        if id(one.example) in known:
+            continue
+        if id(one.tensor) in positions:
+            found.append(positions[id(one.tensor)])
+        else:
+            others[str(one.slot)] = one.example
+    if others:
+        raise GivesGradients(others)
+    return found
 
 
 class Gradients(TorchFunctionMode):
@@ -54,20 +102,26 @@ class Gradients(TorchFunctionMode):
                 return None
         return func(*args, **(kwargs or {}))
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """What `loss.backward()` does to the gradients.
+    def backward(self, loss: torch.Tensor, more: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """What `loss.backward()` does to the gradients; those of `more`.
+
+        Args:
+            loss: where it begins.
+            more: tensors that get gradients, and are no parameters.
 
         Raises:
             UnsupportedProgram: one is sparse.
         """
         wanted = [(at, param) for at, param in enumerate(self._params) if param.requires_grad]
-        found: Any = torch.autograd.grad(loss, [param for _, param in wanted], allow_unused=True)
+        ends = [*(param for _, param in wanted), *more]
+        found: Any = torch.autograd.grad(loss, ends, allow_unused=True)
         with torch.no_grad():
-            for (at, param), grad in zip(wanted, found, strict=True):
+            for (at, param), grad in zip(wanted, found, strict=False):
                 if grad is not None:
                     _refuse_sparse(grad)
                     known = self.now[at]
                     self.now[at] = _laid_out_like(grad, param) if known is None else known.add_(grad)
+            return [_laid_out_like(*both) for both in zip(found[len(wanted) :], more, strict=True)]
 
 
 def _refuse_sparse(grad: torch.Tensor) -> None:

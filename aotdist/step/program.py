@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from aotdist.api import CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.scalars import Scalars
 from aotdist.step.done import DTYPES, Done
-from aotdist.step.gradients import Gradients
+from aotdist.step.gradients import Gradients, arguments_with_gradients
 from aotdist.step.held import Held
 from aotdist.step.questions import Questions
 from aotdist.step.recipe import Recipe, detached
 from aotdist.step.scaling import Scaling
-from aotdist.torch_seam import node_here
+from aotdist.torch_seam import node_here, pytree
 
 
 class MakesState(Exception):
@@ -85,7 +85,10 @@ class StepProgram:
         self._now: Now | None = None
         self._asked: Questions | None = None
         self._questions: list[Questions] = []
-        self.compiled = CompiledFunction(_reaching(recipe, self._traced), make)
+        self.compiled = CompiledFunction(
+            _reaching(recipe, self._traced),
+            lambda call, artifacts: make(replace(call, differentiates=True), artifacts),
+        )
 
     def fits(self, now: Now) -> bool:
         """Whether the step would choose the same way as when it was traced."""
@@ -102,6 +105,7 @@ class StepProgram:
 
         Raises:
             MakesState: the optimizer makes state; nothing has been done.
+            GivesGradients: there are others than `params` that get some; likewise.
         """
         self._now, self._asked = now, None
         try:
@@ -113,6 +117,11 @@ class StepProgram:
         done.put(now.held)
         for name, grad in done.grads.items():
             self._params[name].grad = grad
+        if done.given:
+            arguments = _leaves(args, kwargs)
+            for at, grad in done.given.items():
+                known = arguments[at].grad
+                arguments[at].grad = grad if known is None else known.add_(grad)
         return done.result
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done:
@@ -129,7 +138,11 @@ class StepProgram:
         with now.held.put_back(), gradients:
             result = recipe.loss_fn(recipe.model, *args, **kwargs)
             loss = recipe.loss_of(result)
-            gradients.backward(loss if scaling is None else scaling.scaled(loss))
+            arguments = _leaves(args, kwargs)
+            positions = arguments_with_gradients(loss, list(self._params.values()), arguments)
+            more = [arguments[at] for at in positions]
+            found = gradients.backward(loss if scaling is None else scaling.scaled(loss), more)
+            done.given = dict(zip(positions, found, strict=True))
             if self._updates:
                 self._update(now, given, scaling, done)
                 for param in recipe.params():
@@ -198,6 +211,11 @@ def _reaching(recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]]
         return traced(args, kwargs)
 
     return train_step
+
+
+def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What is in arguments, in an order that holds for all calls."""
+    return pytree.tree_leaves((args, sorted(kwargs.items())))
 
 
 def _function(value: Any) -> Any:

@@ -16,6 +16,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
+from aotdist.step.gradients import GivesGradients
 from aotdist.step.held import Held, held_by, hyperparameters
 from aotdist.step.program import MakesState, Now, StepProgram
 from aotdist.step.recipe import Clip, Recipe
@@ -86,6 +87,7 @@ class TrainStep(Explained):
         self._varying = set(_VARYING)
         self._hyperparameters = hyperparameters(recipe.optimizer)
         self._held: Held | None = None
+        self._others: dict[str, torch.Tensor] = {}
         self._has_stepped = False
         self._accumulated = 0
         self._programs: dict[Any, list[StepProgram]] = {}
@@ -130,6 +132,9 @@ class TrainStep(Explained):
             result = self._program(now, params, updates=updates)(now, args, kwargs)
         except MakesState:
             return recipe.as_written(args, kwargs, updates=updates)
+        except GivesGradients as found:
+            self._others.update(found.leaves)
+            return self._step(args, kwargs, updates=updates)
         if updates:
             note_step(recipe.optimizer)
             recipe.optimizer.zero_grad()
@@ -151,11 +156,13 @@ class TrainStep(Explained):
         return self._held
 
     def _params(self) -> dict[str, torch.Tensor]:
-        """The model's parameters, and others of the optimizer, by name."""
+        """The model's parameters, others of the optimizer, and what else gets gradients, by name."""
         params: dict[str, torch.Tensor] = dict(self._recipe.model.named_parameters())
         known = set(map(id, params.values()))
         others = [param for param in self._recipe.params() if id(param) not in known]
-        return params | {f"optimizer.{at}": param for at, param in enumerate(others)}
+        params |= {f"optimizer.{at}": param for at, param in enumerate(others)}
+        known.update(map(id, others))
+        return params | {name: leaf for name, leaf in self._others.items() if id(leaf) not in known}
 
     def _program(self, now: Now, params: Mapping[str, torch.Tensor], *, updates: bool) -> StepProgram:
         """The program that fits, a new one if there is none."""

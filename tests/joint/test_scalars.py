@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +46,8 @@ PROGRAMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "power": lambda n, x: x.add(2) ** n,
     "arithmetic": lambda n, x: x * ((1 - 0.9**n) / (n + 2) - -n // 2 + abs(n) % 3),
     "functions": lambda n, x: x.add(math.sqrt(n), alpha=max(1, n - 1)).sub(min([n, 5.0, 2])),
+    "division with rest": lambda n, x: x * sum(divmod(n, 2)) + divmod(5, n)[1],
+    "type": lambda n, x: x * 2 if isinstance(n, (int, float)) and not isinstance(n, str) else x,
     "alpha": lambda n, x: x.sub(x, alpha=n * 0.3),
     "value": lambda n, x: x.addcdiv(x, x + 2, value=-n),
     "weight": lambda n, x: x.lerp(x.flip(0), n / 10),
@@ -79,6 +83,21 @@ def test_choices_are_noted() -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "value": (lambda n, x: x * float(n), "needs the value of a number"),
+    "conversion": (lambda n, x: x * (1 / float(x.norm())), r"`float\(tensor\)` has to be a number"),
+    "several": (lambda n, x: x * sum(float(one) for one in (x[0], x[1])), "has to be a number"),
+    "whole": (lambda n, x: x / 0.9 ** int(x.sum()), r"`int\(tensor\)` has to be a number"),
+    "function": (lambda n, x: x * math.sqrt(x.norm()), "has to be a number"),
+    "complex": (lambda n, x: x * complex(x.norm()).real, "has to be a number"),
+    "truth": (lambda n, x: x if x.norm() else -x, "`__bool__` needs the value of a number"),
+    "data of a tensor": (lambda n, x: x * torch.tensor([x.norm(), 1.0]), "needs the value of a number"),
+    "floor": (lambda n, x: x * math.floor(n), "needs the value of a number"),
+    "rounded": (lambda n, x: x * round(n), "needs the value of a number"),
+    "key": (lambda n, x: x * {1: 0.1, 2: 0.2}.get(n, 0.5), "needs the value of a number"),
+    "member": (lambda n, x: x if n in {2, 3} else -x, "needs the value of a number"),
+    "text": (lambda n, x: x if str(n) == "2" else -x, "needs the value of a number"),
+    "formatted": (lambda n, x: x if f"{n}" == "2" else -x, "needs the value of a number"),
+    "array": (lambda n, x: x * np.exp(-n), "needs the value of a number"),
+    "fraction": (lambda n, x: x * float(Fraction(1, n)), "needs the value of a number"),
     "range": (lambda n, x: [x for _ in range(n)], "needs the value of a number"),
     "size": (lambda n, x: torch.zeros(n), "`aten::zeros` needs the value of a number"),
     "slice": (lambda n, x: x[:n], "needs the value of a number"),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import aotdist
 from tests.step import optimizers
-from tests.step.comparison import Net, Pair, batch, held, loss_of, same, train, trained
+from tests.step.comparison import Net, Pair, Plain, batch, held, loss_of, same, train, trained
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -58,6 +60,34 @@ def test_clipping_by_a_function() -> None:
         optimizer.step()
         optimizer.zero_grad()
         torch.manual_seed(at)
+        step(batch(at))
+        pair.assert_same(at)
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["item", "float"])
+def test_norm_that_is_a_number_of_python(is_read: bool) -> None:
+    """`.item()` is followed; what Python makes a `float` of is not, and is refused by name."""
+
+    def clip(params: Sequence[torch.Tensor]) -> None:
+        norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        scale = min(1.0, 0.1 / ((norm.item() if is_read else float(norm)) + 1e-6))
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(scale)
+
+    pair, step = compiled_step(clip=clip)
+    eager, optimizer = pair.models[0], pair.optimizers[0]
+    for at in range(4):
+        torch.manual_seed(at)
+        loss_of(eager, batch(at)).backward()
+        clip(trained(eager))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(at)
+        if at > 0 and not is_read:
+            with refused(match=r"`float\(tensor\)` has to be a number(.|\n)*`tensor.item\(\)`"):
+                step(batch(at))
+            return
         step(batch(at))
         pair.assert_same(at)
 
@@ -166,6 +196,72 @@ def test_parameter_that_gets_its_first_gradient_late() -> None:
     for model in pair.models:
         model.is_whole = True  # type: ignore[assignment]
     train(pair, num_steps=4)
+
+
+class Experts(nn.Module):
+    """Keeps how evenly its gate chooses, for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.gate(x).softmax(-1)
+        self.balance = chosen.mean(0).square().sum()
+        return self.expert(x) * chosen
+
+
+class Hooked(Plain):
+    """A hook stores what the first layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, torch.Tensor] = {}
+        self.first.register_forward_hook(lambda module, args, out: self.features.update(first=out))
+
+
+class Pruned(Plain):
+    """A weight is computed before each forward, and put where the parameter was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.first, "weight", 0.5)
+
+
+class Remembering(Plain):
+    """Begins where the last batch ended, without a gradient to there."""
+
+    memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.memory is not None:
+            x = x + self.memory.detach()
+        self.memory = super().forward(x)
+        return self.memory
+
+
+KEEPING: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
+    "auxiliary loss": (Experts, lambda model: model.balance),
+    "hook": (Hooked, lambda model: model.features["first"].square().mean()),
+    "pruned": (Pruned, lambda model: model.first.weight.square().mean()),
+    "memory": (Remembering, lambda model: model.memory.square().mean()),
+}
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_computed_tensors_that_the_model_keeps(name: str, is_read: bool) -> None:
+    """The next step finds one of a backward that has been, and puts another there."""
+    kind, more = KEEPING[name]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        return loss + more(model) if is_read else loss
+
+    pair = Pair.of(adamw, kind)
+    step = train(pair, loss_fn=loss_fn)
+    assert same(*(more(model).detach() for model in pair.models))
+    assert all(set(graphs) == {"inference"} for graphs in step.graphs)
 
 
 def test_failing_step_changes_nothing() -> None:
@@ -279,6 +375,46 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_parameters_without_an_optimizer_keep_their_gradients() -> None:
     train(Pair.of(lambda params: torch.optim.AdamW(params[:2], lr=0.01)))
+
+
+def _with_others(*, compiles: bool) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of a training with a criterion that has weights of its own."""
+    torch.manual_seed(0)
+    model, criterion, bias = Plain(), nn.Linear(6, 2), torch.ones(2, requires_grad=True)
+    scale = torch.tensor(0.5, requires_grad=True)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        out = criterion(model(x)) + bias
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return (out.square().mean() + slope.square().sum()) * scale
+
+    step = aotdist.train_step(model, loss_fn, adamw(trained(model)), backend="fx")
+    optimizer, seen = torch.optim.SGD(criterion.parameters(), lr=0.1), list[torch.Tensor]()
+    for at in range(5):
+        x = batch(at).requires_grad_()
+        seen.append((step if compiles else step.as_written)(x, scale=scale))
+        leaves = [bias, x, scale, *criterion.parameters()]
+        seen += [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+        seen += [param.detach().clone() for param in model.parameters()]
+        if at % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def test_gradients_of_others_are_those_of_a_plain_loop() -> None:
+    """A criterion's weights and a batch get theirs, and keep them: `zero_grad` is not for them."""
+    found, expected = _with_others(compiles=True), _with_others(compiles=False)
+    assert len(found) == len(expected) and all(map(same, found, expected))
+
+
+def test_gradients_that_would_go_on_from_the_batch_are_refused() -> None:
+    _, step = compiled_step()
+    step(batch(0))
+    before = batch(1).requires_grad_() * 2
+    with refused(match=r"`args\[0\]` gets a gradient, and was computed before the step"):
+        step(before)
+    step(before.detach())
 
 
 def test_autocast_inside_of_the_loss_function() -> None:
