@@ -420,7 +420,8 @@ class Facts:
 
     def reshaped(self) -> Set[PrimalIdx]:
         """Inputs whose metadata is written, or that become others."""
-        targets = [write.target for write in self.metadata_writes()]
+        writes = [write for write in self.metadata_writes() if write.op is not torch.Tensor.retain_grad]
+        targets = [write.target for write in writes]
         targets += [place for swap in self.swaps() for place in (swap.first, swap.second)]
         return {target.input for target in targets if isinstance(target, IsInput)}
 

@@ -287,6 +287,7 @@ def _trace(
         with times.stage("capture"):
             captured = capture(job.call, job.settings, scope)
             before = captured.environment.reassignments()
+            scope.enter_context(before.nothing_kept())
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):

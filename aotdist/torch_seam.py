@@ -1263,6 +1263,40 @@ def _nodes_from(nodes: Iterable[Any]) -> list[Any]:
     return found
 
 
+def retains_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with history keeps its gradient (`retain_grad`)."""
+    with torch_functions_off():
+        return tensor.retains_grad
+
+
+def spent_history(tensor: torch.Tensor) -> str | None:
+    """What autograd says of a tensor on all of whose ways to leaves it has freed what it saved; else None."""
+    said = None
+    pending = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            return None
+        freed = _freed(node)
+        said = said or freed
+        sources = () if freed else [source for source, _ in node.next_functions if source is not None]
+        pending += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return said
+
+
+def _freed(node: Any) -> str | None:
+    """What autograd says when it is asked for what a node of its own saved, if that was freed."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                return str(error)
+    return None
+
+
 _PROXY_MODE_OPTIONS = inspect.signature(ProxyTorchDispatchMode).parameters
 
 

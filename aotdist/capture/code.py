@@ -29,11 +29,13 @@ class Names:
         globals: global variables that it reads.
         assigned: global variables that it assigns.
         attributes: attributes that it reads or assigns, of any object.
+        stored: those that it assigns.
     """
 
     globals: frozenset[str]
     assigned: frozenset[str]
     attributes: frozenset[str]
+    stored: frozenset[str]
 
     def reads_by_computed_name(self) -> bool:
         """Whether it may read attributes whose names do not stand in the code."""
@@ -46,6 +48,7 @@ def names_in(code: types.CodeType) -> Names:
     read: set[str] = set()
     assigned: set[str] = set()
     attributes: set[str] = set()
+    stored: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _GLOBAL_READS:
             read.add(instruction.argval)
@@ -53,11 +56,13 @@ def names_in(code: types.CodeType) -> Names:
             assigned.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTE_READS:
             attributes.add(instruction.argval)
+            stored.update({instruction.argval} if instruction.opname == "STORE_ATTR" else ())
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
     return Names(
         frozenset(read.union(*(names.globals for names in inner))),
         frozenset(assigned.union(*(names.assigned for names in inner))),
         frozenset(attributes.union(*(names.attributes for names in inner))),
+        frozenset(stored.union(*(names.stored for names in inner))),
     )
 
 

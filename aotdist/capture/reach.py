@@ -47,7 +47,8 @@ class Reached:
         owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
             classes, are some.
         containers: lists and dictionaries whose items the program may reassign.
-        assigned: variables that the program assigns without reading them, existing or not.
+        assigned: variables, and attributes of classes, that the program may assign without reading them,
+            existing or not.
         generators: random generators.
         names: attributes that the code reads, of whatever; None if it may read any (`getattr`).
     """
@@ -121,6 +122,7 @@ class _Walk:
     seen: set[int] = field(default_factory=set)
     named: list[_Named] = field(default_factory=list)
     names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
+    stored: set[str] = field(default_factory=set)
     any_name: bool = False
     of_class: dict[type, set[str]] = field(default_factory=dict)
 
@@ -139,6 +141,9 @@ class _Walk:
         if isinstance(value, (torch.Generator, *_BUILT_IN)):
             self._identity(source, value)
             self.generators += [value] if isinstance(value, torch.Generator) else []
+            holder = getattr(value, "__self__", None)
+            if isinstance(holder, (list, dict)):  # of the method `grads.append`
+                self.visit(source.attribute("__self__", source.path), holder, depth)
             return
         for place, inner in self._inside(source, value, depth):
             self.visit(place, inner, depth + 1)
@@ -163,6 +168,10 @@ class _Walk:
             for named in list(self.named):
                 for place, inner in list(self._attributes(named)):
                     self.visit(place, inner, named.depth + 1)
+        for named in self.named:
+            if isinstance(named.value, type) and is_users_class(named.value):
+                absent = sorted(name for name in self.stored if not hasattr(named.value, name))
+                self.assigned += (named.source.attribute(name) for name in absent)
 
     def note_absent(self) -> None:
         """Let it count that attributes are not there which the program may look for; a class may have them.
@@ -293,6 +302,7 @@ class _Walk:
             return
         names = names_in(fn.__code__)
         self.names |= names.attributes
+        self.stored |= names.stored
         self.any_name |= names.reads_by_computed_name()
         yield from _cells(fn)
         self.assigned += _empty_cells(fn)
@@ -337,7 +347,7 @@ def _keys_of(container: Any) -> tuple[Any, ...]:
 
 
 def _hooks(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         hooks: dict[int, Any] = getattr(module, name)
         for key, hook in hooks.items():
             yield Source(f"{path}.{name}" if path else name, hooks).item(key), hook

@@ -6,7 +6,8 @@ program, and the runtime repeats the assignment at every call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +170,37 @@ class Reassignments:
             for place, before, value in watched.changed():
                 if shows_traced(value) or self._hiding(value) or place.is_of_argument:
                     _put_back(place, before)
+
+    @contextmanager
+    def nothing_kept(self) -> Generator[None]:
+        """Nothing is to hold tensors of a trace any more when the context is left; else all is put back.
+
+        Raises:
+            UnsupportedProgram: the backward assigned some.
+        """
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+        for path in self._kept():
+            self.undo()
+            raise UnsupportedProgram(
+                f"the backward (a hook, an autograd function) keeps a tensor that it computes: `{path}` is "
+                "assigned it",
+                stage="joint",
+                fix="keep it outside of the compiled function: let a hook of a result, or of an argument, do "
+                "so, or return the tensor and use `retain_grad()`",
+            )
+
+    def _kept(self) -> Iterator[str]:
+        """Places that hold tensors of the trace."""
+        for watched in self._watched:
+            if isinstance(watched, _List) and len(watched.held) != len(watched.before):
+                values = [(watched.source.path, watched.held)]
+            else:
+                values = [(place.path, value) for place, _, value in watched.changed()]
+            yield from (path for path, value in values if shows_traced(value) or self._hiding(value))
 
     def _refuse_hidden(self, path: str, value: Any) -> None:
         for hiding in self._hiding(value):

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from aotdist.convention.naming import another_name, with_history_of
 from aotdist.convention.put import put
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam import OpOverload, failing_in_backward
 
 _ATEN = torch.ops.aten
 
@@ -118,6 +118,11 @@ def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
 def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Let `tensor` have the history of `value`, whose numbers it holds."""
     put(tensor, None, value, 1)
+
+
+def spend_history(tensor: torch.Tensor, reason: str) -> None:
+    """Let `tensor` have a history that is gone through no more: its backward raises, and says `reason`."""
+    put(tensor, None, failing_in_backward(tensor, reason), 0)
 
 
 def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:

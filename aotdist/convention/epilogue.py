@@ -255,9 +255,9 @@ def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact
 
 def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
     if write.number < 0:
-        assert isinstance(write.target, IsInput), "`NodeOutputs.add_history` makes them of inputs"
-        (value,) = write.args
-        found.setdefault(value.value, functools.partial(_moved, write.target.input))
+        for value in write.args:
+            if isinstance(value, Fresh) and isinstance(write.target, IsInput):
+                found.setdefault(value.value, functools.partial(_moved, write.target.input))
         return
     for position, given in enumerate(write.args):
         arg = kept[given.number] if isinstance(given, Kept) else given

@@ -79,7 +79,9 @@ class NodeOutputs:
         self.bumps[idx] += 1
 
 
-def classify(outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int]) -> NodeOutputs:
+def classify(
+    outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int], spent: Container[int]
+) -> NodeOutputs:
     """The fact of every output, and the tensors that the node must return for them.
 
     Args:
@@ -87,8 +89,9 @@ def classify(outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Contain
         inputs: the stand-ins that it was given.
         log: the views that were made meanwhile, and the writes of metadata.
         written: which of the latter, by number, to do outside to inputs.
+        spent: results that have no backward any more, by identity.
     """
-    return _Classifier(outs, inputs, log, written).classified()
+    return _Classifier(outs, inputs, log, written, spent).classified()
 
 
 _LATER = 1 << 62
@@ -96,8 +99,16 @@ _LATER = 1 << 62
 
 
 class _Classifier:
-    def __init__(self, outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int]) -> None:
+    def __init__(
+        self,
+        outs: Sequence[Any],
+        inputs: Inputs,
+        log: ViewLog,
+        written: Container[int],
+        spent: Container[int],
+    ) -> None:
         self._outs, self._inputs, self._log, self._written = outs, inputs, log, written
+        self._spent = spent
         self._node = NodeOutputs()
         log.look_inside(outs, [stand_in.opened for stand_in in inputs.row()])
         self._first: dict[int, OutIdx] = {}
@@ -174,9 +185,12 @@ class _Classifier:
         return any(c.op is torch.Tensor.requires_grad_ for c in changes) and is_leaf_with_grad(tensor)
 
     def _has_history(self, out: torch.Tensor) -> bool:
-        """Whether gradients of an output may reach inputs, rather than end at a leaf of the program's own."""
+        """Whether gradients of an output may reach inputs.
+
+        Rather than end at a leaf of the program's own, or where autograd has freed what it saved.
+        """
         ends = any(id(one) in self._own_leaves for one in (out, *self._log.bases(out)))
-        return out.requires_grad and not ends
+        return out.requires_grad and not ends and id(out) not in self._spent
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):

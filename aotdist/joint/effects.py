@@ -46,6 +46,7 @@ from aotdist.joint.backward import (
 )
 from aotdist.joint.classes import Classes
 from aotdist.joint.classify import NodeOutputs, classify
+from aotdist.joint.endings import endings, spent_results
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
@@ -160,12 +161,19 @@ class Effects:
     training: bool
     cuts: bool
 
-    def forward(self, outs: Sequence[Any]) -> ForwardEffects:
-        """What the forward did, which returned `outs`; read before a backward writes anything."""
+    def forward(self, outs: Sequence[Any], lifting: Lifting) -> ForwardEffects:
+        """What the forward did; read before a backward writes anything.
+
+        Args:
+            outs: what it returned.
+            lifting: the mode that it ran in.
+        """
         outs = self.swaps.seen_outside(outs)
         metadata = Metadata.of(self.inputs, self.log, self.storages.passing())
-        outputs = classify(outs, self.inputs, self.log, metadata.written)
+        spent = spent_results(outs, self.inputs, self.log) if lifting.ran_backward else {}
+        outputs = classify(outs, self.inputs, self.log, metadata.written, spent)
         row = self.inputs.row()
+        _refuse_accumulation(row)
         for idx, one in row.enumerate():
             _refuse_write(one, reshaped=metadata.is_reshaped(idx))
         writes, rewinds = _forward_writes(row, outputs, metadata, self.storages, self.recorder.strided)
@@ -180,6 +188,7 @@ class Effects:
                 raise requires_grad_by_itself(node_out.slot)
         refuse_uses_of_own_leaves(outs, outputs, self.inputs, self.log)
         is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
+        outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
 
@@ -208,6 +217,7 @@ class Effects:
         meetings = Meetings()
         with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
             grads = backward.run(again=again or bool(alone))
+        _refuse_accumulation(inputs.row())
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         slots = inputs.row().map(lambda one: one.slot)
         results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
@@ -364,13 +374,18 @@ def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tenso
     )
 
 
+def _refuse_accumulation(row: Row[PrimalIdx, StandIn]) -> None:
+    """Refuse `backward()` inside of the program: in its forward, in a hook, in a function's backward."""
+    for stand_in in row:
+        if stand_in.leaf.is_leaf and stand_in.leaf.grad is not None:
+            raise UnsupportedProgram(
+                f"`{stand_in.slot}` gets its `.grad` inside of the compiled function",
+                stage="joint",
+                fix="call `backward()` outside, or use `torch.autograd.grad` inside",
+            )
+
+
 def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
-    if stand_in.leaf.is_leaf and stand_in.leaf.grad is not None:
-        raise UnsupportedProgram(
-            f"`{stand_in.slot}` gets its `.grad` inside of the compiled function",
-            stage="joint",
-            fix="call `backward()` outside, or use `torch.autograd.grad` inside",
-        )
     if not reshaped and not same_layout(stand_in.recipe, recipe_of(stand_in.tensor)):
         raise refuse(stand_in, "by an operator that lays the result out otherwise")
     for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):

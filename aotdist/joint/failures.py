@@ -46,6 +46,9 @@ _NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
 _DETACHED = "a saved tensor that has been detached in-place"
 """How autograd says that what it saved has no history any more."""
 
+_SPENT = "Trying to backward through the graph a second time"
+"""How autograd says that it has freed what it saved."""
+
 _MIXED = "got mixed torch.Tensor and DTensor"
 """How DTensor says of some (`split`) that their backward makes plain zeros."""
 
@@ -126,6 +129,8 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
                 raise _written_too_early(error) from error
             if _DETACHED in str(error):
                 raise _detached_too_early(error) from error
+            if _SPENT in str(error):
+                raise _gone_through_before(error) from error
             if "returned an invalid gradient" in str(error):
                 raise reshaped_unseen(str(error)) from error
             raise
@@ -163,6 +168,15 @@ def _detached_too_early(error: RuntimeError) -> UnsupportedProgram:
         f"the caller's tensor too ({error})",
         stage="joint",
         fix="detach a tensor of its own (`x = x.detach()`), or write under `torch.no_grad()`",
+    )
+
+
+def _gone_through_before(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "the program asks autograd for gradients itself, and returns what is made of the history that is "
+        f"freed by that ({str(error).partition(' (')[0]})",
+        stage="joint",
+        fix="say `retain_graph=True` there, or return a detached tensor (`loss.detach()`)",
     )
 
 

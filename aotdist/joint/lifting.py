@@ -38,6 +38,7 @@ _ATTRIBUTES_OF_THE_REAL_TENSOR = {
     _GRAD.__set__: (".grad", "assigned"),
     _GRAD.__delete__: (".grad", "deleted"),
 }
+_RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
 
 
@@ -54,6 +55,10 @@ class Lifting(TorchFunctionMode):
         guises: the classes that the program sees of its tensors.
         written_views: is told that what was written by the call before has its history now.
         asked_for_strides: is told of tensors whose strides the program looks at.
+
+    Attributes:
+        ran_backward: whether the program asked autograd for gradients itself.
+        retained: inputs that it told to retain their gradients.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class Lifting(TorchFunctionMode):
         self._guises = guises
         self._written_views = written_views
         self._asked_for_strides = asked_for_strides
+        self.ran_backward = False
+        self.retained: dict[PrimalIdx, None] = {}
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
@@ -86,6 +93,7 @@ class Lifting(TorchFunctionMode):
             _DATA.__get__: log.data_of,
             _DATA.__set__: self._assign_data,
             torch.Tensor.register_post_accumulate_grad_hook: self._hook_accumulation,
+            torch.Tensor.retain_grad: self._retain_grad,
             torch.Tensor.untyped_storage: self._storage,
             torch.Tensor.storage: self._typed_storage,
             torch.Tensor.__repr__: _described,
@@ -107,6 +115,7 @@ class Lifting(TorchFunctionMode):
         # PyTorch's own code asks where its kernels take any strides.
         if func in _LOOK_AT_STRIDES and not _is_called_by_torch(inspect.currentframe()):
             self._asked_for_strides(swapped_args[0])
+        self.ran_backward = self.ran_backward or func in _RUN_BACKWARD
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
             self._refuse_attribute(func, swapped_args[0])
         if isinstance(func, HigherOrderOperator):
@@ -146,6 +155,13 @@ class Lifting(TorchFunctionMode):
             stage="joint",
             fix="register the hook before, outside of the compiled function: it is called then as in eager",
         )
+
+    def _retain_grad(self, tensor: torch.Tensor) -> None:
+        """An input is to do so outside, where it may have a history; so are results."""
+        tensor.retain_grad()
+        idx = self._inputs.index_of(tensor)
+        if idx is not None:
+            self.retained[idx] = None
 
     def _storage(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, FunctionalTensor):

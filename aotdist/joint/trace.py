@@ -133,7 +133,7 @@ def trace(
         recorder.draws.check()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
-        forward = effects.forward(outs)
+        forward = effects.forward(outs, lifting)
         backward = effects.backward(forward, lifting, again=again)
     facts = effects.facts(forward, backward)
     row = inputs.row()

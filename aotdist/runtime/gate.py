@@ -21,6 +21,7 @@ from aotdist.facts import (
     Fresh,
     HeldPlace,
     IsInput,
+    MetadataWrite,
     OutputView,
     Passages,
     ViewOfInput,
@@ -35,14 +36,15 @@ from aotdist.runtime.plan import Grads
 from aotdist.subclasses.protocol import Wrapper
 from aotdist.torch_seam import backward_task, hooks_of, node_base, runs_in_backward
 
-Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx"
-"""What happens outside of the node: an input is written, results pass a gate, an output is made."""
+Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
+"""What happens outside of the node: an input is written, results pass a gate, an output is made, or ended."""
 
 
 def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[Step, ...]:
     """What happens outside of the node: a gate comes after the waypoints that it sends pieces to."""
-    # A program that writes metadata has no gates: all that is done is to make outputs.
+    # A program that writes metadata has no gates: all that is done is to make outputs, and to end them.
     order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
+    endings = [action for action in plans.epilogue.order if isinstance(action, MetadataWrite)]
     made: list[OutIdx] = []
     steps: list[Step] = []
 
@@ -62,7 +64,7 @@ def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[S
                 make(gate.level, place.out)
         steps.append(gate)
     steps += _writes(plans, passages, written, len(passages.waypoints))
-    return (*steps, *(idx for idx in order if idx not in made))
+    return (*steps, *(idx for idx in order if idx not in made), *endings)
 
 
 def _writes(plans: Plans, passages: Passages, above: int, up_to: int) -> list[Step]:
@@ -213,7 +215,7 @@ class Gates:
                     case (primal, value, bumps):
                         put(primals[primal], rests[primal], values[value], bumps)
                     case _:
-                        outs.make(step)
+                        outs.do(step)
             return outs.in_order()
 
         return lifted
