@@ -1848,6 +1848,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Let the running backward call `call` when it is over, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def hooks_of_gradient(leaf: torch.Tensor) -> Any:
+    """What `register_hook` registered, if anything."""
+    return leaf._backward_hooks
+
+
+def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:
+    """Let what `hooks_of_gradient` returned be called, or nothing if `hooks` is None."""
+    leaf._backward_hooks = hooks
+
+
 def in_thread_of_engine() -> bool:
     """Whether a backward runs in a thread of the autograd engine's own, not in the one that asked for it."""
     return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)

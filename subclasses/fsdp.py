@@ -60,7 +60,15 @@ from aotdist.subclasses.fsdp_refusals import refuse, refuse_accumulation_inside_
 from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
 from aotdist.subclasses.fsdp_unshard import new_accumulator
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import fsdp_state, local_part, local_tensor
+from aotdist.torch_seam import (
+    call_after_backward,
+    fsdp_state,
+    hooks_of_gradient,
+    in_backward,
+    local_part,
+    local_tensor,
+    set_hooks_of_gradient,
+)
 
 
 class _FsdpRule:
@@ -73,6 +81,8 @@ class _FsdpRule:
         """Records whose accumulator `prepare` made, and whose backward has not run yet."""
         self._left: WeakKeyDictionary[Any, Callable[[], torch.Tensor | None]] = WeakKeyDictionary()
         """Accumulators that a backward did not reach; that of another forward may hold and write them."""
+        self._silenced: list[tuple[nn.Parameter, Any]] = []
+        """Shards whose gradient's hooks are put back when the backward is over, or failed."""
 
     def claims(self, root: nn.Module) -> bool:
         return any(isinstance(module, FSDPModule) for module in root.modules())
@@ -84,6 +94,8 @@ class _FsdpRule:
         return tuple(_group_flags(group) for _, group in groups(root))
 
     def prepare(self, root: nn.Module) -> None:
+        if not in_backward():
+            self._put_hooks_back()
         for prefix, module in outermost(root):
             state = fsdp_state(module)
             state._lazy_init()
@@ -111,6 +123,8 @@ class _FsdpRule:
                 yield f"{param_path(record, prefix)}.accumulated_grad", record, "unsharded_accumulated_grad"
 
     def after_backward(self, root: nn.Module) -> None:
+        if in_backward():
+            self._silence_hooks(root)
         for _, group in groups(root):
             self._take_back(group)
         accumulating = [(group, record) for _, group in groups(root) for record in _accumulating(group)]
@@ -123,6 +137,21 @@ class _FsdpRule:
             if group.reduce_grads or untouched:
                 record.unsharded_accumulated_grad = None
             self._new.discard(record)
+
+    def _silence_hooks(self, root: nn.Module) -> None:
+        """Let no hook of a shard's gradient be called, while it is added to `.grad`: FSDP2 assigns that."""
+        params = [record.sharded_param for _, group in groups(root) for record in group.fsdp_params]
+        hooked = [(param, hooks_of_gradient(param)) for param in params if hooks_of_gradient(param)]
+        if hooked:
+            self._silenced += hooked
+            for param, _ in hooked:
+                set_hooks_of_gradient(param, None)
+            call_after_backward(self._put_hooks_back)
+
+    def _put_hooks_back(self) -> None:
+        for param, hooks in self._silenced:
+            set_hooks_of_gradient(param, hooks)
+        self._silenced.clear()
 
     def _take_back(self, group: Any) -> None:
         for record in group.fsdp_params:
