@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from aotdist.cache.backend import caching
+from aotdist.capture.alone import Captures, alone, wait_for_captures
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.backend import Compiler, resolve
@@ -156,21 +157,27 @@ class Compiled(Explained):
         """Run the artifact that fits, making one if there is none."""
         if _runs_eagerly():
             return self._run(*args, **kwargs)
+        if Captures.running:
+            wait_for_captures()
         result = call_fitting(self.artifacts, args, kwargs)
         if result is not MISS:
             return result
-        artifact = self._made(args, kwargs)
-        result = artifact.call(args, kwargs)
-        if result is MISS:
-            raise InternalError(
-                f"`{artifact.compilation.captured.name}` does not fit the call that it was compiled for",
-                stage="runtime",
-                fix="please report this with the program; `aotdist.disable` runs it eagerly",
-            )
-        return result
+        with alone() as waited:
+            if not waited:
+                artifact = self._made(args, kwargs)
+                result = artifact.call(args, kwargs)
+                if result is MISS:
+                    name = artifact.compilation.captured.name
+                    raise InternalError(
+                        f"`{name}` does not fit the call that it was compiled for",
+                        stage="runtime",
+                        fix="please report this with the program; `aotdist.disable` runs it eagerly",
+                    )
+                return result
+        return Compiled.__call__(self, *args, **kwargs)  # another thread may have made what fits
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
-        with _running_eagerly(), tapes_off():
+        with alone(), _running_eagerly(), tapes_off():
             artifact = self._make(UserCall(self._target(), self._run, args, kwargs), self.artifacts)
         self.artifacts.insert(0, artifact)
         return artifact

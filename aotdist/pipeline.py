@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from aotdist.capture.alone import alone, capturing
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
 from aotdist.capture.reassign import Reassignments
@@ -109,7 +110,7 @@ def compile_call(call: UserCall, backend: Backend, settings: Settings, *, symbol
         RankDivergence: the ranks compiled different sequences of collectives.
         RankLost: another rank failed to compile, or did not come to compare.
     """
-    with class_functions_off():
+    with alone(), class_functions_off():
         job = _Job(call, backend, settings, symbolic)
         return loaded_together(call.name, settings, lambda: _compile(job))
 
@@ -121,7 +122,7 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
         UnsupportedProgram: the program cannot be compiled ahead of time.
         BadSettings: the backend lacks something, or a setting names nothing.
     """
-    with class_functions_off(), collector_paused():
+    with alone(), class_functions_off(), collector_paused():
         compilation = _compile(_Job(call, backend, settings))
         refuse_overlap(fit_of(compilation))
     return compilation
@@ -165,7 +166,8 @@ def _compile(job: _Job) -> Compilation:
 def _compile_timed(job: _Job, times: StageTimes) -> Compilation:
     backend, settings = job.backend, job.settings
     backend.check()
-    captured, deduped, traced, bases = _trace_over_bases(job, times)
+    with capturing():
+        captured, deduped, traced, bases = _trace_over_bases(job, times)
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
@@ -464,11 +466,12 @@ class _Twice:
         """What computes `outs` where only gradients `arrived` are there, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._made:
-            joint = self._cut if in_parts else linked(self._cut, arrived)
-            graph = gradients(joint, self._again, outs)
-            missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
-            graph = without_tangents(graph, missing, any_strides=True)
-            self._made[key] = Part(self._compiled(graph), graph.ins)
+            with alone():
+                joint = self._cut if in_parts else linked(self._cut, arrived)
+                graph = gradients(joint, self._again, outs)
+                missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
+                graph = without_tangents(graph, missing, any_strides=True)
+                self._made[key] = Part(self._compiled(graph), graph.ins)
         return self._made[key]
 
     def _compiled(self, graph: Graph) -> BoxedCall:

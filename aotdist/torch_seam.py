@@ -1882,6 +1882,47 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Let the running backward call `call` when it is over, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def hooks_of_gradient(leaf: torch.Tensor) -> Any:
+    """What `register_hook` registered, if anything."""
+    return leaf._backward_hooks
+
+
+def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:
+    """Let what `hooks_of_gradient` returned be called, or nothing if `hooks` is None."""
+    leaf._backward_hooks = hooks
+
+
+def in_thread_of_engine() -> bool:
+    """Whether a backward runs in a thread of the autograd engine's own, not in the one that asked for it."""
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def default_generator_is(generator: torch.Generator) -> AbstractContextManager[None]:
+    """`torch.random` seeds `generator` for the default one, and asks it for its state, in this thread.
+
+    In threads of the autograd engine's, too: they run backwards of this one.
+    """
+    stand_in = _DefaultGenerator(generator, torch.random.default_generator)
+    return _replaced(torch.random, "default_generator", stand_in)
+
+
+class _DefaultGenerator:
+    """What stands for the default generator in `torch.random`."""
+
+    def __init__(self, generator: torch.Generator, elsewhere: Any) -> None:
+        self._generator, self._elsewhere = generator, elsewhere
+        self._thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        is_here = threading.get_ident() == self._thread or in_thread_of_engine()
+        return getattr(self._generator if is_here else self._elsewhere, name)
+
+
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], container: Any) -> Any:
     """`fn` on every tensor that FSDP2 finds in a container: dataclasses, packed sequences too."""
     from torch.distributed.utils import _apply_to_tensors
@@ -2226,6 +2267,12 @@ def is_wrapped_number(placeholder: torch.fx.Node) -> bool:
 def is_open(size: Any) -> bool:
     """Whether a size is a symbol, and nothing that was found out made a number of it."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def dynamo_locks() -> tuple[threading.RLock, ...]:
+    """What a thread holds while Dynamo compiles in it; nothing before Dynamo is loaded."""
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return () if frames is None else (frames.compile_lock,)
 
 
 def dynamo_frame() -> str:

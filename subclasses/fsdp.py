@@ -33,7 +33,8 @@ Values are equal bit for bit to eager's (`fsdp_unshard` says why), except that
   equal to rounding until a pass merges a unit's reductions into the buffer that FSDP2 would make;
 - a divide factor other than the number of shards multiplies before the collective where NCCL does inside;
 - with tensor parallelism and no synchronisation, a gradient that is a partial sum over the tensor-parallel
-  ranks is summed at every step, by eager at the last.
+  ranks is summed at every step, by eager at the last;
+- gradients of two calls that one backward reaches are added after each is reduced, or cast, by eager before.
 
 Accumulation without synchronisation keeps whole gradients where eager keeps them, so eager and compiled steps
 mix in any order. `prepare` allocates what backward will add to; `lifted` names it for the program; the step
@@ -45,10 +46,10 @@ What is refused, by name and before anything is changed, stands in `fsdp_refusal
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -59,7 +60,15 @@ from aotdist.subclasses.fsdp_refusals import refuse, refuse_accumulation_inside_
 from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
 from aotdist.subclasses.fsdp_unshard import new_accumulator
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import fsdp_state, local_part, local_tensor
+from aotdist.torch_seam import (
+    call_after_backward,
+    fsdp_state,
+    hooks_of_gradient,
+    in_backward,
+    local_part,
+    local_tensor,
+    set_hooks_of_gradient,
+)
 
 
 class _FsdpRule:
@@ -70,6 +79,10 @@ class _FsdpRule:
     def __init__(self) -> None:
         self._new: WeakSet[Any] = WeakSet()
         """Records whose accumulator `prepare` made, and whose backward has not run yet."""
+        self._left: WeakKeyDictionary[Any, Callable[[], torch.Tensor | None]] = WeakKeyDictionary()
+        """Accumulators that a backward did not reach; that of another forward may hold and write them."""
+        self._silenced: list[tuple[nn.Parameter, Any]] = []
+        """Shards whose gradient's hooks are put back when the backward is over, or failed."""
 
     def claims(self, root: nn.Module) -> bool:
         return any(isinstance(module, FSDPModule) for module in root.modules())
@@ -81,6 +94,8 @@ class _FsdpRule:
         return tuple(_group_flags(group) for _, group in groups(root))
 
     def prepare(self, root: nn.Module) -> None:
+        if not in_backward():
+            self._put_hooks_back()
         for prefix, module in outermost(root):
             state = fsdp_state(module)
             state._lazy_init()
@@ -108,20 +123,53 @@ class _FsdpRule:
                 yield f"{param_path(record, prefix)}.accumulated_grad", record, "unsharded_accumulated_grad"
 
     def after_backward(self, root: nn.Module) -> None:
+        if in_backward():
+            self._silence_hooks(root)
+        for _, group in groups(root):
+            self._take_back(group)
         accumulating = [(group, record) for _, group in groups(root) for record in _accumulating(group)]
-        written = {record for _, record in accumulating if _was_written(record)}
+        written = {record for _, record in accumulating if _was_written(record.unsharded_accumulated_grad)}
         for group, record in accumulating:
             # Backward reaches something: if no write shows, versions tell nothing, and everything counts.
             untouched = written and record in self._new and record not in written
+            if untouched:
+                self._left[record] = ref(record.unsharded_accumulated_grad)
             if group.reduce_grads or untouched:
                 record.unsharded_accumulated_grad = None
             self._new.discard(record)
 
+    def _silence_hooks(self, root: nn.Module) -> None:
+        """Let no hook of a shard's gradient be called, while it is added to `.grad`: FSDP2 assigns that."""
+        params = [record.sharded_param for _, group in groups(root) for record in group.fsdp_params]
+        hooked = [(param, hooks_of_gradient(param)) for param in params if hooks_of_gradient(param)]
+        if hooked:
+            self._silenced += hooked
+            for param, _ in hooked:
+                set_hooks_of_gradient(param, None)
+            call_after_backward(self._put_hooks_back)
+
+    def _put_hooks_back(self) -> None:
+        for param, hooks in self._silenced:
+            set_hooks_of_gradient(param, hooks)
+        self._silenced.clear()
+
+    def _take_back(self, group: Any) -> None:
+        for record in group.fsdp_params:
+            left = self._left.get(record, _nothing)()
+            if left is not None and not _accumulates(record) and _was_written(left):
+                record.unsharded_accumulated_grad = left
+                del self._left[record]
+
     def _allocate(self, group: Any) -> None:
         for record in group.fsdp_params:
             if record.sharded_param.requires_grad and record.unsharded_accumulated_grad is None:
-                record.unsharded_accumulated_grad = new_accumulator(record)
+                left = self._left.pop(record, _nothing)()
+                record.unsharded_accumulated_grad = new_accumulator(record) if left is None else left
                 self._new.add(record)
+
+
+def _nothing() -> None:
+    """What is left of an accumulator that is gone."""
 
 
 def _group_flags(group: Any) -> Hashable:
@@ -143,9 +191,8 @@ def _accumulates(record: Any) -> bool:
     return record.unsharded_accumulated_grad is not None
 
 
-def _was_written(record: Any) -> bool:
+def _was_written(accumulated: torch.Tensor) -> bool:
     # A write to a DTensor counts on the DTensor, one to the tensor inside it only there.
-    accumulated = record.unsharded_accumulated_grad
     return accumulated._version + local_part(accumulated)._version > 0
 
 

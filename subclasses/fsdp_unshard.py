@@ -232,7 +232,10 @@ def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reduc
     if total is None:
         return None
     local = param.record._get_grad_inner_tensor(total)
-    return make_dtensor(reduce(local, param), param.record._sharding_spec)
+    reduced = reduce(local, param)
+    if accumulated is not None:
+        accumulated.fill_(-0.0)  # it is reduced once, also where another forward took it along
+    return make_dtensor(reduced, param.record._sharding_spec)
 
 
 def _accumulate(grad: torch.Tensor | None, param: ShardedParam) -> None:

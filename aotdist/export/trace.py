@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from aotdist.api import disable
+from aotdist.capture.alone import alone, capturing
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
@@ -82,7 +83,7 @@ def trace_call(
         with swapped([state for _, state in tied], [given[position] for position, _ in tied]):
             return call.target(*args, **kwargs)
 
-    with ExitStack() as scope, disable(), collector_paused():
+    with alone(), capturing(), ExitStack() as scope, disable(), collector_paused():
         captured = capture(UserCall(call.target, run, call.args, call.kwargs), settings, scope)
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
         tensors = [leaf for leaf in inputs if isinstance(leaf.value, torch.Tensor)]

@@ -277,6 +277,10 @@ class Recorder:
         self._arguments[slot] = node
         return node
 
+    def placeholder(self, slot: Slot) -> torch.fx.Node:
+        """The argument of that name."""
+        return self._arguments[slot]
+
     def lies_in_more(self, tensor: FunctionalTensor) -> None:
         """The storage of `tensor` holds more than the tensor does."""
         self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))

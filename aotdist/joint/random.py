@@ -2,20 +2,31 @@
 
 A checkpointed region runs again in the backward, with the generator put back to where it stood: it must
 meet the numbers that it met in the forward, not new ones. No generator moves while only fakes are
-computed, so here the real one is moved a little at every draw that is recorded. An operation that finds
-it where an equal one found it before is that draw again, and gets its result. Whatever else the program
-does to the generator (`manual_seed`, `fork_rng`) would be lost in the graph, and is refused.
+computed, so here one is moved a little at every draw that is recorded: the real one of a GPU, a copy of that
+of the CPU, which other threads may draw from meanwhile. An operation that finds it where an equal one found
+it before is that draw again, and gets its result. Whatever else the program does to the generator
+(`manual_seed`, `fork_rng`) would be lost in the graph, and is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
-from aotdist.torch_seam import HigherOrderOperator, OpOverload, generator_id, hint, no_modes, pytree
+from aotdist.torch_seam import (
+    HigherOrderOperator,
+    OpOverload,
+    default_generator_is,
+    generator_id,
+    hint,
+    no_modes,
+    pytree,
+)
 
 
 class Draws:
@@ -25,12 +36,19 @@ class Draws:
         self._made: dict[Hashable, Any] = {}
         self._users: set[int] = set()
         self._generators: dict[torch.device, _Generator] = {}
+        self._scope = ExitStack()
 
     def __enter__(self) -> Draws:
-        self._generators[torch.device("cpu")] = _Generator(torch.default_generator)
+        copied, self._default = torch.Generator("cpu"), _Seeded(torch.default_generator)
+        with no_modes():
+            copied.set_state(self._default.before)
+        self._generators[torch.device("cpu")] = _Generator(copied)
+        self._scope.enter_context(default_generator_is(copied))
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self._scope.close()
+        self._default.restore()
         for generator in self._generators.values():
             generator.restore()
 
@@ -72,6 +90,7 @@ class Draws:
         Raises:
             UnsupportedProgram: the program set the state of a generator.
         """
+        self._default.check()
         for generator in self._generators.values():
             generator.check()
 
@@ -88,7 +107,7 @@ class Draws:
 
 
 class _Generator:
-    """A real generator, and where it should stand if nobody but us moves it."""
+    """A generator, and where it should stand if nobody but us moves it."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -104,10 +123,7 @@ class _Generator:
     def check(self) -> None:
         """Raise unless the generator stands where our last step left it."""
         if self.state() != self._expected:
-            raise refusal(
-                "the program sets the state of the random generator (`manual_seed`, `fork_rng`)",
-                fix="set it outside of the compiled function",
-            )
+            raise _sets_state()
 
     def advance(self) -> None:
         """Move one step; the numbers are of no importance, only that the state is another."""
@@ -119,6 +135,33 @@ class _Generator:
         """Put the generator back to where it stood at first."""
         with no_modes():
             self._generator.set_state(self._before)
+
+
+class _Seeded:
+    """A generator that all threads draw from, and its seed: only another seed tells that it was set."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self._seed = generator, generator.initial_seed()
+        with no_modes():
+            self.before = generator.get_state()
+
+    def check(self) -> None:
+        """Raise if the generator was seeded by a method of its own, not by a function of `torch.random`."""
+        if self._generator.initial_seed() != self._seed:
+            raise _sets_state()
+
+    def restore(self) -> None:
+        """Undo that."""
+        if self._generator.initial_seed() != self._seed:
+            with no_modes():
+                self._generator.set_state(self.before)
+
+
+def _sets_state() -> UnsupportedProgram:
+    return refusal(
+        "the program sets the state of the random generator (`manual_seed`, `fork_rng`)",
+        fix="set it outside of the compiled function",
+    )
 
 
 def _describe(leaf: Any) -> Hashable:

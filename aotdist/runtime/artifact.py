@@ -59,7 +59,7 @@ def call_fitting(artifacts: list[Artifact], args: tuple[Any, ...], kwargs: Mappi
         result = artifact.call(args, kwargs)
         if result is not MISS:
             if position:
-                artifacts.insert(0, artifacts.pop(position))
+                artifacts[:] = [artifact, *(other for other in artifacts if other is not artifact)]
             return result
     return MISS
 

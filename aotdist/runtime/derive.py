@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from aotdist.capture.alone import alone
 from aotdist.errors import InternalError
 from aotdist.facts import Untouched
 from aotdist.joint.later_backwards import Derivative, LaterBackwards
@@ -60,7 +61,8 @@ class Derive:
             if tuple(self.symbols):
                 obstacle = self.node.obstacle or "gradients are of other kinds than the results"
                 raise cannot_again(f"{obstacle}, and sizes are symbolic")
-            found = self._compile(self.later.differentiable(arrived), arrived)
+            with alone():
+                found = self._compile(self.later.differentiable(arrived), arrived)
             self._made.append(found)
         return found
 

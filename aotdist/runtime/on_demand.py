@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aotdist.capture.alone import alone
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.facts import Facts
@@ -64,22 +65,25 @@ class OnDemand:
         """The backward without the tangents `missing`."""
         if missing not in self._reduced:
             choice = choice_without(self.facts, missing)
-            if choice is None:
-                some = without_choices(self.by_choice, self.facts, self.ins)
-            else:
-                some = returning(self.by_choice, choice.slots(self.ins))
-            self._reduced[missing] = self._compiled(without_tangents(some, missing, any_strides=self._loose))
+            with alone():
+                if choice is None:
+                    some = without_choices(self.by_choice, self.facts, self.ins)
+                else:
+                    some = returning(self.by_choice, choice.slots(self.ins))
+                some = without_tangents(some, missing, any_strides=self._loose)
+                self._reduced[missing] = self._compiled(some)
         return self._reduced[missing]
 
     def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
         """What computes some results of the backward from some gradients, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._parts:
-            whole = self._in_parts if in_parts else parts_of(linked(self.cut, arrived), self.split)
-            graph = part(whole, outs, arrived, any_strides=self._loose)
-            position = {slot: at for at, slot in enumerate(self.split.saved)}
-            sources = tuple(position.get(slot, slot) for slot in graph.ins)
-            self._parts[key] = Part(self._compiled(graph), sources)
+            with alone():
+                whole = self._in_parts if in_parts else parts_of(linked(self.cut, arrived), self.split)
+                graph = part(whole, outs, arrived, any_strides=self._loose)
+                position = {slot: at for at, slot in enumerate(self.split.saved)}
+                sources = tuple(position.get(slot, slot) for slot in graph.ins)
+                self._parts[key] = Part(self._compiled(graph), sources)
         return self._parts[key]
 
     def of_other_kinds(
@@ -98,7 +102,8 @@ class OnDemand:
         def compiled(arrived: Arrived) -> OtherBackward:
             found = next((one for one in made if one.takes(arrived)), None)
             if found is None:
-                found = self._of_kinds(later.of_kinds(arrived), kept)
+                with alone():
+                    found = self._of_kinds(later.of_kinds(arrived), kept)
                 made.append(found)
             return found
 

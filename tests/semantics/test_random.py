@@ -1,9 +1,12 @@
 """Random numbers: eager's own, bit for bit, and the generator left where eager leaves it."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
@@ -90,6 +93,7 @@ def test_compiling_draws_nothing():
 SEEDINGS = {
     "manual_seed": lambda x: (torch.manual_seed(0), F.dropout(x))[1],
     "manual_seed after a draw": lambda x: (F.dropout(x), torch.manual_seed(0), F.dropout(x))[2],
+    "a method of the generator": lambda x: (torch.default_generator.manual_seed(5), F.dropout(x))[1],
     "a seed that nothing uses": lambda x: (torch.manual_seed(0), x * 2)[1],
     "set_rng_state": lambda x: (F.dropout(x), torch.set_rng_state(torch.get_rng_state()), torch.seed(), x)[3],
 }
@@ -111,6 +115,32 @@ def test_a_fork_of_the_generator_is_refused():
 
     with pytest.raises(UnsupportedProgram, match="sets the state of the random generator"):
         aotdist.compile(program, backend="fx")(leaf())
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_other_threads_draw_while_a_program_is_captured(checkpoints):
+    """Theirs are other numbers than the program's; a checkpoint meets its own again."""
+    stop, drawn = threading.Event(), list[torch.Tensor]()
+
+    def draw() -> None:
+        while not stop.is_set():
+            drawn.append(torch.rand(8))
+
+    def program(x):
+        return checkpoint(F.dropout, x, use_reentrant=False) * 2 if checkpoints else F.dropout(x) * 2
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(3):
+            compiled, x = aotdist.compile(program, backend="fx"), leaf()
+            y = compiled(x)
+            y.sum().backward()
+            assert torch.equal(y.detach(), x.detach() * x.grad)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(drawn) == len({tuple(numbers.tolist()) for numbers in drawn})
 
 
 def test_a_generator_of_the_users_moves_as_in_eager():

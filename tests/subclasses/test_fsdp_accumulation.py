@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from aotdist.api import compile as compile_module
 from aotdist.subclasses.fsdp import MODULE_RULE
 from tests.ranks.harness import World
 from tests.subclasses.fsdp_models import (
@@ -115,6 +116,31 @@ def forgotten_case() -> None:
 
 def test_an_accumulated_gradient_is_never_forgotten(world2: World) -> None:
     world2.run(forgotten_case)
+
+
+def two_forwards_case(order: str, policy: dict[str, Any]) -> None:
+    """Two forwards, of which some leave out a block, then both backwards: each gradient is added once."""
+
+    def make() -> Skipping:
+        return shard_blocks(Skipping(), line(2), mp_policy=MixedPrecisionPolicy(**policy))
+
+    eager, compiled = seeded(make), compile_module(seeded(make), backend="fx")
+    for number, sync in enumerate([True, False, False, True, False, True]):
+        for model in (eager, compiled):
+            model.set_requires_gradient_sync(sync)
+            losses = []
+            for k, skip in enumerate([number > 0, number % 2 == 0]):
+                model.skip = skip
+                losses.append(model(tokens(2 * number + k)))
+            for which in order:
+                losses[int(which)].backward()
+        assert not (names := different_grads(eager, compiled)), (number, names)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("order", ["01", "10"])
+def test_two_forwards_before_their_backwards(world2: World, order: str, policy: dict[str, Any]) -> None:
+    world2.run(two_forwards_case, order, policy)
 
 
 def evaluation_case() -> None:

@@ -86,6 +86,31 @@ def test_accumulation(world2: World) -> None:
     world2.run(training_case, "bf16", [False, False, True] * 2)
 
 
+def hooks_case() -> None:
+    """Hooks of a shard's gradient are not called where FSDP2 assigns it; those of what is accumulated are."""
+    called: list[list[str]] = []
+    for compiles in (False, True):
+        model, calls = seeded(lambda: shard_blocks(Net(), line(2))), list[str]()
+        called.append(calls)
+        param = model.blocks[0].up.weight
+        handle = param.register_hook(lambda grad, calls=calls: (calls.append("hook"), grad * 2)[1])
+        param.register_post_accumulate_grad_hook(lambda _, calls=calls: calls.append("accumulated"))
+        if compiles:
+            compile_module(model, backend="fx")
+        for step in range(2):
+            eager_step(model, tokens(step))
+        calls.append(f"{param.grad.full_tensor().sum().item()}")
+        param.to_local().sum().backward()
+        handle.remove()
+        param.to_local().sum().backward()
+        calls.append(f"{param.grad.full_tensor().sum().item()}")
+    assert called[0] == called[1] and called[0].count("hook") == 1, called
+
+
+def test_hooks_of_shards(world2: World) -> None:
+    world2.run(hooks_case)
+
+
 def block_by_block_case() -> None:
     """Blocks compiled one by one; FSDP2's own hooks stay at work in the root around them."""
     eager, compiled = (seeded(lambda: shard_blocks(Net(), line(2), mp_policy=BF16)) for _ in range(2))
