@@ -23,6 +23,7 @@ from aotdist.capture.annotations import annotate
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
+from aotdist.capture.given import GivenContainers
 from aotdist.capture.guise import hand_over_attributes
 from aotdist.capture.modules import (
     StateTensor,
@@ -87,6 +88,7 @@ class Returned:
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
         assigned: places that are assigned the outputs after those, and the structure of each value.
+        deleted: places of dictionaries among the arguments that hold nothing afterwards.
         replaced: attributes of wrappers that are assigned the outputs after those: position of the wrapper
             among the program's inputs, and path.
         shown: classes and attributes of outputs; what the attributes hold are the outputs after the checked.
@@ -95,6 +97,7 @@ class Returned:
 
     spec: pytree.TreeSpec
     assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
+    deleted: tuple[Source, ...] = ()
     replaced: tuple[tuple[int, str], ...] = ()
     shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
@@ -244,7 +247,8 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
         scope.enter_context(hearing_of_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
-        return _call(environment, run, checks, flat, examples, settings, keeps=not call.differentiates)
+        given = GivenContainers(inner_args, inner_kwargs)
+        return _call(environment, run, given, checks, flat, examples, settings, keeps=not call.differentiates)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
@@ -284,6 +288,7 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
 def _call(
     environment: Environment,
     run: Callable[[], Any],
+    given: GivenContainers,
     checks: Checks,
     inputs: Sequence[torch.Tensor],
     examples: Sequence[torch.Tensor],
@@ -303,7 +308,8 @@ def _call(
         checks.close()
         hand_over_attributes(inputs, examples)
         leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing), is_leaf=is_leaf)
-        assigned, replaced = reassignments.collect(), attributes.replaced()
+        assigned = [*reassignments.collect(), *given.assigned()]
+        deleted, replaced = tuple(given.deleted()), attributes.replaced()
     except BaseException:
         reassignments.undo()
         raise
@@ -319,7 +325,7 @@ def _call(
     values = values if keeps else [_without_history(value, inputs) for value in values]
     outs = [*leaves, *values, *replaced.values(), *checks.outs]
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
-    return [*outs, Returned(spec, places, tuple(replaced), tuple(shown), tuple(checks.made))]
+    return [*outs, Returned(spec, places, deleted, tuple(replaced), tuple(shown), tuple(checks.made))]
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

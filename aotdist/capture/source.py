@@ -49,6 +49,17 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a call is given: the lists and dictionaries in it are others at each call.
+
+    Args:
+        name: `args` or `kwargs`, as the compiled call has them too.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A place reached from an object by attributes and items.
 

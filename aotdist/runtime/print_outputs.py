@@ -14,7 +14,7 @@ from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
 from aotdist.capture.results import Read, Shown
-from aotdist.capture.source import Argument
+from aotdist.capture.source import Argument, Given
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
@@ -229,6 +229,8 @@ def print_return(
         value = _display(printer, spec, positions)
         place = source.expression(binder(printer, variables))
         printer.line(f"{place} = {value}  # {source.path} is reassigned")
+    for source in returned.deleted:
+        printer.line(f"del {source.expression(binder(printer, variables))}")
     for idx, path in returned.replaced:
         printer.line(f"{variables[idx]}{path} = o{next(positions)}  # is replaced")
     printer.line(f"return {result}")
@@ -245,9 +247,11 @@ def _print_shown(printer: Printer, shown: Shown) -> None:
 
 
 def binder(printer: Printer, variables: Sequence[str]) -> Callable[[str, Any], str]:
-    """What names the objects that places begin at: a global, or the variable of an argument."""
+    """What names the objects that places begin at: a global, the variable of an argument, or all of them."""
 
     def bind(hint: str, value: Any) -> str:
+        if isinstance(value, Given):
+            return value.name
         return variables[value.position] if isinstance(value, Argument) else printer.bind(hint, value)
 
     return bind

@@ -1,0 +1,95 @@
+"""Lists and dictionaries among the arguments: what a program changes in them is changed at each call.
+
+A trace is given others than the caller's, made of stand-ins; what became of these is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from aotdist.capture.constants import is_constant, is_leaf, same_constant
+from aotdist.capture.source import Given, Source
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import pytree
+
+_ABSENT = object()
+
+
+class GivenContainers:
+    """The containers that a trace is given, and what was in them.
+
+    Args:
+        args: positional arguments of the trace.
+        kwargs: the others, by name.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        found = [each for position, value in enumerate(args) for each in _containers(_place(position), value)]
+        found += [each for name, value in kwargs.items() for each in _containers(_place(name), value)]
+        # What lies deeper first: it may have left what it lay in.
+        found.sort(key=lambda pair: -len(pair[0].steps))
+        self._watched = [(place, held, held.copy()) for place, held in found]
+
+    def assigned(self) -> list[tuple[Source, Any]]:
+        """Places that hold something else now, and what.
+
+        Raises:
+            UnsupportedProgram: a list has another length, or holds what no call could be given.
+        """
+        found: list[tuple[Source, Any]] = []
+        for place, held, before in self._watched:
+            if isinstance(held, list) and len(held) != len(before):
+                raise UnsupportedProgram(
+                    f"the list `{place.path}` grows or shrinks in the compiled function",
+                    stage="capture",
+                    fix="return what is new, and append it outside",
+                )
+            for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+                then = before.get(key, _ABSENT) if isinstance(before, dict) else before[key]
+                if not _is_same(value, then):
+                    found.append((place.item(key), self._checked(place.item(key), value)))
+        return found
+
+    def deleted(self) -> list[Source]:
+        """Places of dictionaries that hold nothing any more."""
+        return [
+            place.item(key)
+            for place, held, before in self._watched
+            if isinstance(before, dict)
+            for key in before
+            if key not in held
+        ]
+
+    def _checked(self, place: Source, value: Any) -> Any:
+        for leaf in pytree.tree_leaves(value, is_leaf=is_leaf):
+            if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
+                raise UnsupportedProgram(
+                    f"`{place.path}` is assigned an instance of `{type(leaf).__name__}` in the compiled function",
+                    stage="capture",
+                    fix="assign tensors and constants",
+                )
+        return value
+
+
+def _place(key: int | str) -> Source:
+    if isinstance(key, int):
+        return Source("args", Given("args")).item(key)
+    return Source("kwargs", Given("kwargs")).item(key, key)
+
+
+def _containers(place: Source, value: Any) -> Iterator[tuple[Source, Any]]:
+    if isinstance(value, (list, dict)):
+        yield place, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _containers(place.item(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for position, inner in enumerate(value):
+            yield from _containers(place.item(position), inner)
+
+
+def _is_same(value: Any, then: Any) -> bool:
+    return value is then or (is_constant(value) and is_constant(then) and same_constant(value, then))

@@ -1,0 +1,100 @@
+"""Lists and dictionaries among the arguments, which the program changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import aotdist
+from aotdist.api import compiled_call
+from aotdist.errors import UnsupportedProgram
+
+
+def pops(batch: dict[str, Any]) -> torch.Tensor:
+    return batch["x"] - batch.pop("y")
+
+
+def stores(batch: dict[str, Any]) -> torch.Tensor:
+    batch["z"] = batch["x"] * 2
+    batch["n"] = 3
+    return batch["z"] + 1
+
+
+def replaces(batch: dict[str, Any]) -> torch.Tensor:
+    batch["x"], batch["y"] = batch["y"], batch["x"].sin()
+    return batch["y"] * 1
+
+
+def inside(batch: dict[str, Any]) -> torch.Tensor:
+    batch["pair"][0] = batch["x"] + 1
+    batch["pair"][1]["deep"] = (batch["x"], batch["y"] * 2)
+    del batch["pair"][1]["old"]
+    return batch["pair"][0] * 1
+
+
+def made() -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3)
+    return {"x": x, "y": y, "pair": [torch.ones(3), {"old": torch.zeros(3)}]}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.requires_grad == b.requires_grad
+    return a == b
+
+
+@pytest.mark.parametrize("program", [pops, stores, replaces, inside])
+def test_changes_are_repeated(program: Callable[[dict[str, Any]], torch.Tensor]) -> None:
+    compiled = aotdist.compile(program, backend="fx")
+    for _ in range(2):
+        theirs, ours = made(), made()
+        pair = ours["pair"]
+        expected, found = program(theirs), compiled(ours)
+        assert torch.equal(found, expected)
+        assert same(ours, theirs)
+        assert ours["pair"] is pair
+        if expected.requires_grad:
+            expected.sum().backward()
+            found.sum().backward()
+    assert len(compiled_call(compiled).artifacts) == 1
+
+
+def test_by_name() -> None:
+    def program(x: torch.Tensor, *, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+        cache["last"] = x * 2
+        return cache["last"].sum()
+
+    compiled = aotdist.compile(program, backend="fx")
+    cache: dict[str, torch.Tensor] = {}
+    compiled(torch.ones(2), cache=cache)
+    assert torch.equal(cache["last"], torch.full((2,), 2.0))
+
+
+def test_lists_that_grow_are_refused() -> None:
+    def program(x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(x * 1)
+        return torch.cat(seen)
+
+    seen: list[torch.Tensor] = []
+    with pytest.raises(UnsupportedProgram, match=r"the list `args\[1\]` grows or shrinks"):
+        aotdist.compile(program, backend="fx")(torch.ones(2), seen)
+    assert seen == []
+
+
+def test_objects_are_refused() -> None:
+    def program(batch: dict[str, Any]) -> torch.Tensor:
+        batch["what"] = object()
+        return batch["x"] * 2
+
+    with pytest.raises(
+        UnsupportedProgram, match=r"`args\[0\]\['what'\]` is assigned an instance of `object`"
+    ):
+        aotdist.compile(program, backend="fx")({"x": torch.ones(2)})
