@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from aotdist.api import CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.scalars import Scalars
+from aotdist.step.attributes import unchanged
 from aotdist.step.done import DTYPES, Done
 from aotdist.step.gradients import Gradients, arguments_with_gradients
 from aotdist.step.held import Held
@@ -165,10 +167,9 @@ class StepProgram:
             done: where to note what the optimizer assigns.
         """
         recipe, held = self._recipe, now.held
-        attributes = dict(vars(recipe.optimizer))
         known = now.known_before()
         scalars = Scalars([(given[name], real) for name, real in known.items()], node_here)
-        with scalars.followed():
+        with self._attributes_unchanged(held), scalars.followed():
             for place in held.numbers:
                 place.put(*(given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))))
             put = [place.owner[place.key] for place in held.numbers]
@@ -176,7 +177,6 @@ class StepProgram:
             if held.has_grown():
                 raise MakesState
             done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
-        _refuse_attributes(recipe.optimizer, attributes)
         if scaling is not None and (done.tensors or done.numbers):
             raise UnsupportedProgram(
                 f"{type(recipe.optimizer).__name__} counts in Python, or replaces its tensors, and its steps "
@@ -185,6 +185,24 @@ class StepProgram:
                 fix="let it count in a tensor, and write its tensors in place",
             )
         self._asked = Questions.of(scalars)
+
+    @contextlib.contextmanager
+    def _attributes_unchanged(self, held: Held) -> Generator[None]:
+        """Nothing but what `held` knows of is changed inside: that would only happen while it is traced.
+
+        Raises:
+            UnsupportedProgram: something is.
+        """
+        optimizer, clip = self._recipe.optimizer, self._recipe.clip
+        apart = [*held.roots, *(container for container, _ in held.containers)]
+        with contextlib.ExitStack() as stack:
+            refusal = functools.partial(_changes_itself, optimizer)
+            stack.enter_context(unchanged(optimizer, refusal, apart, tensors=False))
+            owner = clip.__self__ if isinstance(clip, types.MethodType) else clip
+            if hasattr(owner, "__dict__") and not isinstance(owner, (types.FunctionType, nn.Module)):
+                refusal = functools.partial(_clip_changes_itself, owner)
+                stack.enter_context(unchanged(owner, refusal, apart, tensors=True))
+            yield
 
     def _step(self, held: Held, scaling: Scaling | None) -> None:
         recipe = self._recipe
@@ -224,13 +242,17 @@ def _function(value: Any) -> Any:
     return value.__call__ if callable(value) and not isinstance(value, known) else value
 
 
-def _refuse_attributes(optimizer: torch.optim.Optimizer, before: Mapping[str, Any]) -> None:
-    """Raise for what the optimizer's step assigned to itself: that would only happen while it is traced."""
-    for name, value in vars(optimizer).items():
-        if value is not before.get(name) and name != "_opt_called":
-            optimizer.__dict__.update(before)
-            raise UnsupportedProgram(
-                f"the step of {type(optimizer).__name__} assigns to its attribute `{name}`",
-                stage="capture",
-                fix="let it keep what changes in `state` or in `param_groups`",
-            )
+def _changes_itself(optimizer: torch.optim.Optimizer, path: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the step of {type(optimizer).__name__} changes its attribute `{path}`",
+        stage="capture",
+        fix="let it keep what changes in `state` or in `param_groups`",
+    )
+
+
+def _clip_changes_itself(clip: Any, path: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`clip`, a {type(clip).__name__}, changes its attribute `{path}`",
+        stage="capture",
+        fix="let it keep what changes in tensors, or change it between steps",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,6 +84,28 @@ class CountingOutside(Counting):
     def step(self, closure: None = None) -> None:
         self.num_steps += 1
         super().step()
+
+
+class CountingAside(torch.optim.Optimizer):
+    """Counts steps in what hangs on an attribute.
+
+    Args:
+        params: what is trained.
+        counter: the attribute.
+        count: how it counts; returns the number of steps.
+    """
+
+    def __init__(self, params: Any, counter: Any, count: Callable[[Any], int]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.counter, self._count = counter, count
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        num_steps = self._count(self.counter)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / num_steps)
 
 
 class Choosing(torch.optim.Optimizer):

@@ -64,32 +64,30 @@ def test_clipping_by_a_function() -> None:
         pair.assert_same(at)
 
 
-@pytest.mark.parametrize("is_read", [True, False], ids=["item", "float"])
-def test_norm_that_is_a_number_of_python(is_read: bool) -> None:
+def test_clipping_by_a_number_of_python() -> None:
     """`.item()` is followed; what Python makes a `float` of is not, and is refused by name."""
 
-    def clip(params: Sequence[torch.Tensor]) -> None:
-        norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        scale = min(1.0, 0.1 / ((norm.item() if is_read else float(norm)) + 1e-6))
-        for param in params:
-            if param.grad is not None:
-                param.grad.mul_(scale)
+    def scale(params: Sequence[torch.Tensor], read: Callable[[torch.Tensor], float]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        norm = read(nn.utils.get_total_norm(grads))
+        for grad in grads:
+            grad.mul_(min(1.0, 0.1 / (norm + 1e-6)))
 
-    pair, step = compiled_step(clip=clip)
+    pair, step = compiled_step(clip=lambda params: scale(params, torch.Tensor.item))
     eager, optimizer = pair.models[0], pair.optimizers[0]
     for at in range(4):
         torch.manual_seed(at)
         loss_of(eager, batch(at)).backward()
-        clip(trained(eager))
+        scale(trained(eager), torch.Tensor.item)
         optimizer.step()
         optimizer.zero_grad()
         torch.manual_seed(at)
-        if at > 0 and not is_read:
-            with refused(match=r"`float\(tensor\)` has to be a number(.|\n)*`tensor.item\(\)`"):
-                step(batch(at))
-            return
         step(batch(at))
         pair.assert_same(at)
+    _, step = compiled_step(clip=lambda params: scale(params, float))
+    step(batch(0))
+    with refused(match=r"`float\(tensor\)` has to be a number(.|\n)*`tensor.item\(\)`"):
+        step(batch(1))
 
 
 def test_accumulation() -> None:
@@ -350,7 +348,7 @@ def test_hooks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        (optimizers.CountingOutside, "assigns to its attribute `num_steps`"),
+        (optimizers.CountingOutside, "changes its attribute `num_steps`"),
         (optimizers.Choosing, "chooses by a number that it computes in the same call"),
     ],
     ids=["attributes", "choices"],
@@ -361,6 +359,95 @@ def test_what_a_trace_would_miss_is_refused(kind: type[torch.optim.Optimizer], m
     step(batch(0))
     with refused(match=match):
         step(batch(1))
+
+
+class Counter:
+    """Counts in an attribute, and clips by the count."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self, params: Sequence[torch.Tensor]) -> None:
+        self.num += 1
+        nn.utils.clip_grad_norm_(params, 1.0 / self.num)
+
+
+def _count_keys(counter: dict[str, int]) -> int:
+    counter["num"] += 1
+    return counter["num"]
+
+
+def _count_items(counter: list[int]) -> int:
+    counter.append(1)
+    return len(counter)
+
+
+def _count_in_last(counter: list[dict[int, int]]) -> int:
+    counter[-1][0] += 1
+    return counter[-1][0]
+
+
+def _count_in_object(counter: Counter) -> int:
+    counter.num += 1
+    return counter.num
+
+
+COUNTERS: dict[str, tuple[Any, Callable[[Any], int], str]] = {
+    "dict": ({"num": 0}, _count_keys, "counter.num"),
+    "list": ([0], _count_items, "counter"),
+    "nested": ([{0: 0}], _count_in_last, "counter[0][0]"),
+    "object": (Counter(), _count_in_object, "counter.num"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_counts_in_what_hangs_on_attributes_are_refused(name: str) -> None:
+    counter, count, path = COUNTERS[name]
+    model, counter = Net(), copy.deepcopy(counter)
+    optimizer = optimizers.CountingAside(trained(model), counter, count)
+    step = aotdist.train_step(model, loss_of, optimizer, backend="fx")
+    step(batch(0))
+    before = copy.deepcopy(vars(counter) if isinstance(counter, Counter) else counter)
+    with refused(match=re.escape(f"CountingAside changes its attribute `{path}`")):
+        step(batch(1))
+    assert before == (vars(counter) if isinstance(counter, Counter) else counter)
+
+
+def test_counts_in_an_object_that_clips_are_refused() -> None:
+    clip = Counter()
+    _, step = compiled_step(clip=clip)
+    step(batch(0))
+    with refused(match="a Counter, changes its attribute `num`"):
+        step(batch(1))
+    assert clip.num == 1
+
+
+class Smoothed:
+    """Clips to a mean of the norms so far, which it keeps as a tensor."""
+
+    def __init__(self) -> None:
+        self.norm = torch.tensor(1.0)
+
+    def __call__(self, params: Sequence[torch.Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        self.norm = 0.5 * self.norm + 0.5 * nn.utils.get_total_norm(grads)
+        nn.utils.clip_grads_with_norm_(params, 0.1, self.norm)
+
+
+def test_tensors_in_an_object_that_clips() -> None:
+    clips = Smoothed(), Smoothed()
+    pair, step = compiled_step(clip=clips[1])
+    eager, optimizer = pair.models[0], pair.optimizers[0]
+    for at in range(4):
+        torch.manual_seed(at)
+        loss_of(eager, batch(at)).backward()
+        clips[0](trained(eager))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(at)
+        step(batch(at))
+        pair.assert_same(at)
+        assert same(clips[0].norm, clips[1].norm)
 
 
 def test_sparse_gradients_are_refused() -> None:
