@@ -210,6 +210,20 @@ def kernel_choices() -> tuple[bool, ...]:
     )
 
 
+def choose_kernels(choices: tuple[bool, ...]) -> None:
+    """Let operators choose from the kernels that `kernel_choices` told."""
+    setters = (
+        torch._C._set_sdp_use_flash,
+        torch._C._set_sdp_use_mem_efficient,
+        torch._C._set_sdp_use_math,
+        torch._C._set_sdp_use_cudnn,
+        torch._C._set_mkldnn_enabled,
+        torch._C._set_cudnn_enabled,
+    )
+    for choose, choice in zip(setters, choices, strict=True):
+        choose(choice)
+
+
 def device_of_context() -> torch.device | None:
     """Where new tensors are made that nobody places, if a context or `torch.set_default_device` says so."""
     # It takes 5 us to ask for the device, and 0.05 us whether there may be such a context.

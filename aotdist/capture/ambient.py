@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from aotdist.torch_seam import device_of_context, dtensor_dispatch, kernel_choices
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam import choose_kernels, device_of_context, dtensor_dispatch, kernel_choices
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_WORDS = {
+    "grad": "`torch.set_grad_enabled`",
+    "inference": "`torch.inference_mode`",
+    "autocast": "`torch.autocast`",
+    "deterministic": "`torch.use_deterministic_algorithms`",
+    "default_dtype": "`torch.set_default_dtype`",
+    "device": "`torch.set_default_device`",
+    "kernels": "which kernels operators may choose from",
+}
+"""What switches each."""
 
 
 class Ambient(NamedTuple):
@@ -42,3 +54,34 @@ def ambient() -> Ambient:
         device_of_context(),
         kernel_choices(),
     )
+
+
+@contextmanager
+def modes_left_alone() -> Generator[None]:
+    """What runs in the context may switch no mode and leave it so; if it does, all are as before afterwards.
+
+    Raises:
+        UnsupportedProgram: it does.
+    """
+    before, level = ambient(), torch.get_deterministic_debug_mode()
+    dtypes = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES}
+    after = before
+    try:
+        yield
+    finally:
+        after = ambient()
+        if after != before:
+            torch.set_grad_enabled(before.grad)
+            torch.set_default_dtype(before.default_dtype)
+            torch.set_deterministic_debug_mode(level)
+            choose_kernels(before.kernels)
+            for device, dtype in dtypes.items():
+                torch.set_autocast_enabled(device, device in dict(before.autocast))
+                torch.set_autocast_dtype(device, dtype)
+    for name, was, now in zip(Ambient._fields, before, after, strict=True):
+        if was != now:
+            raise UnsupportedProgram(
+                f"the program switches a mode ({_WORDS.get(name, name)}) and leaves it so when it returns",
+                stage="capture",
+                fix="switch it in a context (`with torch.no_grad():`), or outside of the compiled function",
+            )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.capture.ambient import Ambient, ambient
+from aotdist.capture.ambient import Ambient, ambient, modes_left_alone
 from aotdist.capture.annotations import annotate
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.checks import Check, Checks
@@ -303,7 +303,7 @@ def _call(
     reassignments = environment.reassignments()
     attributes = WrapperAttributes(inputs)
     try:
-        with class_functions_on(), no_python_random():
+        with class_functions_on(), no_python_random(), modes_left_alone():
             result = run()
         checks.close()
         hand_over_attributes(inputs, examples)

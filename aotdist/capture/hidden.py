@@ -6,6 +6,7 @@ stay what it is at capture: a stand-in.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -62,12 +63,35 @@ def _is_known_module(value: Any, existing: Collection[int]) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What an object holds: its attributes, and its items if it is a container."""
+    """What an object holds: its attributes, its items if it is a container, what a function closes over."""
     yield from (part for _, part in attributes_of(value))
+    yield from _held_by_code(value)
     if isinstance(value, _CONTAINERS):  # pytrees take keys for constants, and sets and subclasses for leaves
         yield from value
         yield from value.values() if isinstance(value, dict) else ()
     yield from pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
+
+
+def _held_by_code(value: Any) -> Iterator[Any]:
+    match value:
+        case types.FunctionType():
+            yield from (part for cell in value.__closure__ or () for part in _contents(cell))
+            yield from value.__defaults__ or ()
+            yield from (value.__kwdefaults__ or {}).values()
+        case types.MethodType():
+            yield value.__self__
+        case functools.partial():
+            yield from (value.func, *value.args, *value.keywords.values())
+        case _:
+            pass
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    """What a closure variable holds; nothing if it has not been assigned yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:

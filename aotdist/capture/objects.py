@@ -8,8 +8,9 @@ object that the capture made.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, MappingView
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _WHOLE = (torch.Tensor, type, *_CODE)
 """What has attributes, and is no object to be taken apart."""
 
@@ -67,7 +69,7 @@ def taken_apart(result: Any, existing: Collection[int]) -> Any:
         UnsupportedProgram: tensors are held in a way that cannot be repeated.
     """
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
-    if not any(_may_be_taken_apart(leaf) for leaf in leaves):
+    if all(is_constant(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
         return result
     apart = _Apart(existing)
     return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
@@ -81,6 +83,8 @@ class _Apart:
         self._met: set[int] = set()
 
     def leaf(self, value: Any) -> Any:
+        if id(value) not in self._existing:
+            _refuse_deferred(value, self._existing)
         if not _may_be_taken_apart(value) or id(value) in self._existing:
             return value
         if not hides_traced(value, self._existing):
@@ -99,6 +103,23 @@ class _Apart:
         if type(value) is set and id(value) not in self._existing:
             return _Members([self._part(item) for item in value])
         return pytree.tree_map(self.leaf, value, is_leaf=is_leaf)
+
+
+def _refuse_deferred(value: Any, existing: Collection[int]) -> None:
+    """Refuse what computes, or shows, tensors of the program when the call is over."""
+    kind = type(value).__name__
+    if isinstance(value, (Iterator, MappingView)) and type(value).__module__ in ("builtins", "itertools"):
+        raise UnsupportedProgram(
+            f"the program returns a {kind}, which is no value that can be returned again at each call",
+            stage="capture",
+            fix="return a list, a tuple or a dictionary",
+        )
+    if isinstance(value, _CALLED) and hides_traced(value, existing):
+        raise UnsupportedProgram(
+            f"the program returns a {kind} that holds tensors which it computes",
+            stage="capture",
+            fix="return the tensors themselves, and make the function outside",
+        )
 
 
 def _refused(cls: type, how: str, way_out: str) -> UnsupportedProgram:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, same_constant
@@ -39,11 +40,14 @@ class _Dictionary:
     before: dict[Any, Any]
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
-        """Place, value before and value now of every entry that is another object now."""
+        """Place, value before and value now of every entry that is another object now, or gone."""
         for key, value in list(self.held.items()):
             before = self.before.get(key, _ABSENT)
             if value is not before:
                 yield self._place(key), before, value
+        for key, before in self.before.items():
+            if key not in self.held:
+                yield self._place(key), before, _ABSENT
 
     def _place(self, key: Any) -> Source:
         if not isinstance(key, str):
@@ -68,6 +72,8 @@ class _List:
         """
         if len(self.held) != len(self.before):
             self._refuse_growth()
+            now = set(map(id, self.held))
+            yield from ((self.source, before, _ABSENT) for before in self.before if id(before) not in now)
             return
         for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
             if value is not before:
@@ -123,13 +129,14 @@ class Reassignments:
         Attributes of arguments are among them whatever they were assigned: the next call's are others.
 
         Raises:
-            UnsupportedProgram: a list grew by tensors, or what was assigned hides some.
+            UnsupportedProgram: a list grew by tensors, what was assigned hides some, or one is gone.
         """
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
             for place, before, value in watched.changed():
+                _refuse_deletion(place.path, before, value)
                 self._refuse_hidden(place.path, value)
-                if shows_traced(value) or place.is_of_argument:
+                if shows_traced(value) or (place.is_of_argument and value is not _ABSENT):
                     found.append((place, value))
                     _put_back(place, before)
         return found
@@ -163,12 +170,13 @@ class Reassignments:
                 _put_back(place, before)
 
     def undo(self) -> None:
-        """Put back everything that holds traced tensors, after a trace that failed."""
+        """Put back everything that holds traced tensors, or held a tensor, after a trace that failed."""
         for watched in self._watched:
             if isinstance(watched, _List) and len(watched.held) != len(watched.before):
                 watched.held[:] = watched.before
             for place, before, value in watched.changed():
-                if shows_traced(value) or self._hiding(value) or place.is_of_argument:
+                is_gone = value is _ABSENT and isinstance(before, torch.Tensor)
+                if is_gone or shows_traced(value) or self._hiding(value) or place.is_of_argument:
                     _put_back(place, before)
 
     @contextmanager
@@ -214,6 +222,15 @@ class Reassignments:
         """What hides traced tensors: leaves of `value`, or all of it if it shows none."""
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
+
+
+def _refuse_deletion(path: str, before: Any, value: Any) -> None:
+    if value is _ABSENT and isinstance(before, torch.Tensor):
+        raise UnsupportedProgram(
+            f"a tensor is taken out of `{path}`, which eager would not find at the next call",
+            stage="capture",
+            fix="let it be None instead, or do so outside of the compiled function",
+        )
 
 
 def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:

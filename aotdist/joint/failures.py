@@ -34,6 +34,9 @@ _ASKS_FOR_DATA = (
 )
 """How errors of PyTorch's say that a traced tensor has no data."""
 
+_ADDRESS = "Cannot access data pointer of Tensor"
+"""How PyTorch says that a traced tensor has no memory."""
+
 _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 """How autograd says that it would make a view's history again, and its base has none any more."""
 
@@ -83,6 +86,14 @@ def naming_failures() -> Generator[None]:
                 where=raised_at(error.__traceback__),
                 stage="joint",
                 fix="do it outside of the compiled function, or leave `run_check` off",
+            ) from error
+        if _ADDRESS in str(error):
+            raise UnsupportedProgram(
+                "a tensor's address is needed (`.data_ptr()`, `copy.deepcopy` of a tensor or a module) while "
+                "the program is captured",
+                where=raised_at(error.__traceback__),
+                stage="joint",
+                fix="do so outside of the compiled function, or `clone()` inside of it",
             ) from error
         asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
         if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):

@@ -17,6 +17,7 @@ from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.classes import ask_classes
+from aotdist.joint.failures import refusal
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.storages import Storages
 from aotdist.joint.written_views import WrittenViews
@@ -92,6 +93,7 @@ class Lifting(TorchFunctionMode):
             _REQUIRES_GRAD.__set__: self._require_grad,
             _DATA.__get__: log.data_of,
             _DATA.__set__: self._assign_data,
+            torch.Tensor.register_hook: self._hook_gradient,
             torch.Tensor.register_post_accumulate_grad_hook: self._hook_accumulation,
             torch.Tensor.retain_grad: self._retain_grad,
             torch.Tensor.untyped_storage: self._storage,
@@ -143,17 +145,24 @@ class Lifting(TorchFunctionMode):
         self._log.changes_history(tensor, torch.Tensor.requires_grad_, requires_grad)
         return tensor
 
+    def _hook_gradient(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """In eager, a hook of an input stays with the input when the call is over."""
+        idx = self._inputs.index_of(tensor)
+        if idx is None:
+            return tensor.register_hook(hook)
+        raise self._hooked(idx, "gradient")
+
     def _hook_accumulation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
         """A hook of a leaf of the program's own will never run; one of an input would never, and has to."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
             return tensor.register_post_accumulate_grad_hook(hook)
-        raise UnsupportedProgram(
-            f"`{self._inputs.row()[idx].slot}` gets a hook for its accumulated gradient inside of the "
-            "compiled function",
-            where=Origins().current(),
-            stage="joint",
-            fix="register the hook before, outside of the compiled function: it is called then as in eager",
+        raise self._hooked(idx, "accumulated gradient")
+
+    def _hooked(self, idx: PrimalIdx, what: str) -> UnsupportedProgram:
+        return refusal(
+            f"`{self._inputs.row()[idx].slot}` gets a hook for its {what} inside of the compiled function",
+            "register the hook before, outside of the compiled function: it is called then as in eager",
         )
 
     def _retain_grad(self, tensor: torch.Tensor) -> None:

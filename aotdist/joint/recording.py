@@ -66,6 +66,10 @@ _KEEP_OFFSETS = frozenset(
 """What makes a new tensor that starts as far into its storage as the old one did into its own."""
 _VIEW_AS_REAL = torch.ops.aten.view_as_real.default
 _VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
+_ASSERT = torch.ops.aten._assert_async.default
+_ASSERT_WITH_TEXT = torch.ops.aten._assert_async.msg
+_ASSERT_TEXT = "Expected Tensor with single nonzero value, but got zero"
+"""What eager says where a program gives no text: the operator that takes none is dropped from graphs."""
 _ATOMS = (
     int,
     float,
@@ -224,6 +228,8 @@ class Recording(ProxyTorchDispatchMode):
         *,
         direct: bool,
     ) -> Any:
+        if func is _ASSERT:
+            func, args = _ASSERT_WITH_TEXT, (*args, _ASSERT_TEXT)
         if direct:
             try:
                 node_args = tuple(map(self._argument, args))
