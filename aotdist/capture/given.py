@@ -66,8 +66,9 @@ class GivenContainers:
     def _checked(self, place: Source, value: Any) -> Any:
         for leaf in pytree.tree_leaves(value, is_leaf=is_leaf):
             if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
+                kind = type(leaf).__name__
                 raise UnsupportedProgram(
-                    f"`{place.path}` is assigned an instance of `{type(leaf).__name__}` in the compiled function",
+                    f"`{place.path}` is assigned an instance of `{kind}` in the compiled function",
                     stage="capture",
                     fix="assign tensors and constants",
                 )

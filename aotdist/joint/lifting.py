@@ -114,8 +114,7 @@ class Lifting(TorchFunctionMode):
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
-        # PyTorch's own code asks where its kernels take any strides.
-        if func in _LOOK_AT_STRIDES and not _is_called_by_torch(inspect.currentframe()):
+        if func in _LOOK_AT_STRIDES and _is_asked_by_the_program(inspect.currentframe()):
             self._asked_for_strides(swapped_args[0])
         self.ran_backward = self.ran_backward or func in _RUN_BACKWARD
         if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
@@ -203,9 +202,11 @@ class Lifting(TorchFunctionMode):
             )
 
 
-def _is_called_by_torch(frame: types.FrameType | None) -> bool:
+def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
+    """Whether neither this library asks, nor PyTorch, which does where its kernels take any strides."""
     caller = None if frame is None else frame.f_back
-    return caller is not None and caller.f_globals.get("__name__", "").partition(".")[0] == "torch"
+    asks = "" if caller is None else caller.f_globals.get("__name__", "")
+    return asks.partition(".")[0] not in ("torch", "aotdist")
 
 
 class Recalling(TorchFunctionMode):
