@@ -25,6 +25,7 @@ from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.given import GivenContainers
 from aotdist.capture.guise import hand_over_attributes
+from aotdist.capture.hidden import no_results_kept
 from aotdist.capture.modules import (
     StateTensor,
     attribute_tensors,
@@ -245,6 +246,7 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
         if settings.is_compiling:
             scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
+        scope.enter_context(no_results_kept(environment.reached.caches))
         scope.enter_context(hearing_of_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
         given = GivenContainers(inner_args, inner_kwargs)

@@ -30,12 +30,14 @@ class Names:
         assigned: global variables that it assigns.
         attributes: attributes that it reads or assigns, of any object.
         stored: those that it assigns.
+        loaded: those that it reads.
     """
 
     globals: frozenset[str]
     assigned: frozenset[str]
     attributes: frozenset[str]
     stored: frozenset[str]
+    loaded: frozenset[str]
 
     def reads_by_computed_name(self) -> bool:
         """Whether it may read attributes whose names do not stand in the code."""
@@ -49,6 +51,7 @@ def names_in(code: types.CodeType) -> Names:
     assigned: set[str] = set()
     attributes: set[str] = set()
     stored: set[str] = set()
+    loaded: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _GLOBAL_READS:
             read.add(instruction.argval)
@@ -56,13 +59,14 @@ def names_in(code: types.CodeType) -> Names:
             assigned.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTE_READS:
             attributes.add(instruction.argval)
-            stored.update({instruction.argval} if instruction.opname == "STORE_ATTR" else ())
+            (stored if instruction.opname == "STORE_ATTR" else loaded).add(instruction.argval)
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
     return Names(
         frozenset(read.union(*(names.globals for names in inner))),
         frozenset(assigned.union(*(names.assigned for names in inner))),
         frozenset(attributes.union(*(names.attributes for names in inner))),
         frozenset(stored.union(*(names.stored for names in inner))),
+        frozenset(loaded.union(*(names.loaded for names in inner))),
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,18 @@ def is_traced(value: Any) -> bool:
 def shows_traced(value: Any) -> bool:
     """Whether a leaf of `value`, as a pytree, is a tensor of the program."""
     return any(map(is_traced, pytree.tree_leaves(value)))
+
+
+@contextmanager
+def no_results_kept(caches: Iterable[Any]) -> Generator[None]:
+    """Empty caches (`functools.lru_cache`) that got results inside: these may be tensors of the program."""
+    before = [(cache, cache.cache_info().misses) for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, misses in before:
+            if cache.cache_info().misses > misses:
+                cache.cache_clear()
 
 
 def hides_traced(value: Any, existing: Collection[int]) -> bool:

@@ -50,7 +50,9 @@ class Reached:
         assigned: variables, and attributes of classes, that the program may assign without reading them,
             existing or not.
         generators: random generators.
-        names: attributes that the code reads, of whatever; None if it may read any (`getattr`).
+        caches: functions that keep what they return (`functools.lru_cache`).
+        names: attributes that the code reads, of whatever; None if it may read any (`getattr`),
+            or ask for any (`hasattr`).
     """
 
     modules: tuple[tuple[Source, nn.Module], ...]
@@ -61,6 +63,7 @@ class Reached:
     containers: tuple[tuple[Source, list[Any] | dict[Any, Any]], ...]
     assigned: tuple[Source, ...]
     generators: tuple[torch.Generator, ...]
+    caches: tuple[Any, ...]
     names: frozenset[str] | None
 
     def never_read(self, names: Iterable[str]) -> list[str]:
@@ -91,7 +94,8 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
         tuple(walk.containers),
         tuple(walk.assigned),
         tuple(walk.generators),
-        None if walk.any_name else frozenset(walk.names),
+        tuple(walk.caches),
+        None if walk.any_name or walk.asks else frozenset(walk.loaded),
     )
 
 
@@ -119,10 +123,13 @@ class _Walk:
     containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
     assigned: list[Source] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     named: list[_Named] = field(default_factory=list)
     names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
     stored: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    asks: bool = False
     any_name: bool = False
     of_class: dict[type, set[str]] = field(default_factory=dict)
 
@@ -213,6 +220,8 @@ class _Walk:
                 self._object(source, value, depth)
 
     def _object(self, source: Source, value: Any, depth: int) -> None:
+        if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+            self.caches.append(value)
         if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
             self.owners.append((source, value))
         if hasattr(value, "__dict__") or is_users_class(type(value)):
@@ -302,6 +311,8 @@ class _Walk:
             return
         names = names_in(fn.__code__)
         self.names |= names.attributes
+        self.loaded |= names.loaded
+        self.asks |= "hasattr" in names.globals
         self.stored |= names.stored
         self.any_name |= names.reads_by_computed_name()
         yield from _cells(fn)

@@ -128,3 +128,14 @@ def test_a_nonlocal_tensor_is_reassigned_at_every_call() -> None:
 def test_constants_made_inside_are_fine() -> None:
     fn = compiled(lambda x: x + torch.tensor([1.0, 2.0]) + torch.arange(2))
     assert torch.equal(fn(torch.zeros(2)), torch.tensor([1.0, 3.0]))
+
+
+def test_a_cached_function_keeps_nothing_of_a_trace() -> None:
+    @functools.lru_cache
+    def lower(n: int) -> torch.Tensor:
+        return torch.tril(torch.ones(n, n))
+
+    compiled = aotdist.compile(lambda x: lower(3) @ x, backend="fx")
+    for columns in (2, 5):
+        x = torch.randn(3, columns)
+        assert torch.equal(compiled(x), lower(3) @ x)
