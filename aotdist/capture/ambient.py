@@ -78,10 +78,10 @@ def modes_left_alone() -> Generator[None]:
             for device, dtype in dtypes.items():
                 torch.set_autocast_enabled(device, device in dict(before.autocast))
                 torch.set_autocast_dtype(device, dtype)
-    for name, was, now in zip(Ambient._fields, before, after, strict=True):
-        if was != now:
+    for name, words in _WORDS.items():
+        if getattr(before, name) != getattr(after, name):
             raise UnsupportedProgram(
-                f"the program switches a mode ({_WORDS.get(name, name)}) and leaves it so when it returns",
+                f"the program switches a mode ({words}) and leaves it so when it returns",
                 stage="capture",
                 fix="switch it in a context (`with torch.no_grad():`), or outside of the compiled function",
             )

@@ -39,7 +39,7 @@ from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import Shown, with_attributes
-from aotdist.capture.source import Argument, Item, Source
+from aotdist.capture.source import Argument, Source
 from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
@@ -107,11 +107,6 @@ class Returned:
         """Position of the first output that is checked."""
         num_assigned = sum(spec.num_leaves for _, spec in self.assigned)
         return self.spec.num_leaves + num_assigned + len(self.replaced)
-
-    def assigned_names(self) -> list[str]:
-        """The names under which something is assigned: attributes, items and variables."""
-        steps = [source.steps[-1] for source, _ in self.assigned]
-        return [step.key for step in steps if isinstance(step, Item) and isinstance(step.key, str)]
 
     def assigned_paths(self) -> list[str]:
         """What is assigned something, by name; of wrappers, the attribute."""

@@ -8,7 +8,7 @@ watched by a `ModuleGuard`: if one of them changes, the artifact no longer fits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from aotdist.capture.annotations import set_current_line, set_current_module
 from aotdist.capture.attached import PrintedSource
+from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
@@ -176,14 +177,14 @@ class ModuleGuard:
     Args:
         modules: the modules, by qualified name.
         state: their parameters and buffers.
-        unread: names of attributes that may appear: the program assigns them and never looks.
+        read: names of attributes that the program's code reads, if that is known of all of it.
     """
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         state: Sequence[StateTensor],
-        unread: Collection[str] = (),
+        read: frozenset[str] | None = None,
     ) -> None:
         hooks: list[Mapping[Any, Any]] = [
             getattr(module, name) for module in modules.values() for name in _HOOKS
@@ -203,23 +204,17 @@ class ModuleGuard:
         self._modules = tuple(modules.values())
         self._classes = tuple(map(type, self._modules))
         # A new attribute may hide one of the class, or be asked for; of the others the guard has the values.
-        appearing = [[name for name in unread if name not in vars(module)] for module in self._modules]
-        self._appearing = tuple(
-            (vars(module), names, len(vars(module)))
-            for module, names in zip(self._modules, appearing, strict=True)
-            if names
-        )
-        self._attributes = tuple(
-            vars(module) for module, names in zip(self._modules, appearing, strict=True) if not names
-        )
-        self._num_attributes = tuple(map(len, self._attributes))
+        self._attributes = tuple(map(vars, self._modules))
+        self._num_attributes = list(map(len, self._attributes))
+        self._names = tuple(map(frozenset, self._attributes))
+        self._read = tuple(read if _is_of_known_code(cls) else None for cls in self._classes)
         self._ties = tuple((tensor.places[0], other) for tensor in state for other in tensor.places[1:])
 
     def __call__(self) -> bool:
         """Whether everything is as it was."""
         if any(self._empty) or tuple(map(type, self._modules)) != self._classes:
             return False
-        if tuple(map(len, self._attributes)) != self._num_attributes or self._has_new_attributes():
+        if list(map(len, self._attributes)) != self._num_attributes and self._has_new_attributes():
             return False
         for holder, values in self._held:
             if tuple(holder.values()) != values:
@@ -233,10 +228,13 @@ class ModuleGuard:
         return all(a.owner[a.key] is b.owner[b.key] for a, b in self._ties)
 
     def _has_new_attributes(self) -> bool:
-        return any(
-            len(attributes) - sum(name in attributes for name in names) != count
-            for attributes, names, count in self._appearing
-        )
+        """Whether attributes appeared that the program may read; if none of them is one, they are noted."""
+        for attributes, names, read in zip(self._attributes, self._names, self._read, strict=True):
+            new = attributes.keys() - names
+            if new if read is None else not read.isdisjoint(new):
+                return True
+        self._num_attributes = list(map(len, self._attributes))
+        return False
 
     def described(self) -> dict[str, str]:
         """What is watched, by name, in words: for saying why a call needed another artifact."""
@@ -248,6 +246,11 @@ class ModuleGuard:
             "classes of modules": classes,
             "tied weights": str(len(self._ties)),
         }
+
+
+def _is_of_known_code(cls: type) -> bool:
+    """Whether it is known which attributes a module's code reads: that of the user's classes is walked."""
+    return is_users_class(cls) or cls.__module__.partition(".")[0] == "torch"
 
 
 def _absent_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -66,10 +66,6 @@ class Reached:
     caches: tuple[Any, ...]
     names: frozenset[str] | None
 
-    def never_read(self, names: Iterable[str]) -> list[str]:
-        """Those attributes that the code does not read."""
-        return [] if self.names is None else [name for name in names if name not in self.names]
-
 
 def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) -> Reached:
     """Walk a function, a module or another callable; see the docstring of this file.

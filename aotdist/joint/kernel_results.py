@@ -32,6 +32,19 @@ _NORMALISED: Mapping[OpOverload, int] = {
     _ATEN.native_batch_norm_backward.default: 1,
 }
 """Operators whose first result is made like one of the arguments, by the argument's position."""
+_SETTLE_SIZES = frozenset(
+    {
+        _ATEN._fft_c2c.default,
+        _ATEN._fft_c2r.default,
+        _ATEN._fft_r2c.default,
+        _ATEN.col2im.default,
+        _ATEN.complex.default,
+        _ATEN.constant_pad_nd.default,
+        _ATEN.im2col.default,
+        _ATEN.polar.default,
+    }
+)
+"""Operators whose fakes make numbers of symbolic sizes, but for the kernels in Python."""
 
 
 def fake_result(
@@ -47,7 +60,7 @@ def fake_result(
     """
     if func is _GROUPED_MM and (args[0].device.type == "cpu" or args[0].dtype != torch.bfloat16):
         return _grouped_product(*args, **kwargs)
-    with python_kernels() if symbolic else nullcontext():
+    with python_kernels() if symbolic and func in _SETTLE_SIZES else nullcontext():
         result = func(*args, **kwargs)
     position = _NORMALISED.get(func)
     if position is None or not isinstance(result[0], torch.Tensor) or args[position].device.type != "cpu":

@@ -253,8 +253,7 @@ def fit_of(compilation: Compilation) -> Fit:
     facts = traced.facts
     written = set(facts.written())
     written |= {idx for idx in compilation.bases.bases.indices() if compilation.bases.is_span(idx)}
-    unread = environment.reached.never_read(compilation.returned.assigned_names())
-    guard = ModuleGuard(environment.modules, environment.state, unread)
+    guard = ModuleGuard(environment.modules, environment.state, environment.reached.names)
     holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
     holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
     sources = _sources(compilation)
