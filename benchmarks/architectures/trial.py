@@ -30,7 +30,7 @@ from benchmarks.zoo.cell import difference, in_a_line
 Answer = TypeVar("Answer")
 
 _NUM_TOKENS = 3
-_OF_THIS_MACHINE = re.compile(r"(?<![\w.])/\S*?/(?=(?:site-packages|benchmarks|aotdist)/)(?:site-packages/)?")
+_OF_THIS_MACHINE = re.compile(r"(?<![\w.])/(?:\S*/site-packages/|\S*?/(?=(?:benchmarks|aotdist)/))")
 _ADDRESS = re.compile(r" (?:object )?at 0x[0-9a-f]+")
 
 
