@@ -228,8 +228,12 @@ def choose_kernels(choices: tuple[bool, ...]) -> None:
 def device_of_context() -> torch.device | None:
     """Where new tensors are made that nobody places, if a context or `torch.set_default_device` says so."""
     # `torch.get_default_device` takes 5 us, and asks the modes of a trace as well.
-    modes = map(torch._C._get_function_stack_at, reversed(range(torch._C._len_torch_function_stack())))
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+    num_modes = torch._C._len_torch_function_stack()
+    for position in reversed(range(num_modes)) if num_modes else ():
+        mode = torch._C._get_function_stack_at(position)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
 def can_decompose(op: OpOverload) -> bool:
