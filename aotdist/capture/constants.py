@@ -53,3 +53,8 @@ def same_constant(a: Any, b: Any) -> bool:
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     return bool(a == b) or (a != a and b != b)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are one object, or interchangeable constants."""
+    return a is b or (is_constant(a) and is_constant(b) and same_constant(a, b))

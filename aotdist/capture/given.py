@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.constants import is_constant, is_leaf, same_constant
+from aotdist.capture.constants import is_constant, is_leaf, is_same
 from aotdist.capture.source import Given, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
@@ -49,7 +49,7 @@ class GivenContainers:
                 )
             for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
                 then = before.get(key, _ABSENT) if isinstance(before, dict) else before[key]
-                if not _is_same(value, then):
+                if not is_same(value, then):
                     found.append((place.item(key), self._checked(place.item(key), value)))
         return found
 
@@ -90,7 +90,3 @@ def _containers(place: Source, value: Any) -> Iterator[tuple[Source, Any]]:
     elif isinstance(value, (list, tuple)):
         for position, inner in enumerate(value):
             yield from _containers(place.item(position), inner)
-
-
-def _is_same(value: Any, then: Any) -> bool:
-    return value is then or (is_constant(value) and is_constant(then) and same_constant(value, then))

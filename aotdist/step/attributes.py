@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.code import is_users_class
-from aotdist.capture.constants import is_constant, same_constant
+from aotdist.capture.constants import is_constant, is_same
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
 
@@ -43,7 +43,7 @@ class _Container:
         if isinstance(self.now, dict):
             for key in self.now.keys() | self.before.keys():
                 value = self.now.get(key, _ABSENT)
-                if not _is_same(value, self.before.get(key, _ABSENT)):
+                if not is_same(value, self.before.get(key, _ABSENT)):
                     yield _path(self.path, key), value
         elif len(self.now) != len(self.before):
             yield self.path, self.now
@@ -52,7 +52,7 @@ class _Container:
                 yield self.path, self.now
         else:
             for at, (now, before) in enumerate(zip(self.now, self.before, strict=True)):
-                if not _is_same(now, before):
+                if not is_same(now, before):
                     yield _path(self.path, at), now
 
     def put_back(self) -> None:
@@ -109,10 +109,6 @@ def _is_apart(value: Any) -> bool:
 def _is_of_tensors(value: Any) -> bool:
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    return now is before or (is_constant(now) and is_constant(before) and same_constant(now, before))
 
 
 def _path(path: str, key: Any) -> str:
