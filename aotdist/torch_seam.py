@@ -44,6 +44,9 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
+# What `with torch.device(...)` enters.
+from torch.utils._device import DeviceContext
+
 # Kernels in Python, for a while.
 from torch._dispatch.python import enable_python_dispatcher
 
@@ -95,7 +98,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
-from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction as _ReentrantCheckpoint
 from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
@@ -2412,11 +2414,6 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )
-
-
-def hooks_of_parameter(param: torch.Tensor) -> bool:
-    """Whether a parameter has hooks that `backward` calls."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:

@@ -65,7 +65,6 @@ def modes_left_alone() -> Generator[None]:
     """
     before, level = ambient(), torch.get_deterministic_debug_mode()
     dtypes = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST_DEVICES}
-    after = before
     try:
         yield
     finally:

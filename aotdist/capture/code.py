@@ -28,16 +28,19 @@ class Names:
     Args:
         globals: global variables that it reads.
         assigned: global variables that it assigns.
-        attributes: attributes that it reads or assigns, of any object.
-        stored: those that it assigns.
-        loaded: those that it reads.
+        stored: attributes that it assigns, of any object.
+        loaded: attributes that it reads.
     """
 
     globals: frozenset[str]
     assigned: frozenset[str]
-    attributes: frozenset[str]
     stored: frozenset[str]
     loaded: frozenset[str]
+
+    @property
+    def attributes(self) -> frozenset[str]:
+        """Those that it reads or assigns."""
+        return self.stored | self.loaded
 
     def reads_by_computed_name(self) -> bool:
         """Whether it may read attributes whose names do not stand in the code."""
@@ -49,7 +52,6 @@ def names_in(code: types.CodeType) -> Names:
     """The names that `code` mentions."""
     read: set[str] = set()
     assigned: set[str] = set()
-    attributes: set[str] = set()
     stored: set[str] = set()
     loaded: set[str] = set()
     for instruction in dis.get_instructions(code):
@@ -58,13 +60,11 @@ def names_in(code: types.CodeType) -> Names:
         elif instruction.opname in _GLOBAL_WRITES:
             assigned.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTE_READS:
-            attributes.add(instruction.argval)
             (stored if instruction.opname == "STORE_ATTR" else loaded).add(instruction.argval)
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
     return Names(
         frozenset(read.union(*(names.globals for names in inner))),
         frozenset(assigned.union(*(names.assigned for names in inner))),
-        frozenset(attributes.union(*(names.attributes for names in inner))),
         frozenset(stored.union(*(names.stored for names in inner))),
         frozenset(loaded.union(*(names.loaded for names in inner))),
     )

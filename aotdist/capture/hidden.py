@@ -88,7 +88,7 @@ def _parts(value: Any) -> Iterator[Any]:
 def _held_by_code(value: Any) -> Iterator[Any]:
     match value:
         case types.FunctionType():
-            yield from (part for cell in value.__closure__ or () for part in _contents(cell))
+            yield from (part for cell in value.__closure__ or () for part in contents(cell))
             yield from value.__defaults__ or ()
             yield from (value.__kwdefaults__ or {}).values()
         case types.MethodType():
@@ -99,7 +99,7 @@ def _held_by_code(value: Any) -> Iterator[Any]:
             pass
 
 
-def _contents(cell: types.CellType) -> tuple[Any, ...]:
+def contents(cell: types.CellType) -> tuple[Any, ...]:
     """What a closure variable holds; nothing if it has not been assigned yet."""
     try:
         return (cell.cell_contents,)

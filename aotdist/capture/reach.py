@@ -22,6 +22,7 @@ from torch import nn
 from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in
 from aotdist.capture.constants import is_constant
+from aotdist.capture.hidden import attributes_of, contents
 from aotdist.capture.modules import KINDS, own_tensors
 from aotdist.capture.source import Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
@@ -321,10 +322,8 @@ class _Walk:
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:
-    """What an object itself holds, by name: in its dictionary, and in the slots of its class."""
-    slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
-    held = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
-    return {**getattr(value, "__dict__", {}), **held} if slots else vars(value)
+    """What hangs on an object itself, by name; guards ask at every call, and slots are rare."""
+    return dict(attributes_of(value)) if hasattr(type(value), "__slots__") else vars(value)
 
 
 def _num_attributes(value: Any) -> int:
@@ -382,22 +381,13 @@ def _library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, An
 
 def _cells(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        if not _is_empty(cell):
-            yield Source(name, cell).attribute("cell_contents", name), cell.cell_contents
+        for value in contents(cell):
+            yield Source(name, cell).attribute("cell_contents", name), value
 
 
 def _empty_cells(fn: types.FunctionType) -> list[Source]:
     pairs = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    return [Source(name, cell).attribute("cell_contents", name) for name, cell in pairs if _is_empty(cell)]
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    """Whether a closure variable has not been assigned yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
+    return [Source(name, cell).attribute("cell_contents", name) for name, cell in pairs if not contents(cell)]
 
 
 def _wrapped(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:

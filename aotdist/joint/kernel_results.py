@@ -47,9 +47,7 @@ _SETTLE_SIZES = frozenset(
 """Operators whose fakes make numbers of symbolic sizes, but for the kernels in Python."""
 
 
-def fake_result(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, symbolic: bool = False
-) -> Any:
+def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, symbolic: bool) -> Any:
     """What an operator gives for fakes: of the sizes and strides that its kernel gives.
 
     Args:

@@ -11,7 +11,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.capture.guise import Guises
-from aotdist.capture.origins import Origins
 from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
@@ -194,10 +193,8 @@ class Lifting(TorchFunctionMode):
         idx = self._inputs.index_of(tensor)
         attribute, done = _ATTRIBUTES_OF_THE_REAL_TENSOR[func]
         if idx is not None:
-            raise UnsupportedProgram(
+            raise refusal(
                 f"`{self._inputs.row()[idx].slot}{attribute}` is {done} inside of the compiled function",
-                where=Origins().current(),
-                stage="joint",
                 fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
             )
 

@@ -16,6 +16,7 @@ import torch
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.errors import UnsupportedProgram
+from aotdist.step.held import refill
 from aotdist.torch_seam import pytree
 
 _ABSENT = object()
@@ -57,8 +58,7 @@ class _Container:
 
     def put_back(self) -> None:
         """Let it hold what it held."""
-        self.now.clear()
-        (self.now.extend if isinstance(self.now, (list, deque)) else self.now.update)(self.before)
+        refill(self.now, self.before)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ They stay where they are, in the optimizer; a compiled step is handed those of t
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Collection, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,8 +66,7 @@ class Held:
             yield
         finally:
             for container, items in self.containers:
-                container.clear()
-                (container.update if isinstance(container, dict) else container.extend)(items)
+                refill(container, items)
 
     def now(self, optimizer: torch.optim.Optimizer) -> Held | None:
         """The same with the numbers of now; None if anything else is another object by now.
@@ -157,6 +157,12 @@ def _visit(held: Held, place: Place, seen: set[int], *, varies: bool) -> None:
             held.numbers.append(place)
         case _:
             held.layout.append((place.key, type(value), value if is_constant(value) else id(value)))
+
+
+def refill(container: Any, items: Any) -> None:
+    """Let a list, dictionary, set or deque hold these items, and no others."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
 
 
 def _roots(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from aotdist.step.held import Held, held_by, hyperparameters
 from aotdist.step.program import MakesState, Now, StepProgram
 from aotdist.step.recipe import Clip, Recipe
 from aotdist.subclasses.protocol import container_rule
-from aotdist.torch_seam import has_scaled, hooks_of_parameter, note_step, optimizer_hooks, scaler_state
+from aotdist.torch_seam import has_grad_hooks, has_scaled, note_step, optimizer_hooks, scaler_state
 
 _VARYING = frozenset({"lr"})
 """Hyperparameters that differ from call to call, before one is seen to."""
@@ -259,7 +259,7 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.T
             fix="call what they do before and after the step",
         )
     for name, param in params.items():
-        if hooks_of_parameter(param):
+        if has_grad_hooks(param):
             raise UnsupportedProgram(
                 f"`{name}` has hooks of its gradient (`register_hook`)",
                 stage="capture",
