@@ -109,7 +109,7 @@ class Compiling:
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
         if self._open_dims is not None:
             call = replace(call, dims=self._open_dims(call.kwargs))
-        artifact = compile_call(call, self._backend, self._settings, symbolic=symbolic)
+        artifact = compile_call(call, self._backend, self._settings, earlier=artifacts, symbolic=symbolic)
         if len(artifacts) < self._settings.max_artifacts:
             self._warned = False
         elif not self._warned:

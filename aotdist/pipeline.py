@@ -95,13 +95,21 @@ class _Job:
     symbolic: bool = True
 
 
-def compile_call(call: UserCall, backend: Backend, settings: Settings, *, symbolic: bool = True) -> Artifact:
+def compile_call(
+    call: UserCall,
+    backend: Backend,
+    settings: Settings,
+    *,
+    earlier: Sequence[Artifact] = (),
+    symbolic: bool = True,
+) -> Artifact:
     """Compile one call of the user's function.
 
     Args:
         call: the call.
         backend: turns graphs into callables.
         settings: how to compile.
+        earlier: artifacts for other calls of the same function.
         symbolic: try symbolic sizes, if the call, settings or marks ask for them.
 
     Raises:
@@ -112,7 +120,7 @@ def compile_call(call: UserCall, backend: Backend, settings: Settings, *, symbol
     """
     with alone(), class_functions_off():
         job = _Job(call, backend, settings, symbolic)
-        return loaded_together(call.name, settings, lambda: _compile(job))
+        return loaded_together(call.name, settings, lambda: _compile(job), earlier)
 
 
 def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Compilation:
@@ -128,13 +136,16 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
     return compilation
 
 
-def loaded_together(label: str, settings: Settings, made: Callable[[], Compilation]) -> Artifact:
+def loaded_together(
+    label: str, settings: Settings, made: Callable[[], Compilation], earlier: Sequence[Artifact] = ()
+) -> Artifact:
     """Load what `made` makes on each rank, when all have made theirs and agree on it.
 
     Args:
         label: what is compiled, for messages.
         settings: how.
         made: compiles it, or reads what was compiled before.
+        earlier: artifacts for other calls of the same function.
 
     Raises:
         RankDivergence: the ranks have different sequences of collectives.
@@ -152,6 +163,7 @@ def loaded_together(label: str, settings: Settings, made: Callable[[], Compilati
         label=label,
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),
+        earlier=[artifact.compilation.collectives() for artifact in earlier],
     )
     artifact = load(compilation, fit)
     log_compiled(artifact)
@@ -484,7 +496,7 @@ class _Twice:
             result = call_fitting(artifacts, tuple(given), {})
             if result is MISS:
                 call = UserCall(run, run, tuple(given), {})
-                artifacts.append(compile_call(call, emitter.backend, settings))
+                artifacts.append(compile_call(call, emitter.backend, settings, earlier=artifacts))
                 result = artifacts[-1].call(tuple(given), {})
             return result
 

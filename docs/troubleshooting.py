@@ -272,12 +272,14 @@ REST = """\
 
 The ranks of a process group compiled different sequences of collectives, which would have hung. It is
 raised on every rank before the first one runs, and names the first difference. The usual causes are a
-branch on the rank's number, parameters in the order of a set, and a batch that only one rank has.
+branch on the rank's number, and parameters in the order of a set.
 
 ## RankLost
 
 A rank died, or did not come to a collective in time (`rank_timeout_s`). It is raised on all other ranks,
 and names the lost ones: what these printed last says why. `py-spy dump` shows where a hanging process is.
+A rank may be alone with a smaller batch, since the collectives are the same; where one rank alone calls what has
+others (a layer frozen there, a loss that is not computed), the ranks wait for each other, as in eager.
 
 ## CacheCorrupt
 

@@ -150,6 +150,7 @@ class OnDemand:
             label=f"{self.emitter.name} backward",
             settings=self.emitter.settings,
             groups=process_groups(self.facts.recipes),
+            earlier=[collectives(self.split.backward)],
         )
         return self.for_any_kind(graph, call)
 

@@ -57,7 +57,8 @@ class Stored:
         manifest = self.archive.manifest
         built: list[Json] = self.archive.record_of(_rank() if manifest.world_size > 1 else 0)["calls"]
         with class_functions_off():
-            return loaded_together(manifest.name, settings_of(built[0]), lambda: self._fitting(built, call))
+            settings = settings_of(built[0])
+            return loaded_together(manifest.name, settings, lambda: self._fitting(built, call), artifacts)
 
     def _fitting(self, built: Sequence[Json], call: UserCall) -> Compilation:
         """Which of the calls that it was built for it is, as a compilation."""

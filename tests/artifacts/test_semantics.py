@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def through_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "compile_call", _compile_call)
 
 
-def _compile_call(call: UserCall, backend: Backend, settings: Settings, *, symbolic: bool) -> Artifact:
+def _compile_call(call: UserCall, backend: Backend, settings: Settings, **_: Any) -> Artifact:
     compilation = compilation_of(call, backend, settings)
     record = json.loads(json.dumps(written(call.target, compilation, "cpu", {}), allow_nan=False))
     with class_functions_off():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -53,9 +53,9 @@ class ByOperator(InductorBackend):
 def through_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
 
-    def twice(call: UserCall, backend: Backend, settings: Settings, *, symbolic: bool) -> Artifact:
+    def twice(call: UserCall, backend: Backend, settings: Settings, **more: Any) -> Artifact:
         caching = CachingBackend(ByOperator(), settings, folder)
-        cold, warm = (compile_call(call, caching, settings, symbolic=symbolic) for _ in range(2))
+        cold, warm = (compile_call(call, caching, settings, **more) for _ in range(2))
         assert warm.source == cold.source
         return warm
 

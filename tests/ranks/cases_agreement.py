@@ -49,9 +49,14 @@ def told(act: Callable[[], object]) -> Told | None:
 
 
 def tells(
-    sequence: Iterable[Collective], groups: Iterable[str] = (), settings: Settings = PATIENT
+    sequence: Iterable[Collective],
+    groups: Iterable[str] = (),
+    settings: Settings = PATIENT,
+    earlier: Iterable[list[Collective]] = (),
 ) -> Told | None:
-    return told(lambda: agree(sequence, label="train_step", settings=settings, groups=groups))
+    return told(
+        lambda: agree(sequence, label="train_step", settings=settings, groups=groups, earlier=earlier)
+    )
 
 
 SAME = [("all_gather_into_tensor", 64, None), ("all_reduce", 8, "sum"), ("reduce_scatter_tensor", 64, "avg")]
@@ -162,6 +167,27 @@ def differs_on_a_mesh() -> Told | None:
     """Ranks 2 and 3 differ in `tp`; ranks 0 and 1 agree with all that they meet."""
     dp, tp = mesh_groups()
     return tells([collective(group=dp), collective(numel=9 if dist.get_rank() == 3 else 8, group=tp)])
+
+
+def a_new_call_on_one_rank() -> list[Told | None]:
+    """What was agreed on before needs no peers; the next meeting is everyone's again, also to differ."""
+    steps, others = program(SAME, "model.py"), program(CHANGED["order"], "model.py")
+    alone = [tells(steps, earlier=[steps])] if dist.get_rank() == 1 else [None]
+    return [
+        tells(steps),
+        *alone,
+        tells(others, earlier=[steps]),
+        tells(program(CHANGED["shape" if dist.get_rank() else "extra"], "model.py"), earlier=[steps, others]),
+    ]
+
+
+def a_new_call_of_one_group() -> list[Told | None]:
+    """Ranks 0 and 1 change what they do with each other, and nothing else."""
+    dp, tp = mesh_groups()
+    first = [collective(numel=8, group=tp), collective(numel=64, group=dp)]
+    smaller = [collective(numel=5, group=tp), collective(numel=64, group=dp)]
+    alone = [tells(smaller, [dp, tp], earlier=[first])] if dist.get_rank() < 2 else [None]
+    return [tells(first, [dp, tp]), *alone, tells([*smaller, *first], [dp, tp], earlier=[first, smaller])]
 
 
 def groups_in_another_order() -> Told | None:

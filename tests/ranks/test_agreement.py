@@ -121,6 +121,17 @@ def test_groups_of_a_mesh_agree_each_for_itself(world4: World):
     assert world4.run(cases.agrees_on_a_mesh) == [[None, None, None]] * 4
 
 
+def test_a_rank_may_be_alone_with_a_new_call_that_runs_what_was_agreed_on():
+    with fresh_world(2) as world:
+        heard = world.run(cases.a_new_call_on_one_rank)
+    assert [told[:3] for told in heard] == [[None, None, None]] * 2
+    assert [told[3][0] for told in heard] == ["RankDivergence"] * 2
+
+
+def test_so_may_a_group_of_a_mesh(world4: World):
+    assert world4.run(cases.a_new_call_of_one_group) == [[None, None, None]] * 4
+
+
 def test_a_difference_in_one_group_stops_the_ranks_of_the_others():
     with fresh_world(4) as world:  # one in which nobody has failed before
         heard = world.run(cases.differs_on_a_mesh)

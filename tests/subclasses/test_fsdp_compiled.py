@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -84,6 +85,26 @@ def test_training_on_four_ranks(world4: World, which: str) -> None:
 
 def test_accumulation(world2: World) -> None:
     world2.run(training_case, "bf16", [False, False, True] * 2)
+
+
+def uneven_case(which: str, num_sequences: list[list[int]]) -> None:
+    """Steps whose batches differ in size from rank to rank; some are new to a rank that is alone with it."""
+    make, batch = {**TWO, **FOUR}[which], shared_tokens if which == "tensor parallel" else tokens
+    eager, compiled = seeded(make), seeded(make)
+    compile_module(compiled, backend="fx", settings={"rank_timeout_s": 20.0})
+    for step, rows in enumerate(num_sequences):
+        given = batch(step)[: rows[dist.get_rank() * len(rows) // dist.get_world_size()]]
+        assert same_bits(eager_step(eager, given), eager_step(compiled, given))
+        assert not (names := different_grads(eager, compiled)), (step, names)
+
+
+def test_a_smaller_batch_on_one_rank(world2: World) -> None:
+    """That rank compiles, while the other waits in the collectives of what it has."""
+    world2.run(uneven_case, "bf16", [[2, 2], [2, 1], [1, 2], [1, 1]])
+
+
+def test_a_smaller_batch_on_one_tensor_parallel_group(world4: World) -> None:
+    world4.run(uneven_case, "tensor parallel", [[2, 2], [2, 1], [1, 2], [1, 1]])
 
 
 def hooks_case() -> None:

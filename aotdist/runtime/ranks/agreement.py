@@ -14,6 +14,9 @@ table while another needs it: one loop serves all the tables of a rank.
 A rank that gives up at one table must not leave the others of its tables to run without it. So there
 are as many *rounds* as a rank of the table has tables that stand in no other (two for a 2-D mesh):
 each round carries a refusal one table further, which covers a mesh of that many axes.
+
+A rank need not come to a table with what its party agreed on before: a smaller last batch on one rank
+makes that rank compile, while its peers run what they have, and eager would go on as well.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from aotdist.runtime.ranks.sequence import (
     digest,
     groups_with_peers,
     parties_of,
+    runs_alike,
     steps_from_notice,
     steps_of,
     steps_to_notice,
@@ -99,12 +103,19 @@ class Meeting:
 
 
 def agree(
-    sequence: Iterable[Collective], *, label: str, settings: Settings, groups: Iterable[str] = ()
+    sequence: Iterable[Collective],
+    *,
+    label: str,
+    settings: Settings,
+    groups: Iterable[str] = (),
+    earlier: Iterable[Iterable[Collective]] = (),
 ) -> None:
     """Compare what this rank is about to run with its peers; return when all are about to run the same.
 
     Call it once for each artifact, on every rank, before the artifact first runs, also when the
-    sequence is empty. Process groups without peers (of one rank, or fake) take no part.
+    sequence is empty. A party that agreed on the same for an earlier artifact does not meet again: any of
+    its ranks may be alone with a call of a new kind. Process groups without peers
+    (of one rank, or fake) take no part.
 
     A rank whose program uses a group must meet all of that group's ranks. One that does not even know
     of the group cannot be told from one that is late, so it is named only after the timeout; give the
@@ -115,6 +126,7 @@ def agree(
         label: what is compiled, as the user knows it.
         settings: `rank_timeout_s` is how long to wait.
         groups: names of process groups to agree in even if the sequence has nothing in them.
+        earlier: the sequences of the function's earlier artifacts, on which its ranks agreed.
 
     Raises:
         RankDivergence: the ranks would run different collectives; the message has the first one.
@@ -126,8 +138,14 @@ def agree(
     found = tuple(sequence)
     held = groups_with_peers()
     used = {*groups, *(collective.group for collective in found)}
-    parties = parties_of(held[name] for name in used if name in held)
-    meet(board, steps_of(found, held), parties, label=label, timeout_s=settings.rank_timeout_s)
+    steps = steps_of(found, held)
+    before = [steps_of(each, held) for each in earlier]
+    parties = [
+        party
+        for party in parties_of(held[name] for name in used if name in held)
+        if not any(runs_alike(steps, each, party) for each in before)
+    ]
+    meet(board, steps, parties, label=label, timeout_s=settings.rank_timeout_s)
 
 
 def meet(
@@ -148,7 +166,7 @@ def meet(
         raise
     for table, num_rounds in rounds.items():
         _clear_before(board, table, num_rounds)
-    met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which needs no peers"
+    met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
     report(board, f"running `{label}`{met}")
 
 

@@ -113,6 +113,11 @@ def view(steps: Sequence[Step], party: Party) -> tuple[Step, ...]:
     return tuple(step for step in steps if id(step.group) in wide)
 
 
+def runs_alike(one: Sequence[Step], other: Sequence[Step], party: Party) -> bool:
+    """Whether a rank that runs one is, for the party, as one that runs the other."""
+    return [step.key for step in view(one, party)] == [step.key for step in view(other, party)]
+
+
 def digest(steps: Iterable[Step]) -> str:
     """A fingerprint of the steps' keys, in order."""
     return hashlib.sha256("\n".join(step.key for step in steps).encode()).hexdigest()[:32]
