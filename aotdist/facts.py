@@ -390,6 +390,7 @@ class Facts:
             placements), so that some of the results have another backward, not only a part of this one.
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
+        arrived: inputs that get gradients, in the order in which these arrive in eager.
         early: outputs that are made before anything is written: views of inputs, made before a write.
     """
 
@@ -409,6 +410,7 @@ class Facts:
     choices: tuple[Choice, ...] = ()
     adds_layouts: bool = False
     related: bool = False
+    arrived: tuple[PrimalIdx, ...] = ()
     early: tuple[OutIdx, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:

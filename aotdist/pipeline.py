@@ -14,8 +14,10 @@ import torch
 
 from aotdist.capture.alone import alone, capturing
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
+from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.fakes import fakes_of
 from aotdist.capture.reassign import Reassignments
+from aotdist.capture.source import Source
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import Emitter
@@ -25,6 +27,7 @@ from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.stack import Plans, lower_all
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import AotdistError, BadSettings
+from aotdist.facts import Facts, NotATensor
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
@@ -50,7 +53,15 @@ from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
-from aotdist.torch_seam import autocast_off, autocast_only, class_functions_off, is_fake, quiet_fakes
+from aotdist.torch_seam import (
+    autocast_off,
+    autocast_only,
+    class_functions_off,
+    hint,
+    is_fake,
+    pytree,
+    quiet_fakes,
+)
 
 
 @dataclass(slots=True)
@@ -93,6 +104,7 @@ class _Job:
     backend: Backend
     settings: Settings
     symbolic: bool = True
+    counts: tuple[Source, ...] = ()
 
 
 def compile_call(
@@ -157,7 +169,7 @@ def loaded_together(
         fit = fit_of(compilation)
         refuse_overlap(fit)
         if settings.validate_guards:
-            prove_guards(fit.sizes)
+            prove_guards(fit.sizes, fit.symbols())
     agree(
         compilation.collectives(),
         label=label,
@@ -179,7 +191,7 @@ def _compile_timed(job: _Job, times: StageTimes) -> Compilation:
     backend, settings = job.backend, job.settings
     backend.check()
     with capturing():
-        captured, deduped, traced, bases = _trace_over_bases(job, times)
+        captured, deduped, traced, bases = _trace_counting(job, times)
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
@@ -205,7 +217,42 @@ def _compile_timed(job: _Job, times: StageTimes) -> Compilation:
     )
 
 
-def _trace_over_bases(job: _Job, times: StageTimes) -> tuple[Captured, dedupe.DedupePlan, Traced, BasePlan]:
+_OverBases: TypeAlias = tuple[Captured, dedupe.DedupePlan, Traced, BasePlan]
+
+
+def _trace_counting(job: _Job, times: StageTimes) -> _OverBases:
+    """Trace the program; once more, with symbols for the numbers that it finds and changes, if it does.
+
+    It would fit this call only. Where symbols cannot stand for numbers (in a key, in a text), it does.
+    """
+    found = _trace_over_bases(job, times)
+    counts = Returned.of(found[2].facts).counts()
+    if not counts or not job.symbolic:
+        return found
+    try:
+        counting = _trace_over_bases(replace(job, counts=tuple(counts)), times)
+    except (AotdistError, _FailsWithSymbols):
+        return found
+    _, _, traced, _ = counting
+    fits = _says_the_same(traced.facts, found[2].facts)
+    if job.backend.name == "inductor" and traced.symbols.computes_with_floats():
+        fits = False  # its C++ takes sizes, and what is made of them
+    return counting if fits else found
+
+
+def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
+    """Whether results and assignments that are no tensors are the same, but for symbols."""
+    pairs = zip(_said(symbolic), _said(facts), strict=True)
+    return all(same_constant(hint(one), other) for one, other in pairs if is_constant(other))
+
+
+def _said(facts: Facts) -> list[Any]:
+    returned = Returned.of(facts)
+    results = [fact.value for fact in facts.outputs if isinstance(fact, NotATensor)]
+    return [*results, *pytree.tree_leaves([value for _, value in returned.constants])]
+
+
+def _trace_over_bases(job: _Job, times: StageTimes) -> _OverBases:
     """Trace the program over the bases that its inputs need.
 
     Only a trace tells which inputs are written, and around which the program looks in their storage. Where
@@ -243,6 +290,8 @@ def _trace_with_any_sizes(
         return _trace(job, times, bases, inputs)
     except _FailsWithSymbols as failure:
         failure.before.roll_back()
+        if job.counts:
+            raise
         traced = _trace(replace(job, symbolic=False), times, bases, inputs)
         reason = str(failure.__cause__).partition("\n")[0]
         warnings.warn(
@@ -313,13 +362,13 @@ def _trace(
                 _broken_up_in_trace(job.backend, job.settings),
                 functional_rng=job.settings.functional_rng,
                 backward_autocast=_backward_autocast(job.settings),
-                symbolic=bool(dims),
+                symbolic=bool(dims or job.counts),
                 fakes=fakes,
             )
             times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)
             try:
-                with quiet_fakes() if dims else nullcontext():
+                with quiet_fakes() if dims or job.counts else nullcontext():
                     traced = trace(
                         program,
                         recorder,
@@ -327,6 +376,7 @@ def _trace(
                         name_closed_over=captured.name_closed_over,
                         bases=bases,
                         dims=dims,
+                        counts=job.counts,
                         cuts=captured.ambient.grad and not job.backend.owns_cut,
                         again=not captured.environment.rules,
                     )
@@ -337,7 +387,7 @@ def _trace(
             except AotdistError:
                 raise
             except Exception as error:
-                if not dims:
+                if not (dims or job.counts):
                     raise
                 raise _FailsWithSymbols(before) from error
     if traced.later_backwards is not None:

@@ -79,7 +79,7 @@ class Settings:
         is_compiling: what `torch.compiler.is_compiling()` says to the program while it is captured. Libraries
             ask it before they choose by data (transformers: whether a padding mask pads), and go a way
             without that when it is true. That is then not eager's way, and may round otherwise.
-        report_side_effects: warn about Python side effects that happen only while capturing.
+        report_side_effects: warn about objects that are assigned while capturing only.
     """
 
     partition: PartitionPolicy = "auto"

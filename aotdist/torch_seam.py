@@ -737,6 +737,16 @@ def new_symbol(env: ShapeEnv, value: int, place: str) -> torch.SymInt:
     return made
 
 
+def new_count(env: ShapeEnv, value: float, place: str) -> torch.SymInt | torch.SymFloat:
+    """As `new_symbol`, for a number that is no size: of either sign, zero and one included, or a float."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    symbol = env.create_unspecified_symbol(value, _place(place), DimDynamic.DYNAMIC)
+    create = env.create_symfloatnode if isinstance(value, float) else env.create_symintnode
+    made: Any = create(symbol, hint=value)
+    return made
+
+
 def _place(text: str) -> Any:
     from torch._guards import GuardSource, Source
 
@@ -800,7 +810,7 @@ def products_of(number: torch.SymInt) -> list[tuple[int, list[torch.SymInt]]]:
     return products
 
 
-def symbols_in(number: torch.SymInt) -> list[str]:
+def symbols_in(number: torch.SymInt | torch.SymFloat) -> list[str]:
     """The names of the symbols that a symbolic number is made of."""
     return sorted(map(str, number.node.expr.free_symbols))
 
@@ -840,6 +850,7 @@ def mark_dims(tensor: torch.Tensor, dims: Collection[int]) -> None:
 
 def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
     """What was decided by symbols, as Python conditions: without what follows from others, and all of it."""
+    from sympy import oo
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.printers import PythonPrinter
 
@@ -849,8 +860,9 @@ def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
         if symbol in env.replacements:
             kept[f"{symbol} == {doprint(env.replace(symbol))}"] = None
             continue
-        kept[f"{bounds.lower} <= {symbol}"] = None
-        if bounds.upper is not int_oo:
+        if bounds.lower not in (-int_oo, -oo):
+            kept[f"{bounds.lower} <= {symbol}"] = None
+        if bounds.upper not in (int_oo, oo):
             kept[f"{symbol} <= {bounds.upper}"] = None
     for guard in env.guards:
         left = env.replace(guard.expr)
@@ -1144,6 +1156,12 @@ def run_backward(
     return _engine_run_backward(
         tuple(outs), tuple(tangents), retain_graph, create_graph, tuple(wanted), True, accumulate_grad=False
     )
+
+
+def hear_of_gradient(leaf: torch.Tensor, hook: Callable[[Any], None]) -> Any:
+    """`leaf.register_hook(hook)`, without being a torch function."""
+    with torch_functions_off():
+        return leaf.register_hook(hook)
 
 
 def run_accumulating_backward(
@@ -1909,9 +1927,14 @@ def call_after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def hooks_of_gradient(leaf: torch.Tensor) -> Any:
+def hooks_of_gradient(tensor: torch.Tensor) -> Any:
     """What `register_hook` registered, if anything."""
-    return leaf._backward_hooks
+    return tensor._backward_hooks
+
+
+def hooks_after_accumulation(leaf: torch.Tensor) -> Any:
+    """What `register_post_accumulate_grad_hook` registered, if anything."""
+    return leaf._post_accumulate_grad_hooks
 
 
 def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:

@@ -278,8 +278,8 @@ branch on the rank's number, and parameters in the order of a set.
 
 A rank died, or did not come to a collective in time (`rank_timeout_s`). It is raised on all other ranks,
 and names the lost ones: what these printed last says why. `py-spy dump` shows where a hanging process is.
-A rank may be alone with a smaller batch, since the collectives are the same; where one rank alone calls what has
-others (a layer frozen there, a loss that is not computed), the ranks wait for each other, as in eager.
+A rank may be alone with a smaller batch, since the collectives are the same; where one rank alone calls what
+has others (a layer frozen there, a loss that is not computed), the ranks wait for each other, as in eager.
 
 ## CacheCorrupt
 

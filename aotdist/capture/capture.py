@@ -89,7 +89,8 @@ class Returned:
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
         assigned: places that are assigned the outputs after those, and the structure of each value.
-        deleted: places of dictionaries among the arguments that hold nothing afterwards.
+        constants: places that are assigned constants, or containers of some, and these.
+        deleted: places that hold nothing afterwards.
         replaced: attributes of wrappers that are assigned the outputs after those: position of the wrapper
             among the program's inputs, and path.
         shown: classes and attributes of outputs; what the attributes hold are the outputs after the checked.
@@ -98,10 +99,16 @@ class Returned:
 
     spec: pytree.TreeSpec
     assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
+    constants: tuple[tuple[Source, Any], ...] = ()
     deleted: tuple[Source, ...] = ()
     replaced: tuple[tuple[int, str], ...] = ()
     shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
+
+    def counts(self) -> list[Source]:
+        """Places where the program finds a number, and leaves another of its type."""
+        found = [(place, type(value)) for place, value in self.constants if type(value) in (int, float)]
+        return [place for place, kind in found if type(place.read_or(None)) is kind]
 
     def first_checked(self) -> int:
         """Position of the first output that is checked."""
@@ -306,9 +313,10 @@ def _call(
         hand_over_attributes(inputs, examples)
         leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing), is_leaf=is_leaf)
         assigned = [*reassignments.collect(), *given.assigned()]
-        deleted, replaced = tuple(given.deleted()), attributes.replaced()
+        constants, gone = reassignments.collect_constants()
+        deleted, replaced = (*given.deleted(), *gone), attributes.replaced()
     except BaseException:
-        reassignments.undo()
+        reassignments.roll_back()
         raise
     if settings.report_side_effects:
         for path in reassignments.side_effects():
@@ -322,7 +330,8 @@ def _call(
     values = values if keeps else [_without_history(value, inputs) for value in values]
     outs = [*leaves, *values, *replaced.values(), *checks.outs]
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
-    return [*outs, Returned(spec, places, deleted, tuple(replaced), tuple(shown), tuple(checks.made))]
+    how = Returned(spec, places, tuple(constants), deleted, tuple(replaced), tuple(shown), tuple(checks.made))
+    return [*outs, how]
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

@@ -5,6 +5,7 @@ A trace is given others than the caller's, made of stand-ins; what became of the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,15 +38,19 @@ class GivenContainers:
         """Places that hold something else now, and what.
 
         Raises:
-            UnsupportedProgram: a list has another length, or holds what no call could be given.
+            UnsupportedProgram: a list is shorter, or holds what no call could be given.
         """
         found: list[tuple[Source, Any]] = []
         for place, held, before in self._watched:
+            if isinstance(held, list) and len(held) > len(before) and all(map(operator.is_, before, held)):
+                grown = place.item(slice(len(before), None), f"{place.path}[{len(before)}:]")
+                found.append((grown, self._checked(grown, held[len(before) :])))
+                continue
             if isinstance(held, list) and len(held) != len(before):
                 raise UnsupportedProgram(
-                    f"the list `{place.path}` grows or shrinks in the compiled function",
+                    f"the list `{place.path}` loses items in the compiled function",
                     stage="capture",
-                    fix="return what is new, and append it outside",
+                    fix="return what is left, or take the items out outside",
                 )
             for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
                 then = before.get(key, _ABSENT) if isinstance(before, dict) else before[key]

@@ -8,7 +8,7 @@ watched by a `ModuleGuard`: if one of them changes, the artifact no longer fits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,7 @@ class ModuleGuard:
         modules: the modules, by qualified name.
         state: their parameters and buffers.
         read: names of attributes that the program's code reads, if that is known of all of it.
+        open_: constants that may differ from call to call, by `Source.spot`.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class ModuleGuard:
         modules: Mapping[str, nn.Module],
         state: Sequence[StateTensor],
         read: frozenset[str] | None = None,
+        open_: Container[tuple[int, str]] = (),
     ) -> None:
         hooks: list[Mapping[Any, Any]] = [
             getattr(module, name) for module in modules.values() for name in _HOOKS
@@ -199,6 +201,7 @@ class ModuleGuard:
             for prefix, module in modules.items()
             for name, value in vars(module).items()
             if is_constant(value) and not isinstance(value, PrintedSource)
+            if (id(vars(module)), name) not in open_
         )
         self._absent = tuple(_absent_places(modules.values()))
         self._modules = tuple(modules.values())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from aotdist.capture.code import is_users_class, is_users_code, is_users_module,
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of, contents
 from aotdist.capture.modules import KINDS, own_tensors
-from aotdist.capture.source import Source
+from aotdist.capture.source import Applied, Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
 _MAX_DEPTH = 12  # objects within objects; what lies deeper is kept by identity, not walked
@@ -319,6 +319,23 @@ class _Walk:
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):
             self.assigned.append(Source(name, fn.__globals__).item(name, name))
+
+
+def constants_but(reached: Reached, open_: Container[tuple[int, Any]]) -> Iterator[Source]:
+    """The places of constants, without those that may differ from call to call (by `Source.spot`).
+
+    A container that has one of them is no single constant any more.
+    """
+    for source, _ in reached.constants:
+        if not open_:
+            yield source
+        elif (whole := source.container()) is not None and source.steps[-1] == Applied(_items_of):
+            held = whole.read()
+            items = [whole.item(key) for key in _keys_of(held)]
+            kept = [item for item in items if item.spot() not in open_]
+            yield from [source] if len(kept) == len(items) else [whole.applied(_keys_of, source.path), *kept]
+        elif source.spot() not in open_:
+            yield source
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:

@@ -1,11 +1,13 @@
-"""Tensors that the program assigns to attributes, variables and items: `self.n = self.n + 1`.
+"""What the program assigns to attributes, variables and items: `self.n = self.n + 1`.
 
-The assignment runs at capture, on stand-ins. It is undone, what was assigned becomes outputs of the
-program, and the runtime repeats the assignment at every call.
+The assignment runs at capture, on stand-ins. It is undone, and the runtime repeats it at every call: tensors
+that were assigned become outputs of the program, constants are what they were at capture, since an artifact
+only fits calls that find what this one found.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.capture.constants import is_constant, same_constant
-from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
+from aotdist.capture.constants import is_constant, is_same
+from aotdist.capture.hidden import hides_traced, refusal, shows_traced
 from aotdist.capture.reach import Reached
 from aotdist.capture.source import Applied, Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam import SYMBOLIC, pytree
 
 _ABSENT = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -65,27 +67,18 @@ class _List:
     before: list[Any]
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
-        """As for `_Dictionary`.
-
-        Raises:
-            UnsupportedProgram: the list has another length, and tensors of the trace in it.
-        """
-        if len(self.held) != len(self.before):
-            self._refuse_growth()
-            now = set(map(id, self.held))
-            yield from ((self.source, before, _ABSENT) for before in self.before if id(before) not in now)
+        """As for `_Dictionary`; items that were appended are one place, as is a list that lost some."""
+        count = len(self.before)
+        if len(self.held) == count:
+            for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
+                if value is not before:
+                    yield self.source.item(position), before, value
             return
-        for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
-            if value is not before:
-                yield self.source.item(position), before, value
-
-    def _refuse_growth(self) -> None:
-        if any(map(is_traced, self.held)):
-            raise UnsupportedProgram(
-                f"the list `{self.source.path}` grows or shrinks by tensors that the program computes",
-                stage="capture",
-                fix="return them and append outside, or assign to items that are there already",
-            )
+        if len(self.held) > count and all(map(operator.is_, self.before, self.held)):
+            grown = self.source.item(slice(count, None), f"{self.source.path}[{count}:]")
+            yield grown, _ABSENT, self.held[count:]
+        else:
+            yield self.source.whole_list(), list(self.before), list(self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ class _Variable:
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """As for `_Dictionary`."""
-        value = _read(self.source)
+        value = self.source.read_or(_ABSENT)
         if value is not self.before:
             yield self.source, self.before, value
 
@@ -134,21 +127,43 @@ class Reassignments:
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
             for place, before, value in watched.changed():
-                _refuse_deletion(place.path, before, value)
+                _refuse_deletion(place, before, value)
                 self._refuse_hidden(place.path, value)
                 if shows_traced(value) or (place.is_of_argument and value is not _ABSENT):
                     found.append((place, value))
                     _put_back(place, before)
         return found
 
+    def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
+        """Places that were assigned constants, or containers of nothing else; and places that hold none now.
+
+        Each is put back as it was.
+        """
+        assigned: list[tuple[Source, Any]] = []
+        deleted: list[Source] = []
+        for watched in self._watched:
+            for place, before, value in watched.changed():
+                if value is _ABSENT:
+                    deleted.append(place)
+                    _put_back(place, before)
+                elif self._is_data(value):
+                    if not is_same(value, before):
+                        assigned.append((place, value))
+                    _put_back(place, before)
+        return assigned, deleted
+
     def side_effects(self) -> list[str]:
-        """Places that got another Python value; that happens at capture only."""
-        return [
-            place.path
-            for watched in self._watched
-            for place, before, value in watched.changed()
-            if is_constant(value) and not same_constant(value, before) and not place.is_of_argument
-        ]
+        """Places that got an object which is not made anew at every call; that happens at capture only."""
+        changes = (change for watched in self._watched for change in watched.changed())
+        return [place.path for place, _, _ in changes if not place.is_of_argument]
+
+    def _is_data(self, value: Any) -> bool:
+        """Whether it is a constant, or a container of constants that the program made."""
+        if is_constant(value) or isinstance(value, SYMBOLIC):
+            return True
+        if type(value) not in (list, dict, tuple) or id(value) in self.existing:
+            return False
+        return all(map(self._is_data, value.values() if isinstance(value, dict) else value))
 
     def _before(self) -> Iterator[Any]:
         for watched in self._watched:
@@ -169,30 +184,22 @@ class Reassignments:
             for place, before, _ in list(watched.changed()):
                 _put_back(place, before)
 
-    def undo(self) -> None:
-        """Put back everything that holds traced tensors, or held a tensor, after a trace that failed."""
-        for watched in self._watched:
-            if isinstance(watched, _List) and len(watched.held) != len(watched.before):
-                watched.held[:] = watched.before
-            for place, before, value in watched.changed():
-                is_gone = value is _ABSENT and isinstance(before, torch.Tensor)
-                if is_gone or shows_traced(value) or self._hiding(value) or place.is_of_argument:
-                    _put_back(place, before)
-
     @contextmanager
     def nothing_kept(self) -> Generator[None]:
         """Nothing is to hold tensors of a trace any more when the context is left; else all is put back.
 
+        Nor constants that the backward assigned: a forward that runs again (a checkpoint) counts again.
+
         Raises:
-            UnsupportedProgram: the backward assigned some.
+            UnsupportedProgram: the backward assigned tensors.
         """
         try:
             yield
         except BaseException:
-            self.undo()
+            self.roll_back()
             raise
         for path in self._kept():
-            self.undo()
+            self.roll_back()
             raise UnsupportedProgram(
                 f"the backward (a hook, an autograd function) keeps a tensor that it computes: `{path}` is "
                 "assigned it",
@@ -200,15 +207,14 @@ class Reassignments:
                 fix="keep it outside of the compiled function: let a hook of a result, or of an argument, do "
                 "so, or return the tensor and use `retain_grad()`",
             )
+        self.collect_constants()
 
     def _kept(self) -> Iterator[str]:
         """Places that hold tensors of the trace."""
         for watched in self._watched:
-            if isinstance(watched, _List) and len(watched.held) != len(watched.before):
-                values = [(watched.source.path, watched.held)]
-            else:
-                values = [(place.path, value) for place, _, value in watched.changed()]
-            yield from (path for path, value in values if shows_traced(value) or self._hiding(value))
+            for place, _, value in watched.changed():
+                if shows_traced(value) or self._hiding(value):
+                    yield place.path
 
     def _refuse_hidden(self, path: str, value: Any) -> None:
         for hiding in self._hiding(value):
@@ -224,10 +230,14 @@ class Reassignments:
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
 
 
-def _refuse_deletion(path: str, before: Any, value: Any) -> None:
-    if value is _ABSENT and isinstance(before, torch.Tensor):
+def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
+    gone = [before] if value is _ABSENT else []
+    if place.is_whole_list:
+        now = set(map(id, value))
+        gone = [item for item in before if id(item) not in now]
+    if any(isinstance(item, torch.Tensor) for item in gone):
         raise UnsupportedProgram(
-            f"a tensor is taken out of `{path}`, which eager would not find at the next call",
+            f"a tensor is taken out of `{place.path}`, which eager would not find at the next call",
             stage="capture",
             fix="let it be None instead, or do so outside of the compiled function",
         )
@@ -256,7 +266,7 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
     for source, _ in (*reached.tensors, *reached.constants):
         if source.steps and not isinstance(source.steps[-1], Applied):
             yield _Variable(source, source.read())
-    yield from (_Variable(source, _read(source)) for source in reached.assigned)
+    yield from (_Variable(source, source.read_or(_ABSENT)) for source in reached.assigned)
 
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
@@ -265,13 +275,6 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
     if isinstance(container, dict):
         return _Dictionary(place, container, dict(container))
     return _List(place, container, list(container))
-
-
-def _read(source: Source) -> Any:
-    try:
-        return source.read()
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError):
-        return _ABSENT
 
 
 def _put_back(place: Source, before: Any) -> None:

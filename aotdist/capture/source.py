@@ -31,6 +31,8 @@ class Applied:
     function: Callable[[Any], Any]
 
 
+_WHOLE = slice(None)
+
 Step: TypeAlias = Attribute | Item | Applied
 
 
@@ -88,9 +90,23 @@ class Source:
         """The place `self[key]`."""
         return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key)))
 
+    def whole_list(self) -> Source:
+        """All items of the list at `self`."""
+        return self.item(_WHOLE, self.path)
+
+    @property
+    def is_whole_list(self) -> bool:
+        """Whether it was made by `whole_list`."""
+        return self.steps[-1:] == (Item(_WHOLE),)
+
     def applied(self, function: Callable[[Any], Any], path: str) -> Source:
         """What `function` makes of the place; it cannot be written."""
         return Source(path, self.root, (*self.steps, Applied(function)))
+
+    def container(self) -> Source | None:
+        """The place that a function is applied to, of one that is computed."""
+        *steps, last = self.steps or (None,)
+        return Source(self.path, self.root, tuple(steps)) if isinstance(last, Applied) else None
 
     def read(self) -> Any:
         """What is there now."""
@@ -104,6 +120,13 @@ class Source:
                 case Applied(function=function):
                     value = function(value)
         return value
+
+    def read_or(self, default: Any) -> Any:
+        """What is there now; `default` if the place is not."""
+        try:
+            return self.read()
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+            return default
 
     def write(self, value: Any) -> None:
         """Put `value` there."""
@@ -126,6 +149,22 @@ class Source:
                 del owner[key]
             case Applied():
                 raise TypeError(f"{self.path} is computed, not a place")
+
+    def spot(self) -> tuple[int, Any]:
+        """What two sources of one place have in common, however they are spelled: what holds it, and its key.
+
+        Raises:
+            AttributeError, IndexError, KeyError: the place is gone.
+        """
+        owner, last = self._owner()
+        match last:
+            case Attribute(name=name):
+                held = getattr(owner, "__dict__", {})
+                return (id(held) if name in held else id(owner)), name
+            case Item(key=key):
+                return id(owner), key
+            case Applied(function=function):
+                return id(owner), function
 
     def _owner(self) -> tuple[Any, Step]:
         *steps, last = self.steps

@@ -125,11 +125,12 @@ class InductorBackend:
         if emission.kind == "inference":
             write_back(gm, graph)
         batches = KernelBatches()
-        with _compiling(emission.fake_mode) as context, cpp_kernels_batched(batches.start):
+        inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        with _compiling(emission.fake_mode, inputs) as context, cpp_kernels_batched(batches.start):
             decompose(gm, inductor_decompositions())
             compiled = compile_with_inductor(
                 gm,
-                [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")],
+                inputs,
                 static_ins=sorted(emission.static_ins),
                 backward=emission.kind == "backward",
                 inference=emission.kind == "inference",
@@ -188,14 +189,19 @@ def _start_on_headers() -> None:
 
 
 @contextmanager
-def _compiling(fake_mode: FakeTensorMode | None) -> Generator[TracingContext]:
-    """What Inductor expects around it, whatever the user's own call stands in."""
+def _compiling(fake_mode: FakeTensorMode | None, inputs: Sequence[Any] = ()) -> Generator[TracingContext]:
+    """What Inductor expects around it, whatever the user's own call stands in.
+
+    Its cache of graphs has no key for symbolic fractions, and says so at length.
+    """
     with ExitStack() as around:
         context = around.enter_context(tracing_context(fake_mode))
         for of_mode in (shape_environment, constants_allowed):
             around.enter_context(of_mode(fake_mode))
         for manager in (torch.no_grad(), autocast_off(), _configured()):
             around.enter_context(manager)
+        if any(isinstance(value, torch.SymFloat) for value in inputs):
+            around.enter_context(inductor_config(fx_graph_cache=False))
         yield context
 
 

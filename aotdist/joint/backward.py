@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam import (
     REENTRANT_CHECKPOINT,
     custom_functions,
+    hear_of_gradient,
     mixes_gradients,
     run_accumulating_backward,
     run_backward,
@@ -117,6 +118,21 @@ class Backward:
         if not 1 < len(indices) <= _MOST_CHOICES or (is_linear(self._ends) and not _mixes_kinds(tensors)):
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
+
+    @contextmanager
+    def noting_arrivals(self) -> Generator[list[PrimalIdx]]:
+        """The inputs in the order in which their gradients arrive, while this is on."""
+        arrived: list[PrimalIdx] = []
+        handles = [
+            hear_of_gradient(leaf, lambda _, idx=idx: arrived.append(idx))
+            for idx, (leaf, *_) in self._wanted
+            if isinstance(leaf, torch.Tensor)
+        ]
+        try:
+            yield arrived
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def is_differentiable(self) -> bool:
         """Whether what it computes may have a history; that of a reentrant checkpoint has none."""

@@ -117,6 +117,7 @@ class BackwardEffects:
     Args:
         runs: runs it.
         grads: the gradients that inputs get.
+        arrived: these inputs in the order in which their gradients arrived.
         writes: inputs that it wrote.
         storages: those whose storage it gave another size.
         passages: which gradients pass tensors that the caller holds.
@@ -128,6 +129,7 @@ class BackwardEffects:
 
     runs: Backward
     grads: Mapping[PrimalIdx, torch.Tensor]
+    arrived: tuple[PrimalIdx, ...]
     writes: tuple[BackwardWrite, ...]
     storages: tuple[tuple[PrimalIdx, int, int], ...]
     passages: Passages
@@ -216,7 +218,8 @@ class Effects:
         alone = backward.choices() if self.cuts else []
         meetings = Meetings()
         with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
-            grads = backward.run(again=again or bool(alone))
+            with backward.noting_arrivals() as arrived:
+                grads = backward.run(again=again or bool(alone))
         _refuse_accumulation(inputs.row())
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         slots = inputs.row().map(lambda one: one.slot)
@@ -235,6 +238,7 @@ class Effects:
         return BackwardEffects(
             backward,
             grads,
+            tuple(dict.fromkeys(arrived)),
             writes,
             storages,
             waypoints.passages(len(forward.node_outs)),
@@ -273,6 +277,7 @@ class Effects:
             passages=backward.passages,
             choices=backward.choices,
             adds_layouts=backward.adds_layouts,
+            arrived=backward.arrived,
             early=outputs.early,
         )
 

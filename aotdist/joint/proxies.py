@@ -267,6 +267,10 @@ class Recorder:
         slot = Slot("size", spelled)
         return self._arguments.get(slot) or self._placeholder(slot, number)
 
+    def sizes(self) -> list[Any]:
+        """The symbolic numbers that the graph takes so far."""
+        return [node.meta["val"] for slot, node in self._arguments.items() if slot.role == "size"]
+
     def _placeholder(self, slot: Slot, val: Any) -> torch.fx.Node:
         """A new argument, after those that are there already."""
         graph = self._tracer.graph

@@ -2,17 +2,21 @@
 
 Each size that may differ has a symbol of its own; if a trace compares two, or one with a number, the
 outcome is a guard. A size of 0 or 1 is never symbolic: broadcasting and emptiness depend on it.
+
+So has each number that a program finds somewhere and changes (`self.steps += 1`): it would fit one call only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx, Slot
 from aotdist.sizes import STATIC, Measure, Sizes, is_symbolic
@@ -23,6 +27,7 @@ from aotdist.torch_seam import (
     guards_of,
     is_open,
     marked_dims,
+    new_count,
     new_symbol,
     specialised_at,
     symbols_in,
@@ -33,6 +38,23 @@ if TYPE_CHECKING:
 
 Dims = Mapping[int, AbstractSet[int]]
 """Which dimensions of a tensor may differ from call to call, by the identity of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number that the program finds at a place, and leaves another there.
+
+    Args:
+        symbol: stands for it.
+        name: of the symbol.
+        place: where it is.
+        kind: `int` or `float`.
+    """
+
+    symbol: torch.SymInt | torch.SymFloat
+    name: str
+    place: Source
+    kind: type
 
 
 class Symbols:
@@ -47,6 +69,8 @@ class Symbols:
         self._env = env
         self._dims = dims
         self._symbols: list[tuple[torch.SymInt, str, Measure]] = []
+        self._counts: list[Count] = []
+        self._computed_with: set[str] = set()
         self._conditions: list[tuple[Measure, Any]] = []
         self._marked: list[tuple[str, Any]] = []
 
@@ -87,14 +111,43 @@ class Symbols:
                 known.add(name)
                 self._symbols.append((symbol, name, Measure(at, "", "size", dim)))
 
+    @contextmanager
+    def counting(self, places: Iterable[Source]) -> Generator[None]:
+        """Let symbols stand in places that hold numbers; these are put back when the context is left."""
+        numbers = [(place, place.read()) for place in places]
+        try:
+            for place, number in numbers:
+                assert self._env is not None
+                symbol = new_count(self._env, number, place.path)
+                self._counts.append(Count(symbol, expression(symbol), place, type(number)))
+                place.write(symbol)
+            yield
+        finally:
+            for place, number in numbers:
+                place.write(number)
+
+    def counts(self) -> tuple[Count, ...]:
+        """What the program counts in."""
+        return tuple(self._counts)
+
     def _new(self, slot: Slot, measure: Measure, number: int) -> torch.SymInt:
         assert self._env is not None
         symbol = new_symbol(self._env, number, measure.spelled(slot.path))
         self._symbols.append((symbol, expression(symbol), measure))
         return symbol
 
-    def __iter__(self) -> Iterator[torch.SymInt]:
-        return (symbol for symbol, _, _ in self._symbols)
+    def __iter__(self) -> Iterator[torch.SymInt | torch.SymFloat]:
+        """Those of sizes, and of the counts that the graph computes with."""
+        yield from (symbol for symbol, _, _ in self._symbols)
+        yield from (count.symbol for count in self._counts if count.name in self._computed_with)
+
+    def computes_with_floats(self) -> bool:
+        """Whether the graph takes a float that the program counts in, or what is made of one."""
+        return any(count.kind is float and count.name in self._computed_with for count in self._counts)
+
+    def note(self, numbers: Iterable[torch.SymInt | torch.SymFloat]) -> None:
+        """The graph computes with these."""
+        self._computed_with.update(name for number in numbers for name in symbols_in(number))
 
     def _sized(
         self, recipe: Recipe, at: PrimalIdx, inner: str, size_at: Callable[[int, int, str], Any]
@@ -123,7 +176,7 @@ class Symbols:
         Raises:
             UnsupportedProgram: a dimension that was marked as dynamic turned out to be a certain number.
         """
-        if self._env is None or not self._symbols:
+        if self._env is None or not (self._symbols or self._counts):
             return STATIC
         for place, symbol in self._marked:
             where = specialised_at(self._env, symbol)

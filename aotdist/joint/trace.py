@@ -7,13 +7,14 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from aotdist.capture.source import Source
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.facts import Facts
@@ -71,6 +72,7 @@ def trace(
     name_closed_over: Callable[[torch.Tensor], Slot],
     bases: BasePlan = NO_BASES,
     dims: Dims = MappingProxyType({}),
+    counts: Sequence[Source] = (),
     outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
     cuts: bool = False,
     again: bool = False,
@@ -84,6 +86,7 @@ def trace(
         name_closed_over: names a real tensor that is none of the program's inputs.
         bases: which of the inputs share memory.
         dims: which dimensions of which tensors have symbolic sizes; those that share memory have none.
+        counts: places of numbers that the program finds and changes.
         outer: for a part of another program: the stand-in there of a real tensor.
         cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
             for a backward of some outputs only, and for one that runs twice.
@@ -111,6 +114,7 @@ def trace(
         tensors = [
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
+        stack.enter_context(symbols.counting(counts))
         stack.enter_context(log)
         stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
@@ -151,6 +155,7 @@ def trace(
             facts.recipes,
             backward.grads,
         )
+    symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
 

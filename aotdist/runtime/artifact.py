@@ -10,6 +10,7 @@ from typing import Any, assert_never
 import torch
 
 from aotdist.capture.modules import ModuleGuard
+from aotdist.capture.reach import constants_but
 from aotdist.capture.source import Source
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.dedupe import DedupePlan
@@ -24,7 +25,7 @@ from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guard import no_overlap, place_in_storage
 from aotdist.runtime.heap import keep_freed_memory
-from aotdist.runtime.hooks import detaching, shielding
+from aotdist.runtime.hooks import detaching, shielding, taking_turns
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.print_call import MISS, Fit, print_call
@@ -69,7 +70,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     keep_freed_memory()
     printer = Printer(fit.variables)
     names = fit.primal_variables()
-    symbols = [name for name, _ in fit.sizes.symbols]
+    symbols = fit.symbols()
     plans = compilation.plans
     watch = _watch(compilation)
     gates = None
@@ -116,6 +117,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
         gates=gates,
         shielded=_shielded(compilation, gates),
         detached=_detached(compilation),
+        turns=_turns(compilation),
     )
     call = printer.load("call", compilation.captured.name)
     return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit))
@@ -184,6 +186,19 @@ def _detached(compilation: Compilation) -> list[PrimalIdx]:
     return compilation.region.node.without_grad(examples) if isinstance(compilation.region, Training) else []
 
 
+def _turns(compilation: Compilation) -> list[PrimalIdx]:
+    """Inputs that get gradients and are not written, in the order in which these arrive.
+
+    None where that does not matter: one input, one result.
+    """
+    if not isinstance(compilation.region, Training):
+        return []
+    grads, facts = compilation.region.node.grads, compilation.traced.facts
+    written = facts.written()
+    found = [idx for idx in facts.arrived if grads[idx] is not None and idx not in written]
+    return found if len(found) > 1 or len(compilation.region.node.differentiable()) > 1 else []
+
+
 def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:
     def watched(args: list[Any]) -> Sequence[Any]:
         with watch:
@@ -240,6 +255,7 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     if gates is not None:
         return plans.switched_on.lift(gates.lift(plans, call))
     call = shielding(call, _shielded(compilation, gates))
+    call = taking_turns(call, _turns(compilation))
     call = detaching(call, _detached(compilation))
     call = plans.switched_on.lift(plans.writes.lift(call))
     call = torch.enable_grad()(call) if _enables_grad(compilation) else call
@@ -253,14 +269,17 @@ def fit_of(compilation: Compilation) -> Fit:
     facts = traced.facts
     written = set(facts.written())
     written |= {idx for idx in compilation.bases.bases.indices() if compilation.bases.is_span(idx)}
-    guard = ModuleGuard(environment.modules, environment.state, environment.reached.names)
+    counts = traced.symbols.counts()
+    open_ = {count.place.spot() for count in counts}
+    guard = ModuleGuard(environment.modules, environment.state, environment.reached.names, open_)
     holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
     holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
     sources = _sources(compilation)
     paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
     base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
     sizes = traced.symbols.sizes()
-    names = variable_names([*paths, *base_paths], [*SCOPE, *(name for name, _ in sizes.symbols)])
+    symbols = [*(name for name, _ in sizes.symbols), *(count.name for count in counts)]
+    names = variable_names([*paths, *base_paths], [*SCOPE, *symbols])
     return Fit(
         arguments=captured.arguments,
         variables=tuple(names[: len(paths)]),
@@ -272,6 +291,7 @@ def fit_of(compilation: Compilation) -> Fit:
         examples=traced.program.examples,
         recipes=facts.recipes,
         sizes=sizes,
+        counts=counts,
         written=tuple(sorted(written)),
         storages=tuple(
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
@@ -279,8 +299,8 @@ def fit_of(compilation: Compilation) -> Fit:
         ),
         ambient=captured.ambient,
         holds=tuple(holds),
-        # As they are after the trace: Python side effects happen at capture only.
-        constants=tuple((source, source.read()) for source, _ in environment.reached.constants),
+        # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
+        constants=tuple((source, source.read()) for source in constants_but(environment.reached, open_)),
         identities=environment.reached.identities,
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
     )

@@ -24,10 +24,11 @@ from aotdist.convention.stack import Plans
 from aotdist.convention.swapping import check_swappable
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
 from aotdist.convention.version import bump, rewind
+from aotdist.joint.symbols import Count
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
-from aotdist.runtime.hooks import shield
+from aotdist.runtime.hooks import in_turn, shield
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
@@ -65,6 +66,7 @@ class Fit:
         examples: what it took at capture.
         recipes: how each is put together.
         sizes: the symbols in them.
+        counts: numbers that the program finds and changes.
         written: inputs that the program writes.
         storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
         ambient: the modes.
@@ -84,6 +86,7 @@ class Fit:
     examples: Row[PrimalIdx, torch.Tensor]
     recipes: Row[PrimalIdx, Recipe]
     sizes: Sizes
+    counts: tuple[Count, ...]
     written: tuple[PrimalIdx, ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     ambient: Ambient
@@ -92,13 +95,18 @@ class Fit:
     identities: tuple[tuple[Source, Any], ...]
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
 
+    def symbols(self) -> list[str]:
+        """The names of all symbols."""
+        return [*(name for name, _ in self.sizes.symbols), *(count.name for count in self.counts)]
+
     def has_classes(self) -> bool:
         """Whether tensors of the call hear of torch functions, which it is not to tell them of."""
         return any(hears_of_functions(type(example)) for example in self.examples)
 
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""
-        return bool(self.sources or self.constants or self.identities or self.base_variables)
+        places = self.sources or self.constants or self.counts
+        return bool(places or self.identities or self.base_variables)
 
     def distinct_variables(self) -> list[str]:
         """The variable that holds each distinct tensor."""
@@ -130,6 +138,7 @@ def print_call(
     gates: Gates | None,
     shielded: Sequence[NodeOutIdx],
     detached: Sequence[PrimalIdx],
+    turns: Sequence[PrimalIdx],
 ) -> None:
     """Print `call(args, kwargs)`.
 
@@ -143,6 +152,7 @@ def print_call(
         gates: where gradients pass tensors that the caller holds, if they do.
         shielded: results of the node with hooks of their own.
         detached: inputs that get no gradient, so that their hooks are not called.
+        turns: inputs whose hooks are called in this order.
     """
     quiet = print_classes_off(printer) if fit.has_classes() else nullcontext()
     with printer.block("def call(args, kwargs):"), quiet:
@@ -152,10 +162,11 @@ def print_call(
         with _missing_places_miss(printer) if fit.reads_places() else nullcontext():
             _print_sources(printer, fit)
             _print_bases(printer, fit)
+            _print_counts(printer, fit)
             printer.comment("does this artifact fit?")
             _miss_unless(printer, _conditions(printer, fit))
         primals = fit.primal_variables()
-        _print_sizes(printer, fit.sizes, primals)
+        _print_sizes(printer, fit, primals)
         printer.comment("run")
         _print_what_comes_first(printer, plans, primals)
         bind = binder(printer, fit.variables)
@@ -163,10 +174,8 @@ def print_call(
         for idx in plans.epilogue.early:
             do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
-            given = _print_taken(printer, plans.writes, primals)
-            for idx in detached:
-                given[idx] += ".detach()"
-            printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.sizes.symbols else [])], ")")
+            given = _print_given(printer, plans.writes, primals, detached, turns)
+            printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.symbols() else [])], ")")
             if shielded:
                 names = [f"values[{idx}]" for idx in shielded]
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
@@ -182,6 +191,24 @@ def print_call(
         else:
             print_steps(printer, gates, primals, do)
         print_return(printer, returned, plans.epilogue.outputs, fit.variables)
+
+
+def _print_given(
+    printer: Printer,
+    writes: DifferentiableWrites,
+    primals: Sequence[str],
+    detached: Sequence[PrimalIdx],
+    turns: Sequence[PrimalIdx],
+) -> list[str]:
+    """Print what the region is given; returns it."""
+    given = _print_taken(printer, writes, primals)
+    for idx in detached:
+        given[idx] += ".detach()"
+    if not turns:
+        return given
+    order = printer.bind("ARRIVE", tuple(turns))
+    printer.spread(f"given = {printer.bind('in_turn', in_turn)}({order}, ", given, ")")
+    return ["*given"]
 
 
 def _print_taken(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> list[str]:
@@ -287,9 +314,17 @@ def _print_sources(printer: Printer, fit: Fit) -> None:
         printer.line(f"{name} = {source.expression(bind)}")
 
 
-def _print_sizes(printer: Printer, sizes: Sizes, primals: Sequence[str]) -> None:
+def _print_counts(printer: Printer, fit: Fit) -> None:
+    """Bind the symbol of each number that the program finds and changes."""
+    bind = binder(printer, fit.variables)
+    for count in fit.counts:
+        printer.line(f"{count.name} = {count.place.expression(bind)}")
+
+
+def _print_sizes(printer: Printer, fit: Fit, primals: Sequence[str]) -> None:
     """Bind each symbol to a variable of its name, and test what has to hold of them."""
-    if not sizes.symbols:
+    sizes, symbols = fit.sizes, fit.symbols()
+    if not symbols:
         return
     printer.comment("sizes")
     for name, measure in sizes.symbols:
@@ -299,7 +334,7 @@ def _print_sizes(printer: Printer, sizes: Sizes, primals: Sequence[str]) -> None
         for measure, expected in sizes.conditions
     ]
     _miss_unless(printer, [*conditions, *(print_size(printer, guard) for guard in sizes.guards)])
-    printer.line(f"symbols = {{{', '.join(f'{name!r}: {name}' for name, _ in sizes.symbols)}}}")
+    printer.line(f"symbols = {{{', '.join(f'{name!r}: {name}' for name in symbols)}}}")
 
 
 def _print_bases(printer: Printer, fit: Fit) -> None:
@@ -343,6 +378,7 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
         conditions.append(f"{source.expression(bind)} is {expected}")
     for source, value in fit.constants:
         conditions.append(_same(printer, source.expression(bind), value, source.path))
+    conditions += [f"type({count.name}) is {count.kind.__name__}" for count in fit.counts]
     conditions += [f"{printer.bind(name, function)}()" for name, function in fit.holds]
     for idx, primal in fit.dedupe.source.enumerate():
         if fit.dedupe.kept[primal] != idx:

@@ -229,11 +229,27 @@ def print_return(
         value = _display(printer, spec, positions)
         place = source.expression(binder(printer, variables))
         printer.line(f"{place} = {value}  # {source.path} is reassigned")
+    for source, constant in returned.constants:
+        place = source.expression(binder(printer, variables))
+        printer.line(f"{place} = {_own(printer, constant)}  # {source.path} is reassigned")
     for source in returned.deleted:
         printer.line(f"del {source.expression(binder(printer, variables))}")
     for idx, path in returned.replaced:
         printer.line(f"{variables[idx]}{path} = o{next(positions)}  # is replaced")
     printer.line(f"return {result}")
+
+
+def _own(printer: Printer, constant: Any) -> str:
+    """`constant` as an expression; a container is another one at each call."""
+    match constant:
+        case list() | tuple():
+            items = [_own(printer, item) for item in constant]
+            return sequence(items) if isinstance(constant, tuple) else f"[{', '.join(items)}]"
+        case dict():
+            items = [f"{_literal(printer, key)}: {_own(printer, value)}" for key, value in constant.items()]
+            return f"{{{', '.join(items)}}}"
+        case _:
+            return _literal(printer, constant)
 
 
 def _print_shown(printer: Printer, shown: Shown) -> None:

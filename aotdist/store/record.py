@@ -89,6 +89,12 @@ def written(
 
 
 def _refuse_symbols(compilation: Compilation) -> None:
+    for count in compilation.traced.symbols.counts():
+        raise UnsupportedProgram(
+            f"the program counts in `{count.place.path}`, and an artifact would fit one value of it",
+            stage="store",
+            fix="count in a buffer (a tensor), or outside of the program",
+        )
     if tuple(compilation.traced.symbols):
         raise UnsupportedProgram(
             "the program has symbolic sizes, which an artifact cannot hold",

@@ -83,7 +83,7 @@ def hooked(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torc
 
 
 KEEPERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "appended": (hooked(GRADS.append), "hook"),
+    "appended": (hooked(GRADS.append), r"hook\[0:\]"),
     "added up": (hooked(adds_up), "KEPT.sum"),
     "a global": (hooked(replaces), "LATEST"),
     "a class": (lambda x: Keeping.apply(x), "Keeping.last"),

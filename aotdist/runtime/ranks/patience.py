@@ -96,8 +96,8 @@ class Patience:
             f"{spell(absent)} did not come to agree on `{self.label}` within {self.timeout_s:g} s "
             f"({self._reports(absent)})",
             "find out where it is (`py-spy dump` shows a hanging Python process), or raise "
-            "`settings.rank_timeout_s` if it compiles for longer than the others; if some "
-            "ranks alone have other collectives from this call on, give all of them the same flags and modules",
+            "`settings.rank_timeout_s` if it compiles for longer than the others; if it "
+            "has other collectives than its peers from this call on, give all the same modules and flags",
         )
 
     def _say_so(self, entries: Mapping[int, str], waited: float) -> None:

@@ -1,0 +1,236 @@
+"""Numbers, flags and texts that a program finds and changes: each call is eager's, by few artifacts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+from aotdist.api import compiled_call
+from aotdist.errors import UnsupportedProgram
+
+STEPS = 0
+
+
+class Counting(nn.Module):
+    """What the tests change: each replaces `step`, which is given the module and its input."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.steps, self.alpha, self.initialised, self.text = 0, 0.5, False, ""
+        self.options = {"steps": 0, "kind": "a"}
+        self.step = step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(self, x)
+
+
+def counts(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    module.steps += 1
+    return module.linear(x)
+
+
+def counts_down(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    module.steps -= 3
+    return module.linear(x) * module.steps + torch.arange(4) * abs(module.steps)
+
+
+def multiplies(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    return counts(module, x) * module.steps
+
+
+def corrects_bias(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    y = counts(module, x)
+    with torch.no_grad():
+        module.mean.lerp_(y.mean(0), 1 / module.steps)
+    return y + module.mean / (1 - 0.9**module.steps)
+
+
+def anneals(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    y = counts(module, x)
+    module.alpha = min(1.0, module.steps / 1000)
+    return y * module.alpha
+
+
+def decays(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    module.alpha *= 0.99
+    return module.linear(x) * module.alpha
+
+
+def counts_in_a_dictionary(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    module.options["steps"] += 1
+    return module.linear(x) * module.options["steps"]
+
+
+def counts_in_a_global(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    global STEPS
+    STEPS += 1
+    return module.linear(x) * STEPS
+
+
+def every_third(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    y = counts(module, x)
+    if module.steps % 3 == 0:
+        module.mean.mul_(0.9).add_(y.detach().mean(0))
+    return y
+
+
+def goes_round(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    module.steps = (module.steps + 1) % 3
+    return module.linear(x) + x[:, module.steps : module.steps + 1]
+
+
+def initialises_once(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    if not module.initialised:
+        with torch.no_grad():
+            module.linear.bias.copy_(-x.mean(0))
+        module.initialised = True
+    return module.linear(x)
+
+
+def toggles(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    module.initialised = not module.initialised
+    return module.linear(x) if module.initialised else -module.linear(x)
+
+
+def tells(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    y = counts(module, x)
+    module.text = f"step {module.steps}"
+    return y
+
+
+def remembers(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    if module.steps != len(x):
+        module.steps = len(x)
+        module.positions = torch.arange(len(x))[:, None]
+    return module.linear(x) + module.positions
+
+
+def deletes(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    if hasattr(module, "first"):
+        del module.first
+        return module.linear(x)
+    module.first = [1, {"rows": len(x)}]
+    return -module.linear(x)
+
+
+PROGRAMS: dict[Callable[[Any, torch.Tensor], torch.Tensor], int] = {
+    counts: 1,
+    counts_down: 1,
+    multiplies: 1,
+    corrects_bias: 1,
+    anneals: 1,
+    decays: 1,
+    counts_in_a_dictionary: 1,
+    counts_in_a_global: 1,
+    every_third: 2,
+    goes_round: 1,
+    initialises_once: 2,
+    toggles: 2,
+    tells: 6,
+    remembers: 2,
+    deletes: 2,
+}
+"""With the number of artifacts for six calls, by `fx`: more only where a count is spelled, or chooses."""
+
+BY_INDUCTOR = {corrects_bias: 2, decays: 6, goes_round: 2}
+"""The same where it is another: Inductor's kernels take no floats, and it decides by sizes."""
+
+
+def state(module: Counting) -> dict[str, Any]:
+    names = "steps", "alpha", "initialised", "text", "options", "first"
+    return {"STEPS": STEPS} | {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
+def run(module: Counting, call: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(call)
+    loss = module(torch.randn(3, 4, generator=generator)).square().sum()
+    loss.backward()
+    grads = [param.grad.clone() for param in module.parameters()]
+    return [loss, *grads, *(buffer.clone() for buffer in module.buffers())], state(module)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("backend", ["fx", "inductor"])
+def test_every_call_is_that_of_eager(program: Any, backend: str) -> None:
+    global STEPS
+    expected: list[Any] = []
+    artifacts: list[Any] = []
+    for compiles in (False, True):
+        STEPS = 0
+        torch.manual_seed(0)
+        module = Counting(program)
+        if compiles:
+            aotdist.compile(module, backend=backend)
+            artifacts = compiled_call(module).artifacts
+        for call in range(6):
+            tensors, said = run(module, call)
+            if not compiles:
+                expected.append((tensors, copy.deepcopy(said)))
+                continue
+            assert said == expected[call][1]
+            assert list(map(type, said.values())) == list(map(type, expected[call][1].values()))
+            for ours, theirs in zip(tensors, expected[call][0], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0 if backend == "fx" else 1e-5, atol=1e-6)
+    numbers = PROGRAMS if backend == "fx" else PROGRAMS | BY_INDUCTOR
+    assert len(artifacts) == numbers[program]
+
+
+def test_a_closure_that_counts() -> None:
+    def counting() -> Callable[[torch.Tensor], torch.Tensor]:
+        calls = 0
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return x * calls
+
+        return program
+
+    compiled = aotdist.compile(counting(), backend="fx")
+    for call in range(1, 5):
+        assert compiled(torch.ones(2)).tolist() == [call, call]
+    assert len(compiled_call(compiled).artifacts) == 1
+
+
+def test_what_a_user_sets_between_calls_counts() -> None:
+    module = aotdist.compile(Counting(multiplies), backend="fx")
+    x = torch.ones(1, 4)
+    for steps in (0, 7, -2, 7.5, True):
+        module.steps = steps
+        expected = module.linear(x) * (steps + 1)
+        assert torch.equal(module(x), expected)
+        assert module.steps == steps + 1 and type(module.steps) is type(steps + 1)
+
+
+def test_a_checkpoint_counts_once_in_the_forward() -> None:
+    """Eager counts again when the backward runs the forward again."""
+
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(counts, module, x, use_reentrant=False)
+
+    module = aotdist.compile(Counting(program), backend="fx")
+    for _ in range(3):
+        module(torch.ones(2, 4)).sum().backward()
+    assert module.steps == 3
+    assert len(compiled_call(module).artifacts) == 1
+
+
+def test_nothing_is_counted_where_capture_fails() -> None:
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        y = tells(module, x)
+        module.options["steps"] = 3
+        return y * x.sum().item()
+
+    module = aotdist.compile(Counting(program), backend="fx")
+    before = copy.deepcopy(state(module))
+    with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
+        module(torch.ones(2, 4))
+    assert state(module) == before
