@@ -1,9 +1,9 @@
-"""Capture on large worlds: a sharded model's first step, in one process of a group whose others are absent.
+"""Capture on large worlds: of a sharded model, in one process of a group whose others are absent.
 
 What is recorded is one rank's program, whose size does not depend on the number of ranks, so neither should
 the seconds. The group is PyTorch's fake one: its collectives return at once, and no rank is asked to agree.
-Timed are a first forward and backward, capture, cut and run; building the model and sharding it are not. They
-are seconds of the processor: nothing in them waits.
+Timed are capture, trace, cut and print of a first step; building the model, sharding it and running what was
+compiled are not: what a rank gathers takes the memory that it takes. They are seconds of the processor.
 """
 
 from __future__ import annotations
@@ -12,33 +12,36 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import aotdist
+from aotdist.capture.capture import UserCall
+from aotdist.codegen.fx import FxBackend
+from aotdist.pipeline import compilation_of
+from aotdist.settings import Settings
 from benchmarks import workers
 from benchmarks.effort import Case, Effort
 from benchmarks.models import Llama, LlamaShape, make_batch, split_matrices
 from benchmarks.timing import Contender, Pace, Series, as_series, take_turns
 from benchmarks.verdicts import Target
 
-WORLDS = (2, 64, 1024)
-MOST_TP_RANKS = 8
+LARGE = (64, 1024)
+TP_RANKS = 8
 
 TARGETS = tuple(
     Target(
-        "*",
-        "first step, CPU",
+        f"{spread}, *",
+        "capture, CPU",
         f"{num_ranks:,} ranks",
-        ("2 ranks",),
+        (f"{smallest} ranks",),
         limit=1.25,
         prediction=1.1,
         reason="the same nodes, but process groups and meshes are looked at in proportion to their ranks",
     )
-    for num_ranks in WORLDS[1:]
+    for spread, smallest in (("FSDP2", 2), ("FSDP2 and TP", 2 * TP_RANKS))
+    for num_ranks in LARGE
 )
 
 
@@ -47,7 +50,7 @@ class Job:
     """One way to spread the model.
 
     Args:
-        tensor_parallel: whether matrices are split over 8 ranks, where there are that many.
+        tensor_parallel: whether matrices are split over 8 ranks as well.
         num_layers: of the model.
         rounds: turns that each world gets.
     """
@@ -63,10 +66,20 @@ class Job:
         return f"{spread}, {self.num_layers} layers"
 
     @property
+    def worlds(self) -> tuple[int, ...]:
+        """Numbers of ranks, from the first on for which the program has all of its collectives."""
+        return (2 * self.num_tp_ranks, *LARGE)
+
+    @property
+    def num_tp_ranks(self) -> int:
+        """Over how many a matrix is split."""
+        return TP_RANKS if self.tensor_parallel else 1
+
+    @property
     def shape(self) -> LlamaShape:
         """Every parameter has a row for each of 1,024 ranks, so that shards are even in all worlds."""
         return LlamaShape(
-            dim=1024, num_layers=self.num_layers, num_heads=MOST_TP_RANKS, vocab=1024, sequence=16, batch=1
+            dim=1024, num_layers=self.num_layers, num_heads=TP_RANKS, vocab=1024, sequence=16, batch=1
         )
 
 
@@ -78,19 +91,18 @@ def cases(effort: Effort) -> list[Case]:
 
 
 def _measure(job: Job) -> list[Series]:
-    seconds = workers.call(job.case, first_steps, job)
-    return as_series(seconds, case=job.case, quantity="first step, CPU", unit="s", work=job.num_layers)
+    seconds = workers.call(job.case, captures, job)
+    return as_series(seconds, case=job.case, quantity="capture, CPU", unit="s", work=job.num_layers)
 
 
-def first_steps(job: Job) -> dict[str, list[float]]:
-    """Seconds of a first step, by the number of ranks that there would be."""
-    torch.set_flush_denormal(True)  # nobody fills what the fake group gathers: slow numbers may lie there
-    steps = [_FirstStep(job, num_ranks) for num_ranks in WORLDS]
-    contenders = [Contender(f"{step.num_ranks:,} ranks", step.run, step.prepare) for step in steps]
+def captures(job: Job) -> dict[str, list[float]]:
+    """Seconds of a capture, by the number of ranks that there would be."""
+    worlds = [_World(job, num_ranks) for num_ranks in job.worlds]
+    contenders = [Contender(f"{world.num_ranks:,} ranks", world.capture, world.prepare) for world in worlds]
     return take_turns(contenders, Pace(rounds=job.rounds, warmup=1), clock=time.process_time)
 
 
-class _FirstStep:
+class _World:
     def __init__(self, job: Job, num_ranks: int) -> None:
         self.job = job
         self.num_ranks = num_ranks
@@ -101,14 +113,15 @@ class _FirstStep:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", rank=0, world_size=self.num_ranks)
-        self.model = aotdist.compile(_spread(self.job, self.num_ranks), backend="fx")
+        self.model = _spread(self.job, self.num_ranks)
 
-    def run(self) -> None:
-        self.model(*make_batch(self.job.shape, seed=0)).backward()
+    def capture(self) -> None:
+        call = UserCall(self.model, self.model, make_batch(self.job.shape, seed=0), {})
+        compilation_of(call, FxBackend(), Settings())
 
 
 def _spread(job: Job, num_ranks: int) -> Llama:
-    tp = min(MOST_TP_RANKS, num_ranks) if job.tensor_parallel else 1
+    tp = job.num_tp_ranks
     mesh: DeviceMesh = init_device_mesh("cpu", (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
     model = Llama(job.shape)
     if tp > 1:

@@ -78,11 +78,10 @@ def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ar
     Raises:
         UnsupportedProgram: a leaf is neither a tensor nor a constant.
     """
-    pairs, spec = pytree.tree_flatten_with_path((args, dict(kwargs)), is_leaf=is_leaf)
+    pairs, spec = _named_leaves((args, dict(kwargs)))
     leaves: list[TensorLeaf | ConstantLeaf] = []
     tensors: list[torch.Tensor] = []
-    for key_path, value in pairs:
-        path = _path(key_path)
+    for path, value in pairs:
         if isinstance(value, torch.Tensor):
             leaves.append(TensorLeaf(path))
             tensors.append(value)
@@ -97,6 +96,15 @@ def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ar
                 "or close over it",
             )
     return Arguments(spec, tuple(leaves)), tensors
+
+
+def _named_leaves(given: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    try:
+        pairs, spec = pytree.tree_flatten_with_path(given, is_leaf=is_leaf)
+    except ValueError:  # a class was registered without names for what is in it
+        values, spec = pytree.tree_flatten(given, is_leaf=is_leaf)
+        return [(f"leaf {position} of the arguments", value) for position, value in enumerate(values)], spec
+    return [(_path(keys), value) for keys, value in pairs], spec
 
 
 def _path(key_path: Sequence[Any]) -> str:

@@ -1,6 +1,7 @@
-"""Lists and dictionaries among the arguments: what a program changes in them is changed at each call.
+"""Lists, dictionaries and objects among the arguments: what a program changes in them changes at each call.
 
-A trace is given others than the caller's, made of stand-ins; what became of these is repeated.
+A trace is given others than the caller's, made of stand-ins; what became of these is repeated. The objects
+are those that pytrees take apart: of registered classes.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same
-from aotdist.capture.source import Given, Source
+from aotdist.capture.source import Attribute, Given, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
 
 _ABSENT = object()
+_ATTRIBUTES = Attribute("__dict__")
 
 
 class GivenContainers:
@@ -55,13 +57,13 @@ class GivenContainers:
             for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
                 then = before.get(key, _ABSENT) if isinstance(before, dict) else before[key]
                 if not is_same(value, then):
-                    found.append((place.item(key), self._checked(place.item(key), value)))
+                    found.append((_entry(place, key), self._checked(_entry(place, key), value)))
         return found
 
     def deleted(self) -> list[Source]:
-        """Places of dictionaries that hold nothing any more."""
+        """Places of dictionaries and objects that hold nothing any more."""
         return [
-            place.item(key)
+            _entry(place, key)
             for place, held, before in self._watched
             if isinstance(before, dict)
             for key in before
@@ -86,12 +88,20 @@ def _place(key: int | str) -> Source:
     return Source("kwargs", Given("kwargs")).item(key, key)
 
 
+def _entry(place: Source, key: Any) -> Source:
+    """An item of a container, or an attribute of an object, whose dictionary is watched."""
+    return place.item(key, f"{place.path}.{key}" if place.steps[-1] == _ATTRIBUTES else None)
+
+
 def _containers(place: Source, value: Any) -> Iterator[tuple[Source, Any]]:
     if isinstance(value, (list, dict)):
         yield place, value
+    elif type(value) in pytree.SUPPORTED_NODES and hasattr(value, "__dict__"):
+        place, value = place.attribute(_ATTRIBUTES.name, place.path), vars(value)
+        yield place, value
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _containers(place.item(key), inner)
+            yield from _containers(_entry(place, key), inner)
     elif isinstance(value, (list, tuple)):
         for position, inner in enumerate(value):
             yield from _containers(place.item(position), inner)

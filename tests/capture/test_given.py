@@ -1,12 +1,14 @@
-"""Lists and dictionaries among the arguments, which the program changes."""
+"""Lists, dictionaries and objects among the arguments, which the program changes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import aotdist
 from aotdist.api import compiled_call
@@ -111,3 +113,43 @@ def test_objects_are_refused() -> None:
         UnsupportedProgram, match=r"`args\[0\]\['what'\]` is assigned an instance of `object`"
     ):
         aotdist.compile(program, backend="fx")({"x": torch.ones(2)})
+
+
+@dataclasses.dataclass
+class Batch:
+    """A class of the user's that pytrees know."""
+
+    x: torch.Tensor
+    sizes: list[int]
+    seen: Any = None
+
+
+class Bag:
+    """One that they know without names for what is in it."""
+
+    def __init__(self, items: list[torch.Tensor]) -> None:
+        self.items = items
+
+
+pytree.register_dataclass(Batch)
+pytree.register_pytree_node(Bag, lambda bag: (list(bag.items), None), lambda items, _: Bag(list(items)))
+
+
+def test_objects_that_pytrees_know() -> None:
+    def program(batch: dict[str, Batch], bag: Bag) -> torch.Tensor:
+        inner = batch["first"]
+        inner.seen = inner.x
+        inner.x = inner.x * 2
+        inner.sizes[0] += 1
+        bag.items.append(bag.items[-1] * inner.x)
+        return bag.items[-1].sum()
+
+    compiled = aotdist.compile(program, backend="fx")
+    told: list[Any] = []
+    for call in (program, compiled, compiled):
+        x = torch.arange(3.0)
+        batch, bag = Batch(x, [3]), Bag([torch.ones(3)])
+        result = call({"first": batch}, bag)
+        assert batch.seen is x and torch.equal(batch.x, x * 2) and batch.sizes == [4]
+        told.append((result.item(), [item.tolist() for item in bag.items]))
+    assert told[0] == told[1] == told[2]
