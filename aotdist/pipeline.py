@@ -61,6 +61,7 @@ from aotdist.torch_seam import (
     is_fake,
     pytree,
     quiet_fakes,
+    users_modes_off,
 )
 
 
@@ -183,7 +184,7 @@ def loaded_together(
 
 
 def _compile(job: _Job) -> Compilation:
-    with showing(job.call.name) as progress:
+    with showing(job.call.name) as progress, users_modes_off():
         return _compile_timed(job, StageTimes(progress=progress))
 
 
@@ -528,7 +529,7 @@ class _Twice:
         """What computes `outs` where only gradients `arrived` are there, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._made:
-            with alone():
+            with alone(), users_modes_off():
                 joint = self._cut if in_parts else linked(self._cut, arrived)
                 graph = gradients(joint, self._again, outs)
                 missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]

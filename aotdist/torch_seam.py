@@ -579,6 +579,25 @@ def no_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+@contextmanager
+def users_modes_off() -> Generator[None]:
+    """Dispatch modes of the user's off: what counts operators (`FlopCounterMode`) is not to count a trace's.
+
+    Those that PyTorch traces with (fake tensors) stay, beneath them.
+    """
+    modes = torch.utils._python_dispatch
+    popped: list[Any] = []
+    while (count := torch._C._len_torch_dispatch_stack()) > 0:
+        if torch._C._get_dispatch_stack_at(count - 1).is_infra_mode():
+            break
+        popped.append(modes._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(popped):
+            modes._push_mode(mode)
+
+
 def any_autocast() -> bool:
     """Whether autocast is on for any device."""
     return torch._C._is_any_autocast_enabled()

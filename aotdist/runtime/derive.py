@@ -24,7 +24,7 @@ from aotdist.runtime.other_kinds import Arrived
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import tangent_like
 from aotdist.subclasses.protocol import recipe_of
-from aotdist.torch_seam import FakeTensorMode
+from aotdist.torch_seam import FakeTensorMode, users_modes_off
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Derive:
             if tuple(self.symbols):
                 obstacle = self.node.obstacle or "gradients are of other kinds than the results"
                 raise cannot_again(f"{obstacle}, and sizes are symbolic")
-            with alone():
+            with alone(), users_modes_off():
                 found = self._compile(self.later.differentiable(arrived), arrived)
             self._made.append(found)
         return found

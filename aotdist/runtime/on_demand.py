@@ -31,6 +31,7 @@ from aotdist.runtime.ranks import agree
 from aotdist.runtime.tangent import tangent_like
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import is_wrapper, process_groups
+from aotdist.torch_seam import users_modes_off
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class OnDemand:
         """The backward without the tangents `missing`."""
         if missing not in self._reduced:
             choice = choice_without(self.facts, missing)
-            with alone():
+            with alone(), users_modes_off():
                 if choice is None:
                     some = without_choices(self.by_choice, self.facts, self.ins)
                 else:
@@ -78,7 +79,7 @@ class OnDemand:
         """What computes some results of the backward from some gradients, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._parts:
-            with alone():
+            with alone(), users_modes_off():
                 whole = self._in_parts if in_parts else parts_of(linked(self.cut, arrived), self.split)
                 graph = part(whole, outs, arrived, any_strides=self._loose)
                 position = {slot: at for at, slot in enumerate(self.split.saved)}
@@ -102,7 +103,7 @@ class OnDemand:
         def compiled(arrived: Arrived) -> OtherBackward:
             found = next((one for one in made if one.takes(arrived)), None)
             if found is None:
-                with alone():
+                with alone(), users_modes_off():
                     found = self._of_kinds(later.of_kinds(arrived), kept)
                 made.append(found)
             return found

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad, jacfwd, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import aotdist
 from aotdist.api import compiled_call
@@ -369,3 +370,22 @@ def test_training_and_evaluation_take_turns() -> None:
         torch.manual_seed(0)
         assert torch.equal(out, model[1](model[0](x)))
     assert len(compiled_call(compiled).artifacts) == 2
+
+
+@pytest.mark.parametrize("backend", ["fx", "triton"])
+def test_a_mode_that_counts_operators(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees what runs, and nothing of how that is compiled; at the first call, too."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.randn(3, 8, requires_grad=True)
+    weight = torch.randn(8, 4, requires_grad=True)
+
+    def program(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).relu() @ weight.t()
+
+    def num_flops(call: Callable[..., torch.Tensor]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            call(x, weight).sum().backward()
+        return counter.get_total_flops()
+
+    compiled = aotdist.compile(program, backend=backend)
+    assert [num_flops(compiled) for _ in range(2)] == [num_flops(program)] * 2 != [0, 0]
