@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import time
-import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from aotdist.capture.alone import alone, capturing
-from aotdist.capture.capture import Captured, Returned, UserCall, capture
-from aotdist.capture.constants import is_constant, same_constant
-from aotdist.capture.fakes import fakes_of
-from aotdist.capture.reassign import Reassignments
-from aotdist.capture.source import Source
-from aotdist.codegen.contract import Backend, BoxedCall, Decompositions
+from aotdist.capture.capture import UserCall
+from aotdist.codegen.contract import Backend, BoxedCall
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import Emitter
 from aotdist.codegen.graph_copy import copied
-from aotdist.convention import dedupe, synthetic_base
-from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.stack import Plans, lower_all
-from aotdist.convention.synthetic_base import NO_BASES, BasePlan
-from aotdist.errors import AotdistError, BadSettings
-from aotdist.facts import Facts, NotATensor
-from aotdist.joint.proxies import Recorder
-from aotdist.joint.strided import LooksAround
-from aotdist.joint.trace import Traced, trace
+from aotdist.joint.trace import Traced
 from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
 from aotdist.partition.choices import without_choices
@@ -39,9 +25,10 @@ from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
-from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
-from aotdist.report.logs import log_compiled, log_stage
-from aotdist.report.progress import Progress, showing
+from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
+from aotdist.report.logs import log_compiled
+from aotdist.report.progress import showing
+from aotdist.report.stage_times import StageTimes
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
@@ -54,58 +41,10 @@ from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam import (
-    autocast_off,
-    autocast_only,
     class_functions_off,
-    hint,
-    is_fake,
-    pytree,
-    quiet_fakes,
     users_modes_off,
 )
-
-
-@dataclass(slots=True)
-class StageTimes:
-    """Seconds of each stage, in the order in which they ran.
-
-    Args:
-        seconds: of each.
-        progress: told which stage runs, for somebody who waits for it.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    progress: Progress | None = None
-
-    def counting(self, num_nodes: Callable[[], int]) -> None:
-        """Let the progress line count nodes by `num_nodes`."""
-        if self.progress is not None:
-            self.progress.num_nodes = num_nodes
-
-    @contextmanager
-    def stage(self, name: str) -> Generator[None]:
-        """Add the time spent inside to stage `name`."""
-        if self.progress is not None:
-            self.progress.stage = name
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            if self.progress is not None:
-                log_stage(self.progress.name, name, seconds, self.progress.num_nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What is compiled, and how; see `compile_call`."""
-
-    call: UserCall
-    backend: Backend
-    settings: Settings
-    symbolic: bool = True
-    counts: tuple[Source, ...] = ()
+from aotdist.tracing import Job, trace_call
 
 
 def compile_call(
@@ -132,7 +71,7 @@ def compile_call(
         RankLost: another rank failed to compile, or did not come to compare.
     """
     with alone(), class_functions_off():
-        job = _Job(call, backend, settings, symbolic)
+        job = Job(call, backend, settings, symbolic)
         return loaded_together(call.name, settings, lambda: _compile(job), earlier)
 
 
@@ -144,7 +83,7 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
         BadSettings: the backend lacks something, or a setting names nothing.
     """
     with alone(), class_functions_off(), collector_paused():
-        compilation = _compile(_Job(call, backend, settings))
+        compilation = _compile(Job(call, backend, settings))
         refuse_overlap(fit_of(compilation))
     return compilation
 
@@ -170,7 +109,7 @@ def loaded_together(
         fit = fit_of(compilation)
         refuse_overlap(fit)
         if settings.validate_guards:
-            prove_guards(fit.sizes, fit.symbols())
+            prove_guards(fit.sizes, [count.name for count in fit.counts])
     agree(
         compilation.collectives(),
         label=label,
@@ -183,16 +122,24 @@ def loaded_together(
     return artifact
 
 
-def _compile(job: _Job) -> Compilation:
+def _compile(job: Job) -> Compilation:
     with showing(job.call.name) as progress, users_modes_off():
         return _compile_timed(job, StageTimes(progress=progress))
 
 
-def _compile_timed(job: _Job, times: StageTimes) -> Compilation:
+def _compile_timed(job: Job, times: StageTimes) -> Compilation:
+    with ExitStack() as on_failure:
+        compilation = _compile_traced(job, times, on_failure)
+        on_failure.pop_all()  # nothing is undone
+        return compilation
+
+
+def _compile_traced(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilation:
     backend, settings = job.backend, job.settings
     backend.check()
     with capturing():
-        captured, deduped, traced, bases = _trace_counting(job, times)
+        found = trace_call(job, times, on_failure)
+    captured, traced = found.captured, found.traced
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
@@ -205,11 +152,11 @@ def _compile_timed(job: _Job, times: StageTimes) -> Compilation:
         region, more = _compile_inference(joint, emitter, times)
     return Compilation(
         captured=captured,
-        deduped=deduped,
-        bases=bases,
+        deduped=found.deduped,
+        bases=found.bases,
         traced=traced,
         plans=plans,
-        returned=Returned.of(traced.facts),
+        returned=found.returned(),
         region=region,
         backend=backend.name,
         settings=settings,
@@ -218,237 +165,11 @@ def _compile_timed(job: _Job, times: StageTimes) -> Compilation:
     )
 
 
-_OverBases: TypeAlias = tuple[Captured, dedupe.DedupePlan, Traced, BasePlan]
-
-
-def _trace_counting(job: _Job, times: StageTimes) -> _OverBases:
-    """Trace the program; once more, with symbols for the numbers that it finds and changes, if it does.
-
-    It would fit this call only. Where symbols cannot stand for numbers (in a key, in a text), it does.
-    """
-    found = _trace_over_bases(job, times)
-    counts = Returned.of(found[2].facts).counts()
-    if not counts or not job.symbolic:
-        return found
-    try:
-        counting = _trace_over_bases(replace(job, counts=tuple(counts)), times)
-    except (AotdistError, _FailsWithSymbols):
-        return found
-    _, _, traced, _ = counting
-    fits = _says_the_same(traced.facts, found[2].facts)
-    if job.backend.name == "inductor" and traced.symbols.computes_with_floats():
-        fits = False  # its C++ takes sizes, and what is made of them
-    return counting if fits else found
-
-
-def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
-    """Whether results and assignments that are no tensors are the same, but for symbols."""
-    pairs = zip(_said(symbolic), _said(facts), strict=True)
-    return all(same_constant(hint(one), other) for one, other in pairs if is_constant(other))
-
-
-def _said(facts: Facts) -> list[Any]:
-    returned = Returned.of(facts)
-    results = [fact.value for fact in facts.outputs if isinstance(fact, NotATensor)]
-    return [*results, *pytree.tree_leaves([value for _, value in returned.constants])]
-
-
-def _trace_over_bases(job: _Job, times: StageTimes) -> _OverBases:
-    """Trace the program over the bases that its inputs need.
-
-    Only a trace tells which inputs are written, and around which the program looks in their storage. Where
-    they share memory, the program runs once more, and again if what was written brings history to others.
-    """
-    bases, writes = NO_BASES, Writes()
-    inputs: _Inputs | None = None
-    while True:
-        try:
-            captured, deduped, traced, before = _trace_with_any_sizes(job, times, bases, inputs)
-        except _LooksAround as found:
-            before, inputs = found.before, found.inputs
-            writes = writes.and_around(found.position)
-            bases = plan_bases(Program(job.call.run, *inputs), writes)
-        else:
-            inputs = _distinct(traced, bases, inputs)
-            program = Program(job.call.run, *inputs)
-            writes = writes.and_of(program, traced.facts, bases)
-            needed = plan_bases(program, writes)
-            if needed == bases:
-                return captured, deduped, traced, bases
-            bases, job = needed, replace(job, symbolic=bool(tuple(traced.symbols)))
-        before.roll_back()
-
-
-def _trace_with_any_sizes(
-    job: _Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
-) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
-    """A trace: with symbolic sizes where they are asked for, if PyTorch's operators take them.
-
-    Many of linear algebra, Fourier transforms and losses do not. A program that calls one is compiled for
-    each of its sizes.
-    """
-    try:
-        return _trace(job, times, bases, inputs)
-    except _FailsWithSymbols as failure:
-        failure.before.roll_back()
-        if job.counts:
-            raise
-        traced = _trace(replace(job, symbolic=False), times, bases, inputs)
-        reason = str(failure.__cause__).partition("\n")[0]
-        warnings.warn(
-            f"aotdist: `{traced[0].name}` is compiled for the sizes at hand: an operator of PyTorch's does "
-            f"not take symbolic ones ({reason})",
-            stacklevel=2,
-        )
-        return traced
-
-
-class _FailsWithSymbols(Exception):
-    """A trace with symbolic sizes failed, as a trace with numbers might not; the cause says how."""
-
-    def __init__(self, before: Reassignments) -> None:
-        super().__init__()
-        self.before = before
-
-
-_Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
-
-
-class _LooksAround(Exception):
-    """The program looks around an input in its storage.
-
-    Args:
-        before: how to undo what the program assigned.
-        inputs: the inputs that are known.
-        example: the input; it may be one that only the trace meets.
-        slot: its name.
-    """
-
-    def __init__(self, before: Reassignments, inputs: _Inputs, example: torch.Tensor, slot: Slot) -> None:
-        super().__init__()
-        self.before = before
-        slots, examples = inputs
-        known = [idx for idx, each in examples.enumerate() if each is example]
-        self.inputs = inputs if known else (Row([*slots, slot]), Row([*examples, example]))
-        self.position = known[0] if known else DistinctIdx(len(examples))
-
-
-def _trace(
-    job: _Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
-) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
-    """Capture the call and trace it.
-
-    Args:
-        job: the call, and how to compile it.
-        times: where to note how long it takes.
-        bases: which of the inputs share memory.
-        inputs: those of an earlier trace, with the closed-over tensors that it met.
-
-    Returns:
-        the captured call, its distinct tensors, the trace, and how to undo what the program assigned.
-    """
-    with ExitStack() as scope:
-        with times.stage("capture"):
-            captured = capture(job.call, job.settings, scope)
-            before = captured.environment.reassignments()
-            scope.enter_context(before.nothing_kept())
-            distinct, deduped = dedupe.lower(captured.program)
-            program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
-        with times.stage("trace"):
-            dims = captured.dims if job.symbolic else {}
-            paths = (slot.path for slot in program.ins)
-            fakes = fakes_of(zip(paths, program.examples, strict=True), captured.closed_over.keys())
-            _refuse_fakes(program, job.backend)
-            recorder = Recorder(
-                _broken_up_in_trace(job.backend, job.settings),
-                functional_rng=job.settings.functional_rng,
-                backward_autocast=_backward_autocast(job.settings),
-                symbolic=bool(dims or job.counts),
-                fakes=fakes,
-            )
-            times.counting(recorder.num_nodes)
-            recorder.draws.allow(captured.environment.reached.generators)
-            try:
-                with quiet_fakes() if dims or job.counts else nullcontext():
-                    traced = trace(
-                        program,
-                        recorder,
-                        training=not captured.ambient.inference,
-                        name_closed_over=captured.name_closed_over,
-                        bases=bases,
-                        dims=dims,
-                        counts=job.counts,
-                        cuts=captured.ambient.grad and not job.backend.owns_cut,
-                        again=not captured.environment.rules,
-                    )
-            except LooksAround as found:
-                known = _with_inputs(distinct, inputs)
-                slot = captured.name_closed_over(found.example)
-                raise _LooksAround(before, (known.ins, known.examples), found.example, slot) from None
-            except AotdistError:
-                raise
-            except Exception as error:
-                if not (dims or job.counts):
-                    raise
-                raise _FailsWithSymbols(before) from error
-    if traced.later_backwards is not None:
-        traced.later_backwards.find_at(captured.sources(traced.program.examples))
-    return captured, deduped, traced, before
-
-
-def _refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:
-    """Refuse to make machine code for a call with fake tensors: it would read memory that is not there."""
-    for slot, example in zip(program.ins, program.examples, strict=True):
-        if is_fake(example) and backend.name in ("inductor", "triton"):
-            raise BadSettings(
-                f"`{slot}` is a fake tensor, and what `{backend.name}` emits reads memory",
-                stage="capture",
-                fix='compile with `backend="fx"`, or export the program: `aotdist.export`',
-            )
-
-
-def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManager[Any]]:
-    match settings.backward_autocast:
-        case "off":
-            return autocast_off
-        case "same_as_forward":
-            return nullcontext
-        case _:
-            return functools.partial(autocast_only, settings.explicit_autocast())
-
-
 def drawn_on(graph: Graph) -> torch.device | None:
     """Where the seed lies that a graph takes, if it does."""
     nodes = (node for slot, node in graph.named_placeholders().items() if slot.role == "rng")
     seed = next(nodes, None)
     return None if seed is None else seed.meta["val"].device
-
-
-def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs:
-    """The distinct tensors of the call: those that are known, and what the trace met besides."""
-    slots, examples = (Row[DistinctIdx, Slot](), Row[DistinctIdx, torch.Tensor]()) if known is None else known
-    seen = {id(example) for example in examples}
-    program = traced.program
-    more = [at for at, ex in program.examples.enumerate() if id(ex) not in seen and not bases.is_new(at)]
-    return Row([*slots, *(program.ins[at] for at in more)]), Row(
-        [*examples, *(program.examples[at] for at in more)]
-    )
-
-
-def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Program[DistinctIdx]:
-    """`program` with more inputs, which it reaches by itself."""
-    if inputs is None:
-        return program
-    count = len(program.ins)
-    return Program(lambda *distinct: program.fn(*distinct[:count]), *inputs)
-
-
-def _broken_up_in_trace(backend: Backend, settings: Settings) -> Decompositions:
-    """The operators that a trace breaks up; losses that a pass may look for, it leaves whole."""
-    table = backend.decompositions()
-    if settings.loss_chunk_bytes is None:
-        return table
-    return {op: made for op, made in table.items() if op not in WHOLE}
 
 
 def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[Graph, tuple[PassRecord, ...]]:

@@ -869,7 +869,6 @@ def mark_dims(tensor: torch.Tensor, dims: Collection[int]) -> None:
 
 def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
     """What was decided by symbols, as Python conditions: without what follows from others, and all of it."""
-    from sympy import oo
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.printers import PythonPrinter
 
@@ -879,9 +878,9 @@ def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
         if symbol in env.replacements:
             kept[f"{symbol} == {doprint(env.replace(symbol))}"] = None
             continue
-        if bounds.lower not in (-int_oo, -oo):
+        if bounds.lower != -int_oo and not bounds.lower.is_infinite:
             kept[f"{bounds.lower} <= {symbol}"] = None
-        if bounds.upper not in (int_oo, oo):
+        if bounds.upper != int_oo and not bounds.upper.is_infinite:
             kept[f"{symbol} <= {bounds.upper}"] = None
     for guard in env.guards:
         left = env.replace(guard.expr)

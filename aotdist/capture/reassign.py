@@ -8,7 +8,7 @@ only fits calls that find what this one found.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +228,19 @@ class Reassignments:
         """What hides traced tensors: leaves of `value`, or all of it if it shows none."""
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
+
+
+def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
+    """Let places hold these values; returns what puts back what they held."""
+    before = [(place, place.read_or(_ABSENT)) for place, _ in values]
+    for place, value in values:
+        place.write(value)
+
+    def undo() -> None:
+        for place, value in reversed(before):
+            _put_back(place, value)
+
+    return undo
 
 
 def _refuse_deletion(place: Source, before: Any, value: Any) -> None:

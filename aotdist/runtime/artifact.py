@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer, variable_names
 from aotdist.runtime.ranks import naming_lost_ranks
 from aotdist.runtime.results import detached_views, result_views
+from aotdist.runtime.spent import Shares
 from aotdist.sizes import SCOPE, concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
 
@@ -151,6 +153,8 @@ def backward_of(region: Training, watch: Watch, after: Callable[[], None]) -> Ba
         return Part(guarded(part.call), part.sources)
 
     node, others, derivatives = region.node, region.others, region.derivatives
+    pairs = zip(node.differentiable(), node.tangents, strict=True)
+    tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(
         plan=node,
         whole=without_autocast(pointing_at_the_forward(region.backward, region.split.backward)),
@@ -161,6 +165,9 @@ def backward_of(region: Training, watch: Watch, after: Callable[[], None]) -> Ba
         results=region.split.backward.outs,
         other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
         derivative=None if derivatives is None else Derivatives(node, derivatives),
+        shares=functools.cache(
+            functools.partial(Shares.of, region.split.backward, tangents, len(node.saved))
+        ),
     )
 
 

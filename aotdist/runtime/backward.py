@@ -25,6 +25,7 @@ from aotdist.runtime.gate import caught_on_the_way, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
 from aotdist.runtime.other_kinds import CAUGHT, WATCHED, OtherKinds, refusal
 from aotdist.runtime.plan import Grads, NodePlan
+from aotdist.runtime.spent import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete, evaluate
 
 
@@ -69,6 +70,7 @@ class Backward:
         results: the names of what `whole` returns.
         other_kinds: runs the backward for gradients of other kinds, if there can be one.
         derivative: runs the backward as a program with a backward, where `twice` will not do.
+        shares: what the backwards of the results compute with.
     """
 
     plan: NodePlan
@@ -80,6 +82,7 @@ class Backward:
     results: tuple[Slot, ...]
     other_kinds: OtherKinds | None
     derivative: Derivatives | None
+    shares: Callable[[], Shares]
 
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients, given a tangent, or None, for each differentiable output."""
@@ -100,7 +103,7 @@ class Backward:
             call, args = self._part(ctx, self.results, there, caught)
         else:
             recipes = plan.choices.get(tuple(there), recipes)
-            call, args = self.reduced(missing) if missing else self.whole, list(ctx.saved_tensors)
+            call, args = self.reduced(missing) if missing else self.whole, self._saved(ctx, there)
             args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
             args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
             args += [ctx.written[position] for position in plan.buffers.values()]
@@ -111,6 +114,15 @@ class Backward:
         self._write(ctx, list(results))
         self.after()
         return tuple(grads)
+
+    def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor | None]:
+        """The saved values; those that other gradients need, without these, are kept for them."""
+        if len(there) == len(self.plan.tangents) or self.plan.backward_writes:
+            return list(ctx.saved_tensors)
+        shares = self.shares()
+        saved = saved_for(ctx, there, shares)
+        keep_for_others(ctx, there, saved, shares)
+        return saved
 
     def _there(self, tangents: Sequence[torch.Tensor | None]) -> dict[NodeOutIdx, torch.Tensor]:
         pairs = zip(self.plan.differentiable(), tangents, strict=True)

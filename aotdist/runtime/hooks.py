@@ -105,7 +105,7 @@ def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hoo
     call_after_backward(lambda: hooks.update({k: hook for k, hook in before.items() if k in hooks}))
 
 
-def in_turn(order: Sequence[int], *given: Any) -> Sequence[Any]:
+def heard_in_turn(order: Sequence[int], *given: Any) -> Sequence[Any]:
     """`given`, so that hooks of those at the positions `order` are called in that order; 0.1 us each."""
     hooked = [k for k in order if hooks_of_gradient(given[k]) or hooks_after_accumulation(given[k])]
     if not hooked:
@@ -117,8 +117,8 @@ def in_turn(order: Sequence[int], *given: Any) -> Sequence[Any]:
 
 
 def taking_turns(call: Call, order: Sequence[PrimalIdx]) -> Call:
-    """`call`, given its inputs by `in_turn`."""
-    return lambda primals: call(in_turn(order, *primals))
+    """`call`, given its inputs by `heard_in_turn`."""
+    return lambda primals: call(heard_in_turn(order, *primals))
 
 
 def detaching(call: Call, detached: Sequence[PrimalIdx]) -> Call:

@@ -28,7 +28,7 @@ from aotdist.joint.symbols import Count
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
-from aotdist.runtime.hooks import in_turn, shield
+from aotdist.runtime.hooks import heard_in_turn, shield
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
@@ -207,7 +207,7 @@ def _print_given(
     if not turns:
         return given
     order = printer.bind("ARRIVE", tuple(turns))
-    printer.spread(f"given = {printer.bind('in_turn', in_turn)}({order}, ", given, ")")
+    printer.spread(f"given = {printer.bind('heard_in_turn', heard_in_turn)}({order}, ", given, ")")
     return ["*given"]
 
 

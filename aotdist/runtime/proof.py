@@ -15,7 +15,7 @@ from aotdist.sizes import Expression, Sizes
 _TIMEOUT_MS = 10_000
 
 
-def prove_guards(sizes: Sizes, symbols: Sequence[str]) -> None:
+def prove_guards(sizes: Sizes, counts: Sequence[str] = ()) -> None:
     """Look for sizes that pass the guards and break something that was decided.
 
     What Z3 cannot express (a square root) or settle within ten seconds is taken as proved.
@@ -32,7 +32,7 @@ def prove_guards(sizes: Sizes, symbols: Sequence[str]) -> None:
         raise BadSettings(
             "`validate_guards` needs Z3, which is not installed", fix="pip install 'aotdist[validate]'"
         ) from None
-    scope = {name: _Number(z3.Int(name), z3) for name in symbols}
+    scope = {name: _Number(z3.Int(name), z3) for name in (*(name for name, _ in sizes.symbols), *counts)}
     scope |= {"max": _pick(z3, ">="), "min": _pick(z3, "<=")}
     solver = z3.Solver()
     solver.set("timeout", _TIMEOUT_MS)

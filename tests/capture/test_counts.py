@@ -223,6 +223,36 @@ def test_a_checkpoint_counts_once_in_the_forward() -> None:
     assert len(compiled_call(module).artifacts) == 1
 
 
+def test_what_sets_itself_up_is_compiled_once() -> None:
+    """A flag that chooses nothing, hooks that are there from the first call on."""
+
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(module, "ready"):
+            module.ready = True
+            module.text = "set up"
+        return module.linear(x)
+
+    module = aotdist.compile(Counting(program), backend="fx")
+    for _ in range(3):
+        module(torch.ones(2, 4))
+        assert module.ready is True and module.text == "set up"
+    assert len(compiled_call(module).artifacts) == 1
+
+
+def test_what_was_set_up_is_undone_where_compiling_fails() -> None:
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        module.text = "set up"
+        return module.linear(x)
+
+    def refuses(graph: Any, fakes: Any) -> Any:
+        raise ValueError("no rule for it")
+
+    module = aotdist.compile(Counting(program), backend=refuses)
+    with pytest.raises(ValueError, match="no rule for it"):
+        module(torch.ones(2, 4))
+    assert module.text == ""
+
+
 def test_nothing_is_counted_where_capture_fails() -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
         y = tells(module, x)

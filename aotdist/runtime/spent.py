@@ -1,0 +1,114 @@
+"""Losses one by one: what is kept of a graph that is not retained, for results whose backward is to come.
+
+When a backward of some results is over, autograd frees all that the node saved. In eager each result has
+nodes of its own, as far as it has nothing in common with the others: those may still be differentiated, and
+what they saved is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from aotdist.convention.version import version_of
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot
+from aotdist.torch_seam import keeps_graph
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the backward of each result computes with.
+
+    Args:
+        nodes: operations on gradients that need a value of the forward: in eager, of nodes that save some.
+        saved: positions of the saved values among them, and of those that they are made of.
+    """
+
+    nodes: Mapping[NodeOutIdx, frozenset[Node]]
+    saved: Mapping[NodeOutIdx, frozenset[int]]
+
+    @classmethod
+    def of(cls, backward: Graph, tangents: Mapping[NodeOutIdx, Sequence[Slot]], num_saved: int) -> Shares:
+        """Those of a backward.
+
+        Args:
+            backward: its first arguments are the saved values.
+            tangents: names of the gradients of each result.
+            num_saved: how many values are saved.
+        """
+        arguments = backward.named_placeholders()
+        gradients = {node for slot, node in arguments.items() if slot.role in GRADIENT_ROLES}
+        position = {node: k for k, node in enumerate(list(arguments.values())[:num_saved])}
+        from_gradients: set[Node] = set()
+        made_of: dict[Node, frozenset[int]] = {}
+        for node in backward.gm.graph.nodes:
+            if node in gradients or not from_gradients.isdisjoint(node.all_input_nodes):
+                from_gradients.add(node)
+            inputs = (made_of[each] for each in node.all_input_nodes if each not in from_gradients)
+            made_of[node] = frozenset({position[node]} if node in position else ()).union(*inputs)
+        nodes: dict[NodeOutIdx, frozenset[Node]] = {}
+        for idx, slots in tangents.items():
+            reached = _reached_from({arguments[slot] for slot in slots}, backward)
+            nodes[idx] = frozenset(node for node in reached if made_of[node])
+        saved = {idx: frozenset[int]().union(*map(made_of.__getitem__, of)) for idx, of in nodes.items()}
+        return cls(nodes, saved)
+
+    def are_apart(self, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
+        """Whether no operation on gradients of `one` is one on gradients of `other` as well."""
+        return all(self.nodes[a].isdisjoint(self.nodes[b]) for a in one for b in other)
+
+
+def _reached_from(starts: set[Node], graph: Graph) -> set[Node]:
+    reached = set(starts)
+    for node in graph.gm.graph.nodes:
+        if node.op != "output" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left when the backward of some results was run, without the graph being retained.
+
+    Args:
+        spent: those results.
+        values: saved values that others need, by position, with their version counters.
+    """
+
+    spent: frozenset[NodeOutIdx]
+    values: Mapping[int, tuple[torch.Tensor, int]]
+
+
+def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list[torch.Tensor | None]:
+    """The saved values that the backward of some results needs; None in the places of others.
+
+    Raises:
+        RuntimeError: they were freed, or written since; autograd's own.
+    """
+    rest: Rest | None = getattr(ctx, "rest", None)
+    if rest is None or not shares.are_apart(rest.spent, arrived):
+        return list(ctx.saved_tensors)
+    needed = frozenset[int]().union(*(shares.saved[idx] for idx in arrived))
+    if any(version_of(rest.values[k][0]) != rest.values[k][1] for k in needed):
+        return list(ctx.saved_tensors)
+    count = 1 + max(max(of, default=-1) for of in shares.saved.values())
+    return [rest.values[k][0] if k in needed else None for k in range(count)]
+
+
+def keep_for_others(
+    ctx: Any, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor | None], shares: Shares
+) -> None:
+    """Keep what the results with nothing in common with `arrived` need, unless all is kept anyway."""
+    if keeps_graph():
+        return
+    rest: Rest | None = getattr(ctx, "rest", None)
+    spent = frozenset(arrived) | (frozenset() if rest is None else rest.spent)
+    others = [idx for idx in shares.nodes if idx not in spent and shares.are_apart(spent, [idx])]
+    values = {} if rest is None else dict(rest.values)
+    values |= {k: (value, version_of(value)) for k, value in enumerate(saved) if value is not None}
+    needed = frozenset[int]().union(*(shares.saved[idx] for idx in others))
+    ctx.rest = Rest(spent, {k: values[k] for k in needed})

@@ -1,0 +1,355 @@
+"""From a call to a trace: over the bases that its inputs need, with symbols or numbers, for one call or more.
+
+`trace_call` runs the user's program as often as it takes to know how to trace it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.capture.capture import Captured, Returned, UserCall, capture
+from aotdist.capture.constants import is_constant, same_constant
+from aotdist.capture.fakes import fakes_of
+from aotdist.capture.reassign import Reassignments, assign
+from aotdist.capture.source import Source
+from aotdist.codegen.contract import Backend, Decompositions
+from aotdist.codegen.fx import print_graph
+from aotdist.convention import dedupe, synthetic_base
+from aotdist.convention.sharing import Writes, plan_bases
+from aotdist.convention.synthetic_base import NO_BASES, BasePlan
+from aotdist.errors import AotdistError, BadSettings
+from aotdist.facts import Facts, NotATensor
+from aotdist.joint.proxies import Recorder
+from aotdist.joint.strided import LooksAround
+from aotdist.joint.trace import Traced, trace
+from aotdist.passes.linear_losses import WHOLE
+from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
+from aotdist.report.stage_times import StageTimes
+from aotdist.settings import Settings
+from aotdist.subclasses.protocol import is_real
+from aotdist.torch_seam import autocast_off, autocast_only, hint, is_fake, pytree, quiet_fakes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is compiled, and how; see `aotdist.pipeline.compile_call`.
+
+    Args:
+        call: the call.
+        backend: turns graphs into callables.
+        settings: how to compile.
+        symbolic: try symbolic sizes, if the call, settings or marks ask for them.
+        counts: places of numbers that symbols are to stand for.
+    """
+
+    call: UserCall
+    backend: Backend
+    settings: Settings
+    symbolic: bool = True
+    counts: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A call, and its trace.
+
+    Args:
+        captured: the call as a program of flat tensors.
+        deduped: which of these are the same.
+        traced: the trace.
+        bases: which of its inputs share memory.
+    """
+
+    captured: Captured
+    deduped: dedupe.DedupePlan
+    traced: Traced
+    bases: BasePlan
+
+    def returned(self) -> Returned:
+        """How its result is put together, and what it assigns."""
+        return Returned.of(self.traced.facts)
+
+
+def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
+    """Trace the program; once more, where it changes what it finds in Python, and would fit this call only.
+
+    With symbols for numbers that it counts in. Else as the next call will find what it leaves: flags that say
+    that something was set up. Where the program is then another one, the trace is for this call.
+
+    Args:
+        job: what to trace.
+        times: where to note how long it takes.
+        on_failure: closed if what comes later fails: what was assigned is then as it was.
+    """
+    found = _trace_over_bases(job, times)
+    returned = found.returned()
+    if job.symbolic and (counts := returned.counts()):
+        return _counting(replace(job, counts=tuple(counts)), times, found)
+    if returned.constants and not returned.deleted:
+        return _set_up(job, times, found, on_failure)
+    return found
+
+
+def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
+    """The trace with symbols for counts; `found` where they cannot stand for numbers: in a key, in a text."""
+    try:
+        symbolic = _trace_over_bases(job, times)
+    except (AotdistError, _FailsWithSymbols):
+        return found
+    traced = symbolic.traced
+    if job.backend.name == "inductor" and traced.symbols.computes_with_floats():
+        return found  # its C++ takes sizes, and what is made of them
+    return symbolic if _says_the_same(traced.facts, found.traced.facts) else found
+
+
+def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
+    """Whether results and assignments that are no tensors are the same, but for symbols."""
+    pairs = zip(_said(symbolic), _said(facts), strict=True)
+    return all(same_constant(hint(one), other) for one, other in pairs if is_constant(other))
+
+
+def _said(facts: Facts) -> list[Any]:
+    returned = Returned.of(facts)
+    results = [fact.value for fact in facts.outputs if isinstance(fact, NotATensor)]
+    return [*results, *pytree.tree_leaves([value for _, value in returned.constants])]
+
+
+def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall:
+    """The trace of the call that finds what this one leaves, if it is of the same program; else `found`."""
+    with ExitStack() as otherwise:
+        otherwise.callback(assign(found.returned().constants))
+        try:
+            later = _trace_over_bases(job, times)
+        except (AotdistError, _FailsWithSymbols):
+            return found
+        if later.returned().constants or not _is_same_program(later.traced, found.traced):
+            return found
+        on_failure.push(otherwise.pop_all())
+        return later
+
+
+def _is_same_program(one: Traced, other: Traced) -> bool:
+    """Whether two traces are of one program, but for the constants that it assigns."""
+    same_inputs = one.program.ins == other.program.ins
+    same_facts = replace(one.facts, outputs=_tensors(one)) == replace(other.facts, outputs=_tensors(other))
+    graphs = [print_graph(traced.graph).source for traced in (one, other)]
+    return same_inputs and same_facts and graphs[0] == graphs[1] and _hold_the_same(one.graph, other.graph)
+
+
+def _tensors(traced: Traced) -> Row[Any, Any]:
+    return Row(
+        fact
+        for fact in traced.facts.outputs
+        if not isinstance(fact, NotATensor) or not isinstance(fact.value, Returned)
+    )
+
+
+def _hold_the_same(one: Graph, other: Graph) -> bool:
+    """Whether the tensors that two graphs hold, of as many nodes, are the same."""
+    held = [
+        [getattr(graph.gm, node.target) for node in graph.gm.graph.find_nodes(op="get_attr")]
+        for graph in (one, other)
+    ]
+    return all(a is b or (_is_data(a, b) and torch.equal(a, b)) for a, b in zip(*held, strict=True))
+
+
+def _is_data(*values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) and is_real(value) for value in values)
+
+
+def _trace_over_bases(job: Job, times: StageTimes) -> TracedCall:
+    """Trace the program over the bases that its inputs need.
+
+    Only a trace tells which inputs are written, and around which the program looks in their storage. Where
+    they share memory, the program runs once more, and again if what was written brings history to others.
+    """
+    bases, writes = NO_BASES, Writes()
+    inputs: _Inputs | None = None
+    while True:
+        try:
+            captured, deduped, traced, before = _trace_with_any_sizes(job, times, bases, inputs)
+        except _LooksAround as found:
+            before, inputs = found.before, found.inputs
+            writes = writes.and_around(found.position)
+            bases = plan_bases(Program(job.call.run, *inputs), writes)
+        else:
+            inputs = _distinct(traced, bases, inputs)
+            program = Program(job.call.run, *inputs)
+            writes = writes.and_of(program, traced.facts, bases)
+            needed = plan_bases(program, writes)
+            if needed == bases:
+                return TracedCall(captured, deduped, traced, bases)
+            bases, job = needed, replace(job, symbolic=bool(tuple(traced.symbols)))
+        before.roll_back()
+
+
+def _trace_with_any_sizes(
+    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
+) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
+    """A trace: with symbolic sizes where they are asked for, if PyTorch's operators take them.
+
+    Many of linear algebra, Fourier transforms and losses do not. A program that calls one is compiled for
+    each of its sizes.
+    """
+    try:
+        return _trace(job, times, bases, inputs)
+    except _FailsWithSymbols as failure:
+        failure.before.roll_back()
+        if job.counts:
+            raise
+        traced = _trace(replace(job, symbolic=False), times, bases, inputs)
+        reason = str(failure.__cause__).partition("\n")[0]
+        warnings.warn(
+            f"aotdist: `{traced[0].name}` is compiled for the sizes at hand: an operator of PyTorch's does "
+            f"not take symbolic ones ({reason})",
+            stacklevel=2,
+        )
+        return traced
+
+
+class _FailsWithSymbols(Exception):
+    """A trace with symbolic sizes failed, as a trace with numbers might not; the cause says how."""
+
+    def __init__(self, before: Reassignments) -> None:
+        super().__init__()
+        self.before = before
+
+
+_Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
+
+
+class _LooksAround(Exception):
+    """The program looks around an input in its storage.
+
+    Args:
+        before: how to undo what the program assigned.
+        inputs: the inputs that are known.
+        example: the input; it may be one that only the trace meets.
+        slot: its name.
+    """
+
+    def __init__(self, before: Reassignments, inputs: _Inputs, example: torch.Tensor, slot: Slot) -> None:
+        super().__init__()
+        self.before = before
+        slots, examples = inputs
+        known = [idx for idx, each in examples.enumerate() if each is example]
+        self.inputs = inputs if known else (Row([*slots, slot]), Row([*examples, example]))
+        self.position = known[0] if known else DistinctIdx(len(examples))
+
+
+def _trace(
+    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
+) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
+    """Capture the call and trace it.
+
+    Args:
+        job: the call, and how to compile it.
+        times: where to note how long it takes.
+        bases: which of the inputs share memory.
+        inputs: those of an earlier trace, with the closed-over tensors that it met.
+
+    Returns:
+        the captured call, its distinct tensors, the trace, and how to undo what the program assigned.
+    """
+    with ExitStack() as scope:
+        with times.stage("capture"):
+            captured = capture(job.call, job.settings, scope)
+            before = captured.environment.reassignments()
+            scope.enter_context(before.nothing_kept())
+            distinct, deduped = dedupe.lower(captured.program)
+            program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
+        with times.stage("trace"):
+            dims = captured.dims if job.symbolic else {}
+            paths = (slot.path for slot in program.ins)
+            fakes = fakes_of(zip(paths, program.examples, strict=True), captured.closed_over.keys())
+            _refuse_fakes(program, job.backend)
+            recorder = Recorder(
+                _broken_up_in_trace(job.backend, job.settings),
+                functional_rng=job.settings.functional_rng,
+                backward_autocast=_backward_autocast(job.settings),
+                symbolic=bool(dims or job.counts),
+                fakes=fakes,
+            )
+            times.counting(recorder.num_nodes)
+            recorder.draws.allow(captured.environment.reached.generators)
+            try:
+                with quiet_fakes() if dims or job.counts else nullcontext():
+                    traced = trace(
+                        program,
+                        recorder,
+                        training=not captured.ambient.inference,
+                        name_closed_over=captured.name_closed_over,
+                        bases=bases,
+                        dims=dims,
+                        counts=job.counts,
+                        cuts=captured.ambient.grad and not job.backend.owns_cut,
+                        again=not captured.environment.rules,
+                    )
+            except LooksAround as found:
+                known = _with_inputs(distinct, inputs)
+                slot = captured.name_closed_over(found.example)
+                raise _LooksAround(before, (known.ins, known.examples), found.example, slot) from None
+            except AotdistError:
+                raise
+            except Exception as error:
+                if not (dims or job.counts):
+                    raise
+                raise _FailsWithSymbols(before) from error
+    if traced.later_backwards is not None:
+        traced.later_backwards.find_at(captured.sources(traced.program.examples))
+    return captured, deduped, traced, before
+
+
+def _refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:
+    """Refuse to make machine code for a call with fake tensors: it would read memory that is not there."""
+    for slot, example in zip(program.ins, program.examples, strict=True):
+        if is_fake(example) and backend.name in ("inductor", "triton"):
+            raise BadSettings(
+                f"`{slot}` is a fake tensor, and what `{backend.name}` emits reads memory",
+                stage="capture",
+                fix='compile with `backend="fx"`, or export the program: `aotdist.export`',
+            )
+
+
+def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManager[Any]]:
+    match settings.backward_autocast:
+        case "off":
+            return autocast_off
+        case "same_as_forward":
+            return nullcontext
+        case _:
+            return functools.partial(autocast_only, settings.explicit_autocast())
+
+
+def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs:
+    """The distinct tensors of the call: those that are known, and what the trace met besides."""
+    slots, examples = (Row[DistinctIdx, Slot](), Row[DistinctIdx, torch.Tensor]()) if known is None else known
+    seen = {id(example) for example in examples}
+    program = traced.program
+    more = [at for at, ex in program.examples.enumerate() if id(ex) not in seen and not bases.is_new(at)]
+    return Row([*slots, *(program.ins[at] for at in more)]), Row(
+        [*examples, *(program.examples[at] for at in more)]
+    )
+
+
+def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Program[DistinctIdx]:
+    """`program` with more inputs, which it reaches by itself."""
+    if inputs is None:
+        return program
+    count = len(program.ins)
+    return Program(lambda *distinct: program.fn(*distinct[:count]), *inputs)
+
+
+def _broken_up_in_trace(backend: Backend, settings: Settings) -> Decompositions:
+    """The operators that a trace breaks up; losses that a pass may look for, it leaves whole."""
+    table = backend.decompositions()
+    if settings.loss_chunk_bytes is None:
+        return table
+    return {op: made for op, made in table.items() if op not in WHOLE}

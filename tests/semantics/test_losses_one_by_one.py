@@ -1,0 +1,94 @@
+"""Backwards of several results of one call, one after the other, without `retain_graph`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+
+Told = tuple[list[str], list[torch.Tensor | None]]
+
+
+def branch() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Apart(nn.Module):
+    """Results that have nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = branch(), branch(), branch()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.first(x), self.second(x), self.third(x)
+
+
+class Trunk(Apart):
+    """Two of three share an operation that saves something."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.first(x)
+        return hidden.sin(), hidden.cos(), self.second(x)
+
+
+class Weights(Apart):
+    """They share a parameter, and an operation that saves nothing."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight = self.first[0].weight + 1
+        return (x @ weight.t()).sin(), (x @ weight.t()).cos(), self.first(x)
+
+
+def run(make: Callable[[], nn.Module], backend: str | None, order: Sequence[Sequence[int]]) -> Told:
+    torch.manual_seed(0)
+    model = make()
+    if backend is not None:
+        aotdist.compile(model, backend=backend)
+    results, said = model(torch.linspace(-1, 1, 12).view(3, 4)), list[str]()
+    for together in order:
+        try:
+            sum(results[k].square().sum() for k in together).backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said, [param.grad for param in model.parameters()]
+
+
+ORDERS = [
+    *([[k] for k in order] for order in itertools.product(range(3), repeat=3)),
+    [[0, 1], [2]],
+    [[2], [0, 1, 2]],
+]
+
+
+@pytest.mark.parametrize("make", [Apart, Trunk, Weights])
+@pytest.mark.parametrize("backend", ["fx", "inductor"])
+def test_as_in_eager(make: Callable[[], nn.Module], backend: str) -> None:
+    for order in ORDERS if backend == "fx" else ORDERS[3:9]:
+        (theirs, their_grads), (ours, our_grads) = run(make, None, order), run(make, backend, order)
+        assert ours == theirs, order
+        for mine, eager in zip(our_grads, their_grads, strict=True):
+            assert (mine is None) == (eager is None)
+            if mine is not None and eager is not None:
+                exact = backend == "fx"
+                torch.testing.assert_close(mine, eager, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+
+
+def test_what_was_written_since_is_told() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin(), y.sin()
+
+    for call in (program, aotdist.compile(program, backend="fx")):
+        x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        first, second = call(x, y)
+        first.sum().backward()
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(RuntimeError):
+            second.sum().backward()
