@@ -122,7 +122,7 @@ class Reassignments:
         Attributes of arguments are among them whatever they were assigned: the next call's are others.
 
         Raises:
-            UnsupportedProgram: a list grew by tensors, what was assigned hides some, or one is gone.
+            UnsupportedProgram: what was assigned hides tensors, or one is gone.
         """
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:

@@ -28,6 +28,7 @@ from aotdist.report.lanes import (
     lanes_of,
     seconds_exposed,
 )
+from aotdist.torch_seam import is_profiling
 
 _MOST_ROWS = 8
 _PROCESS = "aotdist"
@@ -101,11 +102,12 @@ def profile(
             `trace-rank1.json.gz`.
 
     Raises:
-        BadSettings: `steps` is less than 1, `warmup` less than 0, or `path` is no JSON file that can be
-            written.
+        BadSettings: `steps` is less than 1, `warmup` less than 0, `path` is no JSON file that can be written,
+            or a profiler is at work.
     """
     _require(steps >= 1, f"steps={steps} profiles nothing", "run at least one step")
     _require(warmup >= 0, f"warmup={warmup} is no number of steps", "say 0 for none")
+    _require(not is_profiling(), "a profiler is at work already", "profile outside of it: PyTorch has one")
     target = None if path is None else _of_this_rank(Path(path))
     for _ in range(warmup):
         step()

@@ -11,9 +11,9 @@ and of these the one that was made last goes first.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from aotdist.torch_seam import (
     hooks_of_gradient,
     node_base,
     set_hooks,
+    with_hooks,
 )
 
 Hook = Callable[[Any], Any]
@@ -35,15 +36,41 @@ class _Hooks(OrderedDict[int, Hook]):
     """What `register_hook` puts hooks into."""
 
     def __setitem__(self, key: int, hook: Hook) -> None:
-        super().__setitem__(key, _with_gradient(hook))
+        super().__setitem__(key, _WithGradient(hook))
 
 
-def _with_gradient(hook: Hook) -> Hook:
-    @functools.wraps(hook, updated=())
-    def with_gradient(grad: Any) -> Any:
-        return None if grad is None else hook(grad)
+@dataclass(frozen=True, slots=True)
+class _WithGradient:
+    """A hook that is called if there is a gradient."""
 
-    return with_gradient
+    hook: Hook
+
+    def __call__(self, grad: Any) -> Any:
+        return None if grad is None else self.hook(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _IfAccumulated:
+    """A hook that is called, after accumulation, if something was accumulated.
+
+    Args:
+        hook: the hook.
+        grad: what was there before.
+        version: its version counter.
+    """
+
+    hook: Hook
+    grad: torch.Tensor | None
+    version: int
+
+    @classmethod
+    def since_now(cls, hook: Hook, leaf: torch.Tensor) -> _IfAccumulated:
+        """From what is there now."""
+        return cls(hook, leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
+
+    def __call__(self, leaf: torch.Tensor) -> Any:
+        unchanged = leaf.grad is self.grad and (self.grad is None or self.grad._version == self.version)
+        return None if unchanged else self.hook(leaf)
 
 
 def shield(*results: torch.Tensor) -> None:
@@ -81,33 +108,21 @@ class _Turn(node_base()):
 
 def _silence(tensor: torch.Tensor) -> None:
     """No hooks of a tensor, until the backward ends, unless a gradient comes from elsewhere."""
-    grad = tensor.grad if tensor.is_leaf else None
-    version = None if grad is None else grad._version
-
-    def after_accumulation(hook: Hook) -> Hook:
-        @functools.wraps(hook, updated=())
-        def if_accumulated(leaf: torch.Tensor) -> Any:
-            unchanged = leaf.grad is grad and (grad is None or grad._version == version)
-            return None if unchanged else hook(leaf)
-
-        return if_accumulated
-
-    _wrap(hooks_of_gradient(tensor), _with_gradient)
-    _wrap(hooks_after_accumulation(tensor), after_accumulation)
+    _wrap(hooks_of_gradient(tensor), _WithGradient)
+    _wrap(hooks_after_accumulation(tensor), lambda hook: _IfAccumulated.since_now(hook, tensor))
 
 
 def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hook]) -> None:
     """Let other hooks stand in their places until the backward ends."""
-    if not hooks:
-        return
-    before = dict(hooks)
-    hooks.update({key: wrapped(hook) for key, hook in before.items()})
-    call_after_backward(lambda: hooks.update({k: hook for k, hook in before.items() if k in hooks}))
+    before = {k: h for k, h in (hooks or {}).items() if not isinstance(h, (_WithGradient, _IfAccumulated))}
+    if hooks is not None and before:
+        hooks.update({key: wrapped(hook) for key, hook in before.items()})
+        call_after_backward(lambda: hooks.update({k: hook for k, hook in before.items() if k in hooks}))
 
 
 def heard_in_turn(order: Sequence[int], *given: Any) -> Sequence[Any]:
-    """`given`, so that hooks of those at the positions `order` are called in that order; 0.1 us each."""
-    hooked = [k for k in order if hooks_of_gradient(given[k]) or hooks_after_accumulation(given[k])]
+    """`given`, so that hooks of those at the positions `order` are called in that order."""
+    hooked = with_hooks(order, given)
     if not hooked:
         return given
     taken = list(given)

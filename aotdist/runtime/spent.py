@@ -26,10 +26,12 @@ class Shares:
     Args:
         nodes: operations on gradients that need a value of the forward: in eager, of nodes that save some.
         saved: positions of the saved values among them, and of those that they are made of.
+        num_saved: how many values are saved.
     """
 
     nodes: Mapping[NodeOutIdx, frozenset[Node]]
     saved: Mapping[NodeOutIdx, frozenset[int]]
+    num_saved: int
 
     @classmethod
     def of(cls, backward: Graph, tangents: Mapping[NodeOutIdx, Sequence[Slot]], num_saved: int) -> Shares:
@@ -55,7 +57,7 @@ class Shares:
             reached = _reached_from({arguments[slot] for slot in slots}, backward)
             nodes[idx] = frozenset(node for node in reached if made_of[node])
         saved = {idx: frozenset[int]().union(*map(made_of.__getitem__, of)) for idx, of in nodes.items()}
-        return cls(nodes, saved)
+        return cls(nodes, saved, num_saved)
 
     def are_apart(self, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
         """Whether no operation on gradients of `one` is one on gradients of `other` as well."""
@@ -95,8 +97,7 @@ def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list
     needed = frozenset[int]().union(*(shares.saved[idx] for idx in arrived))
     if any(version_of(rest.values[k][0]) != rest.values[k][1] for k in needed):
         return list(ctx.saved_tensors)
-    count = 1 + max(max(of, default=-1) for of in shares.saved.values())
-    return [rest.values[k][0] if k in needed else None for k in range(count)]
+    return [rest.values[k][0] if k in needed else None for k in range(shares.num_saved)]
 
 
 def keep_for_others(

@@ -109,6 +109,13 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(wrong: dict[str, An
     assert not ran
 
 
+def test_one_profile_in_another_is_refused():
+    ran = []
+    with pytest.raises(aotdist.errors.BadSettings, match="a profiler is at work already"):
+        aotdist.profile(lambda: aotdist.profile(lambda: ran.append(1)), warmup=0, steps=1)
+    assert not ran
+
+
 def test_an_error_of_the_step_is_the_users(tmp_path: Path):
     def step() -> None:
         raise ZeroDivisionError
