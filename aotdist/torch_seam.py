@@ -850,6 +850,26 @@ def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | t
     return left, right
 
 
+def computes_exactly(number: Any) -> bool:
+    """Whether the expression of a symbolic number is computed as Python computed it, to the last bit.
+
+    Whole numbers are. Sums and products of fractions are not: sympy makes one of several, in its own order.
+    """
+    if isinstance(number, torch.SymInt):
+        return True
+    return isinstance(number, torch.SymFloat) and _is_exact(number.node.expr)
+
+
+def _is_exact(expr: Any) -> bool:
+    if expr.is_number or expr.is_integer:
+        return True
+    if expr.is_Add:  # a bias correction, 1 - beta**steps
+        first, *rest = expr.args
+        is_one = first.is_number and abs(float(first)) == 1
+        return is_one and len(rest) == 1 and (_is_exact(rest[0]) or _is_exact(-rest[0]))
+    return not expr.is_Symbol and not expr.is_Mul and all(map(_is_exact, expr.args))
+
+
 def least_of(number: torch.SymInt) -> int | None:
     """The least that a symbolic whole number may be; None if there is no such."""
     env: Any = number.node.shape_env

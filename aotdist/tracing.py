@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch.fx import Node
 
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.constants import is_constant, same_constant
@@ -34,7 +35,16 @@ from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
 from aotdist.report.stage_times import StageTimes
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import autocast_off, autocast_only, hint, is_fake, pytree, quiet_fakes
+from aotdist.torch_seam import (
+    SYMBOLIC,
+    autocast_off,
+    autocast_only,
+    computes_exactly,
+    hint,
+    is_fake,
+    pytree,
+    quiet_fakes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +113,69 @@ def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
         symbolic = _trace_over_bases(job, times)
     except (AotdistError, _FailsWithSymbols):
         return found
-    traced = symbolic.traced
-    if job.backend.name == "inductor" and traced.symbols.computes_with_floats():
-        return found  # its C++ takes sizes, and what is made of them
-    return symbolic if _says_the_same(traced.facts, found.traced.facts) else found
+    ours, theirs = symbolic.traced, found.traced
+    is_exact = _is_exact(ours) and not ours.symbols.decides_by_floats()
+    same = is_exact and _says_the_same(ours.facts, theirs.facts) and _does_the_same(ours.graph, theirs.graph)
+    return symbolic if same else found
+
+
+def _is_exact(traced: Traced) -> bool:
+    """Whether all symbolic numbers are computed as Python computes them."""
+    taken = [node.meta["val"] for node in traced.graph.named_sizes().values()]
+    said = pytree.tree_leaves([_results(traced.facts), list(_assigned(traced.facts).values())])
+    return all(computes_exactly(number) for number in (*taken, *said) if isinstance(number, SYMBOLIC))
 
 
 def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
     """Whether results and assignments that are no tensors are the same, but for symbols."""
-    pairs = zip(_said(symbolic), _said(facts), strict=True)
-    return all(same_constant(hint(one), other) for one, other in pairs if is_constant(other))
+    ours, theirs = _assigned(symbolic), _assigned(facts)
+    pairs = list(zip(_results(symbolic), _results(facts), strict=True))
+    # What is assigned the number that it holds anyway shows as an assignment with symbols only.
+    pairs += [(ours[place], theirs[place]) for place in ours.keys() & theirs.keys()]
+    if theirs.keys() - ours.keys():
+        return False
+    for one, other in pairs:
+        (leaves, spec), (other_leaves, other_spec) = map(pytree.tree_flatten, (one, other))
+        constants = [(a, b) for a, b in zip(leaves, other_leaves, strict=False) if is_constant(b)]
+        if spec != other_spec or not all(_is_as(a, b) for a, b in constants):
+            return False
+    return True
 
 
-def _said(facts: Facts) -> list[Any]:
-    returned = Returned.of(facts)
-    results = [fact.value for fact in facts.outputs if isinstance(fact, NotATensor)]
-    return [*results, *pytree.tree_leaves([value for _, value in returned.constants])]
+def _results(facts: Facts) -> list[Any]:
+    return [fact.value for fact in facts.outputs if isinstance(fact, NotATensor)]
+
+
+def _assigned(facts: Facts) -> dict[tuple[int, Any], Any]:
+    """What places are assigned, by where they are."""
+    return {place.spot(): value for place, value in Returned.of(facts).constants}
+
+
+def _does_the_same(symbolic: Graph, graph: Graph) -> bool:
+    """Whether two graphs have the same operations: a program may ask whether a number is an `int`."""
+    ours, theirs = _operations(symbolic), _operations(graph)
+    return len(ours) == len(theirs) and all(
+        target == other and len(args) == len(others) and all(map(_is_as, args, others))
+        for (target, args), (other, others) in zip(ours, theirs, strict=True)
+    )
+
+
+def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
+    """What each node calls, and with what: operations are told by position, numbers by value."""
+    told: dict[Node, Any] = {node: node.meta["val"] for node in graph.named_sizes().values()}
+    found: list[tuple[Any, list[Any]]] = []
+    for node in graph.gm.graph.nodes:
+        if node not in told:
+            told[node] = f"operation {len(found)}"
+            args = pytree.tree_leaves((node.args, node.kwargs))
+            args = [told[arg] if isinstance(arg, Node) else arg for arg in args]
+            found.append((node.target if node.op in ("call_function", "get_attr") else node.op, args))
+    return found
+
+
+def _is_as(symbolic: Any, constant: Any) -> bool:
+    """Whether a constant is what the symbolic number is in the call that is traced."""
+    return is_constant(constant) and same_constant(hint(symbolic), constant)
 
 
 def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall:

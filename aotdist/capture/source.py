@@ -161,6 +161,8 @@ class Source:
             case Attribute(name=name):
                 held = getattr(owner, "__dict__", {})
                 return (id(held) if name in held else id(owner)), name
+            case Item(key=slice() as key):
+                return id(owner), (key.start, key.stop)  # slices have no hash before Python 3.12
             case Item(key=key):
                 return id(owner), key
             case Applied(function=function):

@@ -8,6 +8,7 @@ So has each number that a program finds somewhere and changes (`self.steps += 1`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -141,9 +142,10 @@ class Symbols:
         yield from (symbol for symbol, _, _ in self._symbols)
         yield from (count.symbol for count in self._counts if count.name in self._computed_with)
 
-    def computes_with_floats(self) -> bool:
-        """Whether the graph takes a float that the program counts in, or what is made of one."""
-        return any(count.kind is float and count.name in self._computed_with for count in self._counts)
+    def decides_by_floats(self) -> bool:
+        """Whether a guard has a float that the program finds, and changes."""
+        floats = {count.name for count in self._counts if count.kind is float}
+        return any(not floats.isdisjoint(re.findall(r"\w+", decided)) for decided in self.sizes().decided)
 
     def note(self, numbers: Iterable[torch.SymInt | torch.SymFloat]) -> None:
         """The graph computes with these."""
