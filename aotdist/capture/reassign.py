@@ -129,7 +129,8 @@ class Reassignments:
             for place, before, value in watched.changed():
                 _refuse_deletion(place, before, value)
                 self._refuse_hidden(place.path, value)
-                if shows_traced(value) or (place.is_of_argument and value is not _ABSENT):
+                repeats = _is_plain(value) if place.is_whole_list else shows_traced(value)
+                if repeats or (place.is_of_argument and value is not _ABSENT):
                     found.append((place, value))
                     _put_back(place, before)
         return found
@@ -243,9 +244,14 @@ def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
     return undo
 
 
+def _is_plain(items: list[Any]) -> bool:
+    """Whether there is nothing in a list but tensors, some of them of the program or not, and constants."""
+    return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(items))
+
+
 def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
     gone = [before] if value is _ABSENT else []
-    if place.is_whole_list:
+    if place.is_whole_list and not _is_plain(value):
         now = set(map(id, value))
         gone = [item for item in before if id(item) not in now]
     if any(isinstance(item, torch.Tensor) for item in gone):
