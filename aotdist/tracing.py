@@ -184,9 +184,9 @@ def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStac
         otherwise.callback(assign(found.returned().constants))
         try:
             later = _trace_over_bases(job, times)
-        except (AotdistError, _FailsWithSymbols):
-            return found
-        if later.returned().constants or not _is_same_program(later.traced, found.traced):
+            if later.returned().constants or not _is_same_program(later.traced, found.traced):
+                return found
+        except Exception:  # the program's own: it may refuse to be called twice
             return found
         on_failure.push(otherwise.pop_all())
         return later
@@ -214,10 +214,10 @@ def _hold_the_same(one: Graph, other: Graph) -> bool:
         [getattr(graph.gm, node.target) for node in graph.gm.graph.find_nodes(op="get_attr")]
         for graph in (one, other)
     ]
-    return all(a is b or (_is_data(a, b) and torch.equal(a, b)) for a, b in zip(*held, strict=True))
+    return all(a is b or (_are_data(a, b) and torch.equal(a, b)) for a, b in zip(*held, strict=True))
 
 
-def _is_data(*values: Any) -> bool:
+def _are_data(*values: Any) -> bool:
     return all(isinstance(value, torch.Tensor) and is_real(value) for value in values)
 
 

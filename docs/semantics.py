@@ -121,6 +121,16 @@ def autocast_inside(x, w):
         return x @ w
 
 
+STATE = {"steps": 0, "norms": []}
+
+
+def counts(x, mean):
+    STATE["steps"] += 1
+    mean.lerp_(x, 1 / STATE["steps"])
+    STATE["norms"].append(mean.norm())
+    return mean / (1 - 0.9 ** STATE["steps"])
+
+
 def any_size(x, w):
     y = x.view(-1) * 2
     return y.view(x.shape) @ w, y[1:]
@@ -228,6 +238,14 @@ SECTIONS = (
         "Casts of autocast are in the graph; the modes that were on are part of the signature.",
         autocast_inside,
         lambda: (leaf(2, 2), leaf(2, 2)),
+    ),
+    Section(
+        "What is assigned in Python",
+        "Items, attributes and variables are assigned at every call. A number that the program finds and "
+        "changes is a symbol, read where it is. A list that grows is another one for the next call, unless "
+        "it is emptied.",
+        counts,
+        lambda: (torch.ones(3), torch.zeros(3)),
     ),
     Section(
         "Symbolic sizes",

@@ -192,8 +192,12 @@ def _owner_hint(path: str, root: Any) -> str:
         return f"{path} cell"
     if isinstance(root, types.FunctionType):
         return root.__name__
+    if isinstance(root, list):
+        return path
     return path.rpartition(".")[0] or ("root" if isinstance(root, dict) else type(root).__name__)
 
 
 def _literal(key: Any, bind: Callable[[str, Any], str]) -> str:
+    if isinstance(key, slice):
+        return ":" if key.start is None else f"{key.start}:"
     return repr(key) if isinstance(key, (str, int)) else bind("key", key)

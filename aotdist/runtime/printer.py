@@ -19,10 +19,12 @@ _WIDTH = 100
 _OWN_NAMES = frozenset(
     {
         *("Node", "call", "region", "args", "kwargs", "ctx"),
-        *("results", "rng", "symbols", "tensors", "values"),
+        *("given", "results", "rng", "symbols", "tensors", "values"),
+        *("abs", "float", "int", "len", "list", "max", "min", "pow", "round", "staticmethod", "type"),
+        *("AttributeError", "IndexError", "KeyError"),
     }
 )
-"""What printed functions are called, and their variables; the user's may have such names too."""
+"""Names of printed functions, of their variables, and of what they call; the user may have such names too."""
 _OWN_NUMBERED = re.compile(r"(?:constant_|kept_|o|t)\d+")
 
 

@@ -239,6 +239,19 @@ def test_what_sets_itself_up_is_compiled_once() -> None:
     assert len(compiled_call(module).artifacts) == 1
 
 
+def test_a_program_may_refuse_to_be_called_twice() -> None:
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        if module.initialised:
+            raise RuntimeError("called twice")
+        module.initialised = True
+        return module.linear(x)
+
+    module = aotdist.compile(Counting(program), backend="fx")
+    module(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="called twice"):
+        module(torch.ones(2, 4))
+
+
 def test_what_was_set_up_is_undone_where_compiling_fails() -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
         module.text = "set up"

@@ -13,7 +13,8 @@ import aotdist
 
 NAMES = [
     *("Node", "call", "region", "forward", "backward", "self", "args", "kwargs", "ctx", "results", "rng"),
-    *("symbols", "tensors", "values", "o0", "t0", "FORWARD", "MISS"),
+    *("given", "symbols", "tensors", "values", "o0", "t0", "FORWARD", "MISS", "heard_in_turn"),
+    *("float", "int", "len", "list", "max", "type", "KeyError"),
 ]
 
 
