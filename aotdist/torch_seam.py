@@ -882,6 +882,32 @@ def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
     return frozenset(getattr(tensor, "_dynamo_dynamic_indices", ()))
 
 
+_FAST_PATHS = {
+    module.forward.__code__ for module in (torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+}
+
+
+@contextmanager
+def fast_paths_on() -> Generator[None]:
+    """Let layers of transformers take their fast path in a trace, where eager would.
+
+    They ask whether a tensor hears of torch functions, and in a mode of ours all seem to. The whole encoder
+    is told so still: it would make nested tensors of masks.
+    """
+    asked = torch.overrides.has_torch_function
+
+    def has_torch_function(values: Sequence[Any]) -> bool:
+        if sys._getframe(1).f_code not in _FAST_PATHS:
+            return asked(values)
+        return any(hears_of_functions(type(value)) for value in values if isinstance(value, torch.Tensor))
+
+    torch.overrides.has_torch_function = has_torch_function
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = asked
+
+
 def mark_dims(tensor: torch.Tensor, dims: Collection[int]) -> None:
     """Mark dimensions of a tensor where PyTorch's own front end looks for marks too."""
     vars(tensor)["_dynamo_dynamic_indices"] = {*marked_dims(tensor), *dims}

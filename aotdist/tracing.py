@@ -40,6 +40,7 @@ from aotdist.torch_seam import (
     autocast_off,
     autocast_only,
     computes_exactly,
+    fast_paths_on,
     hint,
     is_fake,
     pytree,
@@ -336,6 +337,8 @@ def _trace(
             )
             times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)
+            if job.backend.name == "fx" and not dims:  # compilers make kernels of the other path
+                scope.enter_context(fast_paths_on())
             try:
                 with quiet_fakes() if dims or job.counts else nullcontext():
                     traced = trace(

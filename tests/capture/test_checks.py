@@ -48,16 +48,21 @@ def test_what_holds(requires_grad: bool, program: Callable[[torch.Tensor], Any])
     same_as_eager(lambda: Scene(program, (GOOD.clone().requires_grad_(requires_grad) * 1.5,)))
 
 
+def raised_by(call: Callable[[torch.Tensor], Any]) -> tuple[type[Exception], str]:
+    """Without the error itself, whose frames keep a checkpoint's hooks on saved tensors at work."""
+    try:
+        call(BAD.clone())
+    except (RuntimeError, ValueError) as error:
+        return type(error), str(error)
+    raise AssertionError("nothing was raised")
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("backend", ["fx", "inductor"])
 def test_what_does_not_hold(backend: str, program: Callable[[torch.Tensor], Any]) -> None:
     compiled = aotdist.compile(program, backend=backend)
     compiled(GOOD.clone())
-    with pytest.raises((RuntimeError, ValueError)) as eager:
-        program(BAD.clone())
-    with pytest.raises(eager.type) as ours:
-        compiled(BAD.clone())
-    assert str(ours.value) == str(eager.value)
+    assert raised_by(compiled) == raised_by(program)
     compiled(GOOD.clone())
     assert len(compiled.artifacts) == 1
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils import _pytree as pytree
 
 import aotdist
 from aotdist.api import compiled_call
@@ -391,3 +392,33 @@ def test_compiling_again_starts_anew():
     assert len(compiled_call(model).artifacts) == 0
     model(torch.ones(6, 4))
     assert len(compiled_call(model).artifacts) == 1
+
+
+ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: nn.MultiheadAttention(16, 4, batch_first=True),
+    "a layer": lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+    "an encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2),
+    "a transformer": lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_attention_in_evaluation(name: str, masked: bool, grad: bool) -> None:
+    """By the path that eager takes: one operator for a layer, where no gradient is asked for."""
+    x, mask = torch.randn(2, 5, 16), torch.ones(5, 5, dtype=torch.bool).triu(1) if masked else None
+    given: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
+        "attention": ((x, x, x), {"attn_mask": mask, "need_weights": False}),
+        "a layer": ((x,), {"src_mask": mask}),
+        "an encoder": ((x,), {"mask": mask, "is_causal": False}),
+        "a transformer": ((x, x), {"src_mask": mask, "src_is_causal": False}),
+    }
+    model = ATTENTION[name]().eval()
+    args, kwargs = given[name]
+    with torch.set_grad_enabled(grad):
+        expected = model(*args, **kwargs)
+        found = aotdist.compile(model, backend="fx")(*args, **kwargs)
+    leaves = ([leaf for leaf in pytree.tree_leaves(made) if leaf is not None] for made in (found, expected))
+    for ours, theirs in zip(*leaves, strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
