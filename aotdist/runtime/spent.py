@@ -110,6 +110,8 @@ def keep_for_others(
     spent = frozenset(arrived) | (frozenset() if rest is None else rest.spent)
     others = [idx for idx in shares.nodes if idx not in spent and shares.are_apart(spent, [idx])]
     values = {} if rest is None else dict(rest.values)
-    values |= {k: (value, version_of(value)) for k, value in enumerate(saved) if value is not None}
     needed = frozenset[int]().union(*(shares.saved[idx] for idx in others))
+    # Without their history: a saved result would keep its own node alive.
+    fresh = {k: value.detach() for k, value in enumerate(saved) if k in needed and value is not None}
+    values |= {k: (value, version_of(value)) for k, value in fresh.items()}
     ctx.rest = Rest(spent, {k: values[k] for k in needed})

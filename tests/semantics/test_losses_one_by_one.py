@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -92,3 +94,17 @@ def test_what_was_written_since_is_told() -> None:
             y.add_(1)
         with pytest.raises(RuntimeError):
             second.sum().backward()
+
+
+def test_nothing_is_kept_alive() -> None:
+    """What is kept for others goes with the results."""
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    first, second = aotdist.compile(lambda x, y: (x.exp(), y.exp()), backend="fx")(x, y)
+    first.sum().backward()
+    gone = weakref.ref(second.grad_fn)
+    gc.disable()
+    try:
+        del first, second
+        assert gone() is None
+    finally:
+        gc.enable()
