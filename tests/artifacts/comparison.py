@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import aotdist
-from aotdist import pipeline
+from aotdist import tracing
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam import pytree
 from tests.artifacts.programs import Made
@@ -74,4 +74,4 @@ def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something is traced")
 
-    monkeypatch.setattr(pipeline, "trace", refuse)
+    monkeypatch.setattr(tracing, "trace", refuse)

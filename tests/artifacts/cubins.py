@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 
 import aotdist
-import aotdist.pipeline
+import aotdist.tracing
 from aotdist.codegen.triton import launches_of, with_kernels
 from aotdist.kernels.launching import Launch
 from aotdist.kernels.sized import SizedLaunch
@@ -83,7 +83,7 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
 def run(target: str, path: Path) -> None:
     backend = GPUTarget("cuda", 90, 32) if target == "sm_90" else GPUTarget("hip", target, 64)
     triton.runtime.driver.set_active(Driver(backend))
-    triton.compile = triton.compiler.compile = aotdist.pipeline.trace = refuse
+    triton.compile = triton.compiler.compile = aotdist.tracing.trace = refuse
     loading.gpu_here = lambda: target
     Live.device_here = lambda self, device: torch.device("cpu")  # type: ignore[method-assign]
     model, args = decoder()

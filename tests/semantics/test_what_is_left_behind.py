@@ -107,7 +107,6 @@ GONE: dict[str, Callable[[Scaled], None]] = {
     "scale": lambda m: delattr(m, "scale"),
     "shift": lambda m: delattr(m, "shift"),
     "steps.last": lambda m: m.steps.clear(),
-    "more": lambda m: m.more.clear(),
 }
 
 
