@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from aotdist import pipeline
+from aotdist import tracing
 from aotdist.launch import loop, train
 from aotdist.launch.checkpoints import writer
 
@@ -14,7 +14,7 @@ PLACES = {
     "write": (writer, "facts_of"),
     "finish": (writer, "_write_durably"),
     "rename": (writer, "_sync"),
-    "compile": (pipeline, "trace"),
+    "compile": (tracing, "trace"),
 }
 BEFORE = {"step": 4}
 """Calls that come to their end before the one that does not."""
