@@ -115,7 +115,7 @@ class Backward:
         self.after()
         return tuple(grads)
 
-    def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor | None]:
+    def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that other gradients need, without these, are kept for them."""
         if len(there) == len(self.plan.tangents) or self.plan.backward_writes:
             return list(ctx.saved_tensors)

@@ -26,12 +26,10 @@ class Shares:
     Args:
         nodes: operations on gradients that need a value of the forward: in eager, of nodes that save some.
         saved: positions of the saved values among them, and of those that they are made of.
-        num_saved: how many values are saved.
     """
 
     nodes: Mapping[NodeOutIdx, frozenset[Node]]
     saved: Mapping[NodeOutIdx, frozenset[int]]
-    num_saved: int
 
     @classmethod
     def of(cls, backward: Graph, tangents: Mapping[NodeOutIdx, Sequence[Slot]], num_saved: int) -> Shares:
@@ -57,7 +55,7 @@ class Shares:
             reached = _reached_from({arguments[slot] for slot in slots}, backward)
             nodes[idx] = frozenset(node for node in reached if made_of[node])
         saved = {idx: frozenset[int]().union(*map(made_of.__getitem__, of)) for idx, of in nodes.items()}
-        return cls(nodes, saved, num_saved)
+        return cls(nodes, saved)
 
     def are_apart(self, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
         """Whether no operation on gradients of `one` is one on gradients of `other` as well."""
@@ -78,40 +76,40 @@ class Rest:
 
     Args:
         spent: those results.
-        values: saved values that others need, by position, with their version counters.
+        values: if others need some, all saved values (a compiled graph takes all), and version counters.
     """
 
     spent: frozenset[NodeOutIdx]
-    values: Mapping[int, tuple[torch.Tensor, int]]
+    values: tuple[tuple[torch.Tensor, int], ...]
 
 
-def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list[torch.Tensor | None]:
-    """The saved values that the backward of some results needs; None in the places of others.
+def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list[torch.Tensor]:
+    """The saved values, for the backward of some results.
 
     Raises:
-        RuntimeError: they were freed, or written since; autograd's own.
+        RuntimeError: those that it needs were freed, or written since; autograd's own.
     """
     rest: Rest | None = getattr(ctx, "rest", None)
-    if rest is None or not shares.are_apart(rest.spent, arrived):
+    if rest is None or not rest.values or not shares.are_apart(rest.spent, arrived):
         return list(ctx.saved_tensors)
-    needed = frozenset[int]().union(*(shares.saved[idx] for idx in arrived))
-    if any(version_of(rest.values[k][0]) != rest.values[k][1] for k in needed):
+    needed = (rest.values[k] for idx in arrived for k in shares.saved[idx])
+    if any(version_of(value) != version for value, version in needed):
         return list(ctx.saved_tensors)
-    return [rest.values[k][0] if k in needed else None for k in range(shares.num_saved)]
+    return [value for value, _ in rest.values]
 
 
 def keep_for_others(
-    ctx: Any, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor | None], shares: Shares
+    ctx: Any, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor], shares: Shares
 ) -> None:
     """Keep what the results with nothing in common with `arrived` need, unless all is kept anyway."""
     if keeps_graph():
         return
     rest: Rest | None = getattr(ctx, "rest", None)
     spent = frozenset(arrived) | (frozenset() if rest is None else rest.spent)
-    others = [idx for idx in shares.nodes if idx not in spent and shares.are_apart(spent, [idx])]
-    values = {} if rest is None else dict(rest.values)
-    needed = frozenset[int]().union(*(shares.saved[idx] for idx in others))
-    # Without their history: a saved result would keep its own node alive.
-    fresh = {k: value.detach() for k, value in enumerate(saved) if k in needed and value is not None}
-    values |= {k: (value, version_of(value)) for k, value in fresh.items()}
-    ctx.rest = Rest(spent, {k: values[k] for k in needed})
+    if not any(idx not in spent and shares.are_apart(spent, [idx]) for idx in shares.nodes):
+        ctx.rest = Rest(spent, ())
+    elif rest is None:
+        # Without their history: a saved result would keep its own node alive.
+        ctx.rest = Rest(spent, tuple((value.detach(), version_of(value)) for value in saved))
+    else:
+        ctx.rest = Rest(spent, rest.values)

@@ -108,3 +108,19 @@ def test_nothing_is_kept_alive() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_step_in_between() -> None:
+    """An optimizer writes what only the first loss needed."""
+    grads: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = Apart()
+        if compiles:
+            aotdist.compile(model, backend="fx")
+        first, second, _ = model(torch.ones(3, 4))
+        first.square().sum().backward()
+        torch.optim.SGD(model.first.parameters(), 0.1).step()
+        second.square().sum().backward()
+        grads.append([param.grad for param in (*model.first.parameters(), *model.second.parameters())])
+    assert all(map(torch.equal, *grads))
