@@ -45,7 +45,7 @@ class GivenContainers:
         found: list[tuple[Source, Any]] = []
         for place, held, before in self._watched:
             if isinstance(held, list) and len(held) > len(before) and all(map(operator.is_, before, held)):
-                grown = place.item(slice(len(before), None), f"{place.path}[{len(before)}:]")
+                grown = place.items_from(len(before))
                 found.append((grown, self._checked(grown, held[len(before) :])))
                 continue
             if isinstance(held, list) and len(held) != len(before):

@@ -75,8 +75,7 @@ class _List:
                     yield self.source.item(position), before, value
             return
         if len(self.held) > count and all(map(operator.is_, self.before, self.held)):
-            grown = self.source.item(slice(count, None), f"{self.source.path}[{count}:]")
-            yield grown, _ABSENT, self.held[count:]
+            yield self.source.items_from(count), _ABSENT, self.held[count:]
         else:
             yield self.source.whole_list(), list(self.before), list(self.held)
 

@@ -94,6 +94,10 @@ class Source:
         """All items of the list at `self`."""
         return self.item(_WHOLE, self.path)
 
+    def items_from(self, first: int) -> Source:
+        """The items of the list at `self` from one on: nothing is there until it grows."""
+        return self.item(slice(first, None), f"{self.path}[{first}:]")
+
     @property
     def is_whole_list(self) -> bool:
         """Whether it was made by `whole_list`."""

@@ -114,8 +114,8 @@ def agree(
 
     Call it once for each artifact, on every rank, before the artifact first runs, also when the
     sequence is empty. A party that agreed on the same for an earlier artifact does not meet again: any of
-    its ranks may be alone with a call of a new kind. Process groups without peers
-    (of one rank, or fake) take no part.
+    its ranks may be alone with a call of a new kind. Process groups without peers (of one rank, or
+    fake) take no part.
 
     A rank whose program uses a group must meet all of that group's ranks. One that does not even know
     of the group cannot be told from one that is late, so it is named only after the timeout; give the
