@@ -1,10 +1,9 @@
 """The Python of a page, and what it prints when it runs as it stands."""
 
 import re
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
+
+from tests.scripts import run_python, torchrun
 
 
 def python_blocks(page: str) -> list[str]:
@@ -17,14 +16,5 @@ def run(block: str, folder: Path, *, ranks: int = 1) -> str:
     script = folder / "example.py"
     script.write_text(block)
     # torch announces that its own semi-structured classes may change, which is not what a page is about.
-    launcher = [sys.executable, "-W", "ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning"]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # A thread of gloo's that lets go of a tensor while Python shuts down aborts the process, eager ones too
-    # (PyTorch's pull request 179291 has the reason): on a busy machine, one run of twenty.
-    launch = partial(subprocess.run, [*launcher, str(script)], capture_output=True, text=True, timeout=110)
-    done = launch()
-    if "terminate called without an active exception" in done.stderr:
-        done = launch()
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    quietly = ("-W", "ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning")
+    return run_python(*quietly, *torchrun(ranks), str(script))

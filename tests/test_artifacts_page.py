@@ -1,26 +1,19 @@
 """The examples of docs/artifacts.md run as they stand."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.house.tree import ROOT
 from tests.pages import python_blocks
+from tests.scripts import run_python, torchrun
 
 ALONE, RANKS = python_blocks((ROOT / "docs" / "artifacts.md").read_text())
 
 
-def run(folder: Path, *command: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run(folder: Path, *words: str) -> str:
+    return run_python(*words, folder=folder, environment={"PYTHONPATH": str(ROOT)})
 
 
 def test_alone(tmp_path: Path) -> None:
@@ -44,5 +37,4 @@ def test_ranks(tmp_path: Path) -> None:
         "step.aot",
     )
     assert "for cpu and 2 ranks: one record" in run(tmp_path, *build)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
-    assert run(tmp_path, *launch).count("[(128, 64), (128,), (5, 256), (5,)]") == 2
+    assert run(tmp_path, *torchrun(2), "train.py").count("[(128, 64), (128,), (5, 256), (5,)]") == 2

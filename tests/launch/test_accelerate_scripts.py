@@ -1,19 +1,15 @@
 """accelerate's own test scripts pass on two ranks with our plugin."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_python, torchrun
 
 
 @pytest.mark.sweep
 @pytest.mark.ranks
 @pytest.mark.parametrize("script", ["test_ops", "test_script", "test_sync"])
 def test_script_of_accelerate(script: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(Path(__file__).parent / "accelerate_script.py"), script]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script_file = str(Path(__file__).parent / "accelerate_script.py")
+    run_python(*torchrun(2), script_file, script, environment={"ACCELERATE_USE_CPU": "true"})

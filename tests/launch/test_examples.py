@@ -1,27 +1,20 @@
 """The examples run as a new user runs them, on one rank and on two."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 import pytest
 
 from tests.house.tree import ROOT
+from tests.scripts import run_python, torchrun
 
 EXAMPLES = ROOT / "launch" / "examples"
 ON_ONE_AND_ON_TWO = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
 IS_DECLARED = "aotdist" in entry_points(group="torch_dynamo_backends").names
 
 
-def run(name: str, *options: str, ranks: int = 1, launcher: Sequence[str] = (sys.executable,)) -> list[str]:
-    launcher = [*launcher]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, str(EXAMPLES / name), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+def run(name: str, *options: str, ranks: int = 1, launcher: Sequence[str] = ()) -> list[str]:
+    return run_python(*launcher, *torchrun(ranks), str(EXAMPLES / name), *options).splitlines()
 
 
 @pytest.mark.ranks
@@ -60,8 +53,7 @@ def test_accelerate_loop(ranks: int, way: tuple[str, ...]) -> None:
 @pytest.mark.sweep
 @pytest.mark.ranks
 def test_accelerate_launch_shards_by_its_configuration() -> None:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--config_file", str(EXAMPLES / "accelerate.yaml")]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "accelerate.yaml")]
     assert run("accelerate_loop.py", launcher=launcher) == run("accelerate_loop.py", "--eager", ranks=2)
 
 
