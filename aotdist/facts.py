@@ -392,6 +392,8 @@ class Facts:
             results depend on.
         arrived: inputs that get gradients, in the order in which these arrive in eager.
         early: outputs that are made before anything is written: views of inputs, made before a write.
+        asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
+            `grad_fn`, whether there is one.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -412,6 +414,7 @@ class Facts:
     related: bool = False
     arrived: tuple[PrimalIdx, ...] = ()
     early: tuple[OutIdx, ...] = ()
+    asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.constants import is_constant
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam import FunctionalTensor, given_attributes, is_disguised
 
 _assign: Callable[[Any, str, Any], None] = object.__setattr__
@@ -62,6 +64,7 @@ class Guises:
     def __init__(self) -> None:
         self._of: dict[int, _Guise] = {}
         self._plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._bare: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_worn = self._has_classes = False
         self._depth = 0
 
@@ -74,6 +77,7 @@ class Guises:
         self._has_classes = True
         for plain, example in self._plain:
             hand_over_attributes([plain], [example])
+            _without_attributes(plain)
             self._give(plain, type(example), vars(example))
         self._plain.clear()
         return self._give(tensor, cls, attributes)
@@ -84,6 +88,11 @@ class Guises:
             self._give(tensor, type(example), vars(example))
         else:
             self._plain.append((tensor, example))
+            self._bare.append((tensor, example))
+
+    def stands_for_wrapper(self, tensor: torch.Tensor, example: torch.Tensor) -> None:
+        """Note a stand-in that a wrapper's class has put together; it knows nothing of other attributes."""
+        self._bare.append((tensor, example))
 
     def show(self, result: Any) -> Any:
         """What an operator has made, as the user's code is to see it."""
@@ -112,7 +121,13 @@ class Guises:
         return tensor
 
     def worn(self) -> AbstractContextManager[None]:
-        """The user's code runs."""
+        """The user's code runs: attributes of tensors are there, as they are when it begins."""
+        for tensor, example in self._bare:
+            is_plain = isinstance(tensor, FunctionalTensor)
+            for name, value in appearance(example)[1].items():
+                if is_plain or is_constant(value):
+                    vars(tensor).setdefault(name, value)
+        self._bare.clear()
         return self._while(are_worn=True)
 
     def hidden(self) -> AbstractContextManager[None]:
@@ -180,6 +195,8 @@ class Guises:
 
     def forget_attributes(self) -> None:
         """Let go of what the attributes hold: it is the caller's."""
+        for tensor, _ in self._plain:
+            _without_attributes(tensor)
         self._plain.clear()
         for guise in self._of.values():
             guise.attributes = {}
@@ -194,13 +211,20 @@ def _given_by_the_program(tensor: torch.Tensor) -> _Guise:
 
 
 def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[torch.Tensor]) -> None:
-    """Let tensors have what the program assigned to attributes of their stand-ins that wear no guise."""
+    """Let tensors have the attributes that their stand-ins have, of those that wear no guise."""
     for stand_in, example in zip(stand_ins, examples, strict=True):
         if isinstance(stand_in, FunctionalTensor):
-            given = given_attributes(stand_in)
-            vars(example).update(given)
-            for name in given:
-                delattr(stand_in, name)
+            given, held = given_attributes(stand_in), vars(example)
+            # A wrapper that was swapped with a plain tensor holds what is inside of it.
+            for name in () if is_wrapper(example) else held.keys() - given.keys():
+                del held[name]
+            held.update(given)
+
+
+def _without_attributes(stand_in: torch.Tensor) -> None:
+    if isinstance(stand_in, FunctionalTensor):
+        for name in given_attributes(stand_in):
+            delattr(stand_in, name)
 
 
 def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:

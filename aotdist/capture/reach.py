@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from aotdist.capture.code import is_users_class, is_users_code, is_users_module,
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of, contents
 from aotdist.capture.modules import KINDS, own_tensors
+from aotdist.capture.readers import reader_of
 from aotdist.capture.source import Applied, Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
@@ -102,11 +104,12 @@ def _display_name(fn: Any) -> str:
 
 @dataclass(slots=True)
 class _Named:
-    """Something whose attributes are read by name."""
+    """Something whose attributes are read by name; `may_gain` if they may be more at another call."""
 
     source: Source
     value: Any
     depth: int
+    may_gain: bool = True
     looked_up: set[str] = field(default_factory=set)
 
 
@@ -152,17 +155,16 @@ class _Walk:
         for place, inner in self._inside(source, value, depth):
             self.visit(place, inner, depth + 1)
 
-    def look_at(self, source: Source, tensor: torch.Tensor, depth: int) -> None:
-        """Let the attributes of a tensor be read by name, if it is of a class that the user sees.
+    def look_at(self, source: Source, tensor: torch.Tensor, depth: int, *, of_module: bool = False) -> None:
+        """Let the attributes of a tensor be read by name; those of a wrapper are not assigned.
 
         An argument, and what hangs on one, is another at each call: what it is assigned is assigned again.
         """
         if is_of_own_class(tensor):
             self.seen.add(id(tensor))
+        if not is_wrapper(tensor):
             self.owners.append((source, tensor))
-            self.named.append(_Named(source, tensor, depth))
-        elif source.is_of_argument and not is_wrapper(tensor):
-            self.owners.append((source, tensor))
+        self.named.append(_Named(source, tensor, depth, not (of_module or is_wrapper(tensor))))
 
     def follow_names(self) -> None:
         """Look up, in everything that is read by name, every name that was met, until nothing new appears."""
@@ -180,16 +182,25 @@ class _Walk:
     def note_absent(self) -> None:
         """Let it count that attributes are not there which the program may look for; a class may have them.
 
-        Those of modules are for the guard of their tree.
+        Those of modules are for the guard of their tree. Those of plain tensors are looked for by `getattr`;
+        parameters and buffers, of which there are many, are not asked at every call.
         """
         for named in self.named:
-            if not isinstance(named.value, (nn.Module, torch.Tensor, type, types.ModuleType)):
+            if isinstance(named.value, torch.Tensor) and not (
+                named.may_gain and (self.any_name or self.asks)
+            ):
+                continue
+            if not isinstance(named.value, (nn.Module, type, types.ModuleType)):
                 absent = self.names - _own_attributes(named.value).keys()
                 test = _num_attributes if self.any_name else _has_none_of(frozenset(absent))
                 place = named.source.applied(test, f"attributes that {named.source.path} does not have")
                 self.constants.append((place, test(named.value)))
 
     def _inside(self, source: Source, value: Any, depth: int) -> Iterator[tuple[Source, Any]]:
+        if (read := reader_of(value, self.names)) is not None:
+            self._identity(source, value)
+            yield source.applied(read, f"what {source.path} holds"), read(value)
+            return
         match value:
             case types.FunctionType():
                 self._identity(source, value)
@@ -234,7 +245,7 @@ class _Walk:
         self.named.append(_Named(Source(path, module), module, depth))
         for kind in KINDS:
             for name, place, tensor in own_tensors(path, module, kind):
-                self.look_at(place.source(name), tensor, depth)
+                self.look_at(place.source(name), tensor, depth, of_module=True)
         yield from _hooks(path, module)
         yield from _library_settings(path, module)
 
@@ -262,8 +273,12 @@ class _Walk:
             return
         own = _own_attributes(value)
         # Which attributes an installed library's tensor class reads is not looked up, so all count.
-        everything = self.any_name or (isinstance(value, torch.Tensor) and not is_users_class(type(value)))
+        everything = self.any_name or (
+            isinstance(value, torch.Tensor) and is_of_own_class(value) and not is_users_class(type(value))
+        )
         wanted = (own.keys() if everything else self.names & own.keys()) - named.looked_up
+        if isinstance(value, torch.Tensor) and is_wrapper(value):
+            wanted = {name for name in wanted if is_constant(own[name])}
         named.looked_up |= wanted
         for name in sorted(wanted):
             if not isinstance(value, nn.Module) or not _is_watched(name, own[name]):
@@ -315,6 +330,8 @@ class _Walk:
         yield from _cells(fn)
         self.assigned += _empty_cells(fn)
         yield from _defaults(fn)
+        if not names.attributes.isdisjoint(("environ", "getenv")):
+            self.visit(Source("os", os).attribute("environ"), os.environ, 0)
         for name in sorted(names.globals & fn.__globals__.keys()):
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):

@@ -282,7 +282,9 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
     for source, container in reached.containers:
         yield _container(source, container)
     for source, _ in (*reached.tensors, *reached.constants):
-        if source.steps and not isinstance(source.steps[-1], Applied):
+        # What hangs on a tensor is watched there: a stand-in is in its place while the program runs.
+        hangs_on_tensor = source.steps and isinstance(source.owner(), torch.Tensor)
+        if source.steps and not hangs_on_tensor and not isinstance(source.steps[-1], Applied):
             yield _Variable(source, source.read())
     yield from (_Variable(source, source.read_or(_ABSENT)) for source in reached.assigned)
 

@@ -172,6 +172,10 @@ class Source:
             case Applied(function=function):
                 return id(owner), function
 
+    def owner(self) -> Any:
+        """What the place hangs on, or lies in."""
+        return self._owner()[0]
+
     def _owner(self) -> tuple[Any, Step]:
         *steps, last = self.steps
         return Source(self.path, self.root, tuple(steps)).read(), last

@@ -93,6 +93,7 @@ class ForwardEffects:
             after it is made.
         node_outs: what the node returns.
         results: the values of that.
+        asked: see `Facts.asked`.
     """
 
     outs: Sequence[Any]
@@ -103,6 +104,7 @@ class ForwardEffects:
     is_rewritten: bool
     node_outs: Row[NodeOutIdx, NodeOut]
     results: list[Result]
+    asked: Mapping[tuple[PrimalIdx, str], bool | int]
 
     def ends(self) -> list[End]:
         """The differentiable results."""
@@ -192,7 +194,9 @@ class Effects:
         is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
         outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
         results = value_results(self.recorder, node_outs, outputs.tensors)
-        return ForwardEffects(outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results)
+        return ForwardEffects(
+            outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results, lifting.asked
+        )
 
     def backward(self, forward: ForwardEffects, lifting: Lifting, *, again: bool) -> BackwardEffects:
         """Run the backward, and read off what it did.
@@ -279,6 +283,7 @@ class Effects:
             adds_layouts=backward.adds_layouts,
             arrived=backward.arrived,
             early=outputs.early,
+            asked=tuple((idx, name, answer) for (idx, name), answer in forward.asked.items()),
         )
 
 

@@ -46,6 +46,7 @@ from aotdist.torch_seam import (
     nodes_behind,
     part_of,
     second_shell,
+    set_version,
 )
 
 
@@ -152,6 +153,8 @@ class Inputs:
             )
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
             stand_in = replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
+        if not (example.is_inference() or stand_in.tensor.is_inference()):
+            set_version(stand_in.tensor, version_of(example))
         versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
         stand_in = replace(stand_in, version=version_of(stand_in.tensor), versions=versions)
         for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
@@ -163,6 +166,8 @@ class Inputs:
             self._recorder.guises.give(stand_in.tensor, type(example), vars(example))
         elif isinstance(stand_in.tensor, FunctionalTensor):
             self._recorder.guises.stands_for_plain(stand_in.tensor, example)
+        else:
+            self._recorder.guises.stands_for_wrapper(stand_in.tensor, example)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)

@@ -38,6 +38,7 @@ _ATTRIBUTES_OF_THE_REAL_TENSOR = {
     _GRAD.__set__: (".grad", "assigned"),
     _GRAD.__delete__: (".grad", "deleted"),
 }
+_ASKS_AUTOGRAD = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "_version")}
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
 
@@ -59,6 +60,7 @@ class Lifting(TorchFunctionMode):
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
         retained: inputs that it told to retain their gradients.
+        asked: see `Facts.asked`.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Lifting(TorchFunctionMode):
         self._asked_for_strides = asked_for_strides
         self.ran_backward = False
         self.retained: dict[PrimalIdx, None] = {}
+        self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
@@ -110,6 +113,8 @@ class Lifting(TorchFunctionMode):
         self._written_views.notice()
         self._log.settle()
         swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
+        if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
+            self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
@@ -188,6 +193,12 @@ class Lifting(TorchFunctionMode):
                 assign_data(tensor, source)
 
         self._log.move(tensor, assign_data, assign, source)
+
+    def _note_question(self, name: str, tensor: torch.Tensor) -> None:
+        idx = self._inputs.index_of(tensor)
+        if idx is not None:
+            answer = getattr(self._inputs.row()[idx].example, name)
+            self.asked[idx, name] = answer is not None if name == "grad_fn" else answer
 
     def _refuse_attribute(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
         idx = self._inputs.index_of(tensor)

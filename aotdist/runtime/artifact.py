@@ -300,6 +300,7 @@ def fit_of(compilation: Compilation) -> Fit:
         sizes=sizes,
         counts=counts,
         written=tuple(sorted(written)),
+        asked=facts.asked,
         storages=tuple(
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
             for idx, leaf in facts.storages

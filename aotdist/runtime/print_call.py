@@ -68,6 +68,7 @@ class Fit:
         sizes: the symbols in them.
         counts: numbers that the program finds and changes.
         written: inputs that the program writes.
+        asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
         storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
         ambient: the modes.
         holds: further conditions: each a name, a function, and its arguments.
@@ -88,6 +89,7 @@ class Fit:
     sizes: Sizes
     counts: tuple[Count, ...]
     written: tuple[PrimalIdx, ...]
+    asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     ambient: Ambient
     holds: tuple[tuple[str, Callable[[], bool]], ...]
@@ -384,10 +386,18 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
         if fit.dedupe.kept[primal] != idx:
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")
     conditions += _tensor_conditions(printer, fit)
+    conditions += _conditions_of_autograd(fit)
     conditions += _storage_conditions(printer, fit)
     if fit.written:
         conditions.append(_overlap_condition(printer, fit))
     return conditions
+
+
+def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
+    names = fit.primal_variables()
+    for idx, asked, answer in fit.asked:
+        place = f"{names[idx]}.{asked}"
+        yield f"({place} is not None) is {answer}" if asked == "grad_fn" else f"{place} == {answer}"
 
 
 def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:

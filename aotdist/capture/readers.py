@@ -1,0 +1,62 @@
+"""What a program reads through objects that are no containers: context variables, weak references, arrays.
+
+Such an object stays the same while what it gives changes, so an artifact is specialised on what that is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import sys
+import weakref
+from collections.abc import Callable, Container, MutableMapping
+from typing import Any
+
+_LARGEST_ARRAY = 1 << 20
+"""Bytes: a larger array is data rather than a setting, and too much to compare at every call."""
+_SHARE_MEMORY = ("from_numpy", "as_tensor", "asarray")
+
+
+def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
+    """The function that reads `value`, if it is of this kind.
+
+    Args:
+        value: any object.
+        names: attributes that the program reads. Arrays that it may turn into tensors are theirs: a tensor
+            shows at each call what its array holds.
+    """
+    if isinstance(value, contextvars.ContextVar):
+        return value_of_variable
+    if isinstance(value, weakref.ref):
+        return referent
+    if value is os.environ:
+        return environment
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return None
+    shares = isinstance(value, numpy.ndarray) and any(name in names for name in _SHARE_MEMORY)
+    is_data = not value.dtype.hasobject and value.nbytes <= _LARGEST_ARRAY
+    return array if is_data and not shares else None
+
+
+def value_of_variable(variable: contextvars.ContextVar[Any]) -> Any:
+    """What a context variable holds in this context; None if nothing."""
+    try:
+        return variable.get()
+    except LookupError:
+        return None
+
+
+def referent(reference: weakref.ref[Any]) -> Any:
+    """What a weak reference leads to; None if that is gone."""
+    return reference()
+
+
+def environment(variables: MutableMapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The variables of the environment."""
+    return tuple(variables.items())
+
+
+def array(values: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """What a numpy array, or a number of numpy's, holds."""
+    return values.dtype.str, values.shape, values.tobytes()
