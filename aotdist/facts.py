@@ -384,6 +384,7 @@ class Facts:
         storages: plain tensors beneath inputs, by position, for which it matters what storage they lie in.
         backward_storages: those whose storage has another size after the backward, and its bytes.
         functions: names of the user's autograd functions that gradients pass.
+        hooked: whether hooks of the program's own tensors hear of gradients.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which the backward was traced by itself.
         adds_layouts: whether the backward adds up gradients of different layouts (DTensors of other
@@ -391,6 +392,7 @@ class Facts:
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
         arrived: inputs that get gradients, in the order in which these arrive in eager.
+        frees: whether autograd would free saved tensors after a backward, so that there is no other.
         early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
             `grad_fn`, whether there is one.
@@ -408,11 +410,13 @@ class Facts:
     storages: tuple[tuple[PrimalIdx, int], ...] = ()
     backward_storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
     functions: tuple[str, ...] = ()
+    hooked: bool = False
     passages: Passages = NO_PASSAGES
     choices: tuple[Choice, ...] = ()
     adds_layouts: bool = False
     related: bool = False
     arrived: tuple[PrimalIdx, ...] = ()
+    frees: bool = True
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
 

@@ -201,7 +201,7 @@ def _compile_training(
         halves = emitter.halves(split)
     facts, ins = traced.facts, traced.program.ins
     more = OnDemand(cut, joint, by_choice, split, halves, facts, ins, traced.symbols, emitter)
-    again = plan_again(linked(traced.graph), facts.functions, split.saved)
+    again = plan_again(linked(traced.graph), facts.functions, split.saved, hooked=facts.hooked)
     node = node_plan(traced, plans, split, halves.tangent_strides, again)
     region = Training(
         cut=cut,

@@ -1353,6 +1353,25 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return _nodes_from([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
 
 
+def save_tensors(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a node in the history of `tensors` has saved some, which one backward frees for the next."""
+    return any(map(_saves_tensors, nodes_behind(tensors)))
+
+
+def _saves_tensors(node: Any) -> bool:
+    """Read raw: what a checkpoint saved is computed again when it is asked for."""
+    for name in _names_of_saved(type(node)):
+        raw = getattr(node, name)
+        if any(saved.data is not None for saved in (raw if isinstance(raw, tuple) else (raw,))):
+            return True
+    return False
+
+
+@functools.cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
 def _nodes_from(nodes: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     pending = list(nodes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -45,6 +45,7 @@ from aotdist.torch_seam import (
     is_fake,
     pytree,
     quiet_fakes,
+    symbols_in,
 )
 
 
@@ -101,8 +102,9 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
     """
     found = _trace_over_bases(job, times)
     returned = found.returned()
-    if job.symbolic and (counts := returned.counts()):
-        return _counting(replace(job, counts=tuple(counts)), times, found)
+    counts = [*returned.counts(), *found.captured.in_backward.whole.counts()]
+    if job.symbolic and counts:
+        return _counting(replace(job, counts=tuple(_distinct_places(counts))), times, found)
     if returned.constants and not returned.deleted:
         return _set_up(job, times, found, on_failure)
     return found
@@ -115,9 +117,22 @@ def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
     except (AotdistError, _FailsWithSymbols):
         return found
     ours, theirs = symbolic.traced, found.traced
-    is_exact = _is_exact(ours) and not ours.symbols.decides_by_floats()
+    is_exact = _is_exact(ours) and not ours.symbols.decides_by(ours.symbols.floats())
+    is_exact &= not symbolic.captured.in_backward.whole.has_symbols()
+    is_exact &= not _computes_with_what_it_finds(symbolic)
     same = is_exact and _says_the_same(ours.facts, theirs.facts) and _does_the_same(ours.graph, theirs.graph)
     return symbolic if same else found
+
+
+def _computes_with_what_it_finds(call: TracedCall) -> bool:
+    """Whether the backward computes with, or decides by, numbers that another backward may have changed."""
+    traced, theirs = call.traced, call.captured.in_backward.symbols
+    used = {name for size in traced.graph.named_sizes().values() for name in symbols_in(size.meta["val"])}
+    return not theirs.isdisjoint(used) or traced.symbols.decides_by(theirs)
+
+
+def _distinct_places(places: Sequence[Source]) -> list[Source]:
+    return list({place.spot(): place for place in places}.values())
 
 
 def _is_exact(traced: Traced) -> bool:
@@ -319,8 +334,9 @@ def _trace(
     with ExitStack() as scope:
         with times.stage("capture"):
             captured = capture(job.call, job.settings, scope)
+            captured.in_backward.counts = job.counts
             before = captured.environment.reassignments()
-            scope.enter_context(before.nothing_kept())
+            scope.enter_context(before.undone_on_failure())
             distinct, deduped = dedupe.lower(captured.program)
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
@@ -351,6 +367,7 @@ def _trace(
                         counts=job.counts,
                         cuts=captured.ambient.grad and not job.backend.owns_cut,
                         again=not captured.environment.rules,
+                        in_python=captured.in_backward,
                     )
             except LooksAround as found:
                 known = _with_inputs(distinct, inputs)
@@ -362,6 +379,7 @@ def _trace(
                 if not (dims or job.counts):
                     raise
                 raise _FailsWithSymbols(before) from error
+    captured.in_backward.close()
     if traced.later_backwards is not None:
         traced.later_backwards.find_at(captured.sources(traced.program.examples))
     return captured, deduped, traced, before

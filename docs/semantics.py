@@ -131,6 +131,18 @@ def counts(x, mean):
     return mean / (1 - 0.9 ** STATE["steps"])
 
 
+HEARD = {"gradients": 0}
+
+
+def hears_of_gradients(x, w):
+    def hook(grad) -> None:
+        HEARD["gradients"] += 1
+
+    y = x * w
+    y.register_hook(hook)
+    return y.sin()
+
+
 def any_size(x, w):
     y = x.view(-1) * 2
     return y.view(x.shape) @ w, y[1:]
@@ -246,6 +258,13 @@ SECTIONS = (
         "it is emptied.",
         counts,
         lambda: (torch.ones(3), torch.zeros(3)),
+    ),
+    Section(
+        "What a backward changes in Python",
+        "Hooks, autograd functions and checkpoints may count and log. The runtime does so after every "
+        "backward; the number is read when the backward runs, which may be after another call.",
+        hears_of_gradients,
+        lambda: (leaf(3), torch.ones(3)),
     ),
     Section(
         "Symbolic sizes",

@@ -26,6 +26,7 @@ from aotdist.capture.constants import is_leaf
 from aotdist.capture.given import GivenContainers
 from aotdist.capture.guise import hand_over_attributes
 from aotdist.capture.hidden import no_results_kept
+from aotdist.capture.in_backward import InBackward
 from aotdist.capture.modules import (
     StateTensor,
     attribute_tensors,
@@ -175,6 +176,7 @@ class Captured:
         closed_over: tensors outside of arguments and modules, by identity, with where to read them.
         name: a word for the function or module.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor.
+        in_backward: watches what the backward changes in Python.
     """
 
     program: Program[ArgIdx]
@@ -184,6 +186,7 @@ class Captured:
     closed_over: Mapping[int, Source]
     name: str
     dims: Mapping[int, frozenset[int]]
+    in_backward: InBackward
 
     def static_slots(self) -> frozenset[Slot]:
         """Plain tensors that keep their address from call to call: parameters and buffers."""
@@ -242,6 +245,7 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
     arguments, tensors = read_arguments(call.args, call.kwargs)
     num_args = len(tensors)
     environment = environment_of(call.target, _places(arguments, tensors))
+    in_backward = InBackward(environment)
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
@@ -251,15 +255,16 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
         scope.enter_context(no_results_kept(environment.reached.caches))
         scope.enter_context(hearing_of_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
-        given = GivenContainers(inner_args, inner_kwargs)
-        return _call(environment, run, given, checks, flat, examples, settings, keeps=not call.differentiates)
+        changes = _Changes(GivenContainers(inner_args, inner_kwargs), checks, in_backward)
+        return _call(environment, run, changes, flat, examples, settings, keeps=not call.differentiates)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
     dims = {**_dynamic_dims(tensors if settings.dynamic else (), examples), **call.dims}
-    return Captured(program, arguments, environment, ambient(), _closed_over(environment), call.name, dims)
+    closed_over = _closed_over(environment)
+    return Captured(program, arguments, environment, ambient(), closed_over, call.name, dims, in_backward)
 
 
 def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple[Source, torch.Tensor]]:
@@ -279,6 +284,21 @@ def _dynamic_dims(
     return dims | {id(tensor): frozenset(range(tensor.dim())) for tensor in everywhere}
 
 
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """What notes the changes of one call besides `Reassignments`.
+
+    Args:
+        given: those of containers among the arguments.
+        checks: what it checks.
+        in_backward: is told what the forward assigned.
+    """
+
+    given: GivenContainers
+    checks: Checks
+    in_backward: InBackward
+
+
 @contextlib.contextmanager
 def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ...]) -> Generator[None]:
     with contextlib.ExitStack() as stack:
@@ -292,8 +312,7 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
 def _call(
     environment: Environment,
     run: Callable[[], Any],
-    given: GivenContainers,
-    checks: Checks,
+    changes: _Changes,
     inputs: Sequence[torch.Tensor],
     examples: Sequence[torch.Tensor],
     settings: Settings,
@@ -309,12 +328,14 @@ def _call(
     try:
         with class_functions_on(), no_python_random(), modes_left_alone():
             result = run()
-        checks.close()
+        changes.checks.close()
         hand_over_attributes(inputs, examples)
         leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing), is_leaf=is_leaf)
-        assigned = [*reassignments.collect(), *given.assigned()]
+        assigned = reassignments.collect()
         constants, gone = reassignments.collect_constants()
-        deleted, replaced = (*given.deleted(), *gone), attributes.replaced()
+        changes.in_backward.forward_left([*assigned, *constants])
+        assigned += changes.given.assigned()
+        deleted, replaced = (*changes.given.deleted(), *gone), attributes.replaced()
     except BaseException:
         reassignments.roll_back()
         raise
@@ -328,9 +349,10 @@ def _call(
     places = tuple((source, structure) for source, _, structure in flat)
     values = [leaf for _, leaves_of_value, _ in flat for leaf in leaves_of_value]
     values = values if keeps else [_without_history(value, inputs) for value in values]
-    outs = [*leaves, *values, *replaced.values(), *checks.outs]
+    outs = [*leaves, *values, *replaced.values(), *changes.checks.outs]
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
-    how = Returned(spec, places, tuple(constants), deleted, tuple(replaced), tuple(shown), tuple(checks.made))
+    made = tuple(changes.checks.made)
+    how = Returned(spec, places, tuple(constants), deleted, tuple(replaced), tuple(shown), made)
     return [*outs, how]
 
 

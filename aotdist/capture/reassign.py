@@ -23,7 +23,8 @@ from aotdist.capture.source import Applied, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import SYMBOLIC, pytree
 
-_ABSENT = object()
+ABSENT = object()
+"""Where nothing is."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -44,12 +45,12 @@ class _Dictionary:
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of every entry that is another object now, or gone."""
         for key, value in list(self.held.items()):
-            before = self.before.get(key, _ABSENT)
+            before = self.before.get(key, ABSENT)
             if value is not before:
                 yield self._place(key), before, value
         for key, before in self.before.items():
             if key not in self.held:
-                yield self._place(key), before, _ABSENT
+                yield self._place(key), before, ABSENT
 
     def _place(self, key: Any) -> Source:
         if not isinstance(key, str):
@@ -75,7 +76,7 @@ class _List:
                     yield self.source.item(position), before, value
             return
         if len(self.held) > count and all(map(operator.is_, self.before, self.held)):
-            yield self.source.items_from(count), _ABSENT, self.held[count:]
+            yield self.source.items_from(count), ABSENT, self.held[count:]
         else:
             yield self.source.whole_list(), list(self.before), list(self.held)
 
@@ -89,7 +90,7 @@ class _Variable:
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """As for `_Dictionary`."""
-        value = self.source.read_or(_ABSENT)
+        value = self.source.read_or(ABSENT)
         if value is not self.before:
             yield self.source, self.before, value
 
@@ -129,7 +130,7 @@ class Reassignments:
                 _refuse_deletion(place, before, value)
                 self._refuse_hidden(place.path, value)
                 repeats = _is_plain(value) if place.is_whole_list else shows_traced(value)
-                if repeats or (place.is_of_argument and value is not _ABSENT):
+                if repeats or (place.is_of_argument and value is not ABSENT):
                     found.append((place, value))
                     _put_back(place, before)
         return found
@@ -141,16 +142,20 @@ class Reassignments:
         """
         assigned: list[tuple[Source, Any]] = []
         deleted: list[Source] = []
+        for place, before, value in self.changed_data():
+            if value is ABSENT:
+                deleted.append(place)
+            elif not is_same(value, before):
+                assigned.append((place, value))
+            _put_back(place, before)
+        return assigned, deleted
+
+    def changed_data(self) -> Iterator[tuple[Source, Any, Any]]:
+        """Place, value before and value now of what holds other constants now, or none, or containers."""
         for watched in self._watched:
             for place, before, value in watched.changed():
-                if value is _ABSENT:
-                    deleted.append(place)
-                    _put_back(place, before)
-                elif self._is_data(value):
-                    if not is_same(value, before):
-                        assigned.append((place, value))
-                    _put_back(place, before)
-        return assigned, deleted
+                if value is ABSENT or self._is_data(value):
+                    yield place, before, value
 
     def side_effects(self) -> list[str]:
         """Places that got an object which is not made anew at every call; that happens at capture only."""
@@ -185,31 +190,15 @@ class Reassignments:
                 _put_back(place, before)
 
     @contextmanager
-    def nothing_kept(self) -> Generator[None]:
-        """Nothing is to hold tensors of a trace any more when the context is left; else all is put back.
-
-        Nor constants that the backward assigned: a forward that runs again (a checkpoint) counts again.
-
-        Raises:
-            UnsupportedProgram: the backward assigned tensors.
-        """
+    def undone_on_failure(self) -> Generator[None]:
+        """Put everything back if what stands inside fails."""
         try:
             yield
         except BaseException:
             self.roll_back()
             raise
-        for path in self._kept():
-            self.roll_back()
-            raise UnsupportedProgram(
-                f"the backward (a hook, an autograd function) keeps a tensor that it computes: `{path}` is "
-                "assigned it",
-                stage="joint",
-                fix="keep it outside of the compiled function: let a hook of a result, or of an argument, do "
-                "so, or return the tensor and use `retain_grad()`",
-            )
-        self.collect_constants()
 
-    def _kept(self) -> Iterator[str]:
+    def kept(self) -> Iterator[str]:
         """Places that hold tensors of the trace."""
         for watched in self._watched:
             for place, _, value in watched.changed():
@@ -232,7 +221,7 @@ class Reassignments:
 
 def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
     """Let places hold these values; returns what puts back what they held."""
-    before = [(place, place.read_or(_ABSENT)) for place, _ in values]
+    before = [(place, place.read_or(ABSENT)) for place, _ in values]
     for place, value in values:
         place.write(value)
 
@@ -249,7 +238,7 @@ def _is_plain(items: list[Any]) -> bool:
 
 
 def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
-    gone = [before] if value is _ABSENT else []
+    gone = [before] if value is ABSENT else []
     if place.is_whole_list and not _is_plain(value):
         now = set(map(id, value))
         gone = [item for item in before if id(item) not in now]
@@ -285,8 +274,8 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
         # What hangs on a tensor is watched there: a stand-in is in its place while the program runs.
         hangs_on_tensor = source.steps and isinstance(source.owner(), torch.Tensor)
         if source.steps and not hangs_on_tensor and not isinstance(source.steps[-1], Applied):
-            yield _Variable(source, source.read())
-    yield from (_Variable(source, source.read_or(_ABSENT)) for source in reached.assigned)
+            yield _Variable(source, source.read_or(ABSENT))
+    yield from (_Variable(source, source.read_or(ABSENT)) for source in reached.assigned)
 
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
@@ -299,7 +288,7 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
 
 def _put_back(place: Source, before: Any) -> None:
     """Let `place` be as it was."""
-    if before is _ABSENT:
+    if before is ABSENT:
         place.delete()
     else:
         place.write(before)

@@ -99,6 +99,19 @@ class Source:
         return self.item(slice(first, None), f"{self.path}[{first}:]")
 
     @property
+    def is_grown_list(self) -> bool:
+        """Whether it was made by `items_from`."""
+        match self.steps[-1:]:
+            case (Item(key=slice(start=int())),):
+                return True
+            case _:
+                return False
+
+    def whole(self) -> Source:
+        """The list that it is some items of."""
+        return Source(self.path.rpartition("[")[0], self.root, self.steps[:-1])
+
+    @property
     def is_whole_list(self) -> bool:
         """Whether it was made by `whole_list`."""
         return self.steps[-1:] == (Item(_WHOLE),)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from aotdist.capture.in_backward import InBackward
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut
 from aotdist.joint.arrivals import Arrival
@@ -83,6 +84,7 @@ class Backward:
         mode: what the program ran in, for tensors that it closes over; every run is in it.
         arrivals: the bases among `ends` whose gradient comes through a view.
         shown: a context for each run: what the user's code in it sees.
+        in_python: watches what each run changes in Python.
     """
 
     def __init__(
@@ -94,10 +96,12 @@ class Backward:
         mode: AbstractContextManager[Any],
         arrivals: Mapping[NodeOutIdx, Arrival],
         shown: Callable[[], AbstractContextManager[None]],
+        in_python: InBackward,
     ) -> None:
         recorder.phase = "backward"
+        self._recorder = recorder
         self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
-        self.mode, self.shown = mode, shown
+        self.mode, self.shown, self.in_python = mode, shown, in_python
         self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
@@ -112,10 +116,14 @@ class Backward:
 
     def choices(self) -> list[tuple[NodeOutIdx, ...]]:
         """The choices of results for which the backward has to be traced by itself."""
-        indices = [idx for idx, _ in self._ends]
         tensors = [tensor for _, tensor in self._ends]
         tensors += [end for _, ends in self._wanted for end in ends if isinstance(end, torch.Tensor)]
-        if not 1 < len(indices) <= _MOST_CHOICES or (is_linear(self._ends) and not _mixes_kinds(tensors)):
+        return [] if is_linear(self._ends) and not _mixes_kinds(tensors) else self.some()
+
+    def some(self) -> list[tuple[NodeOutIdx, ...]]:
+        """Every choice of some of the results, unless there are too many."""
+        indices = [idx for idx, _ in self._ends]
+        if not 1 < len(indices) <= _MOST_CHOICES:
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
 
@@ -173,6 +181,7 @@ class Backward:
             starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
             tensors, first = zip(*starts, strict=True)
             stack.enter_context(self.shown())
+            stack.enter_context(self.in_python.running(choice, self._recorder.shape_env))
             found = run(tensors, wanted, first, retain_graph=again)
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.in_backward import InBackward
 from aotdist.convention.changes import Change, resize_storage
 from aotdist.convention.memory import covers, may_repeat
 from aotdist.convention.naming import NAMED
@@ -74,6 +75,7 @@ from aotdist.torch_seam import (
     history_of,
     is_leaf_with_grad,
     metadata_written,
+    save_tensors,
     storage_changes,
     storage_id,
 )
@@ -93,7 +95,7 @@ class ForwardEffects:
             after it is made.
         node_outs: what the node returns.
         results: the values of that.
-        asked: see `Facts.asked`.
+        lifting: the mode that it ran in: knows what the program asked, and told.
     """
 
     outs: Sequence[Any]
@@ -104,7 +106,7 @@ class ForwardEffects:
     is_rewritten: bool
     node_outs: Row[NodeOutIdx, NodeOut]
     results: list[Result]
-    asked: Mapping[tuple[PrimalIdx, str], bool | int]
+    lifting: Lifting
 
     def ends(self) -> list[End]:
         """The differentiable results."""
@@ -120,6 +122,7 @@ class BackwardEffects:
         runs: runs it.
         grads: the gradients that inputs get.
         arrived: these inputs in the order in which their gradients arrived.
+        frees: see `Facts.frees`.
         writes: inputs that it wrote.
         storages: those whose storage it gave another size.
         passages: which gradients pass tensors that the caller holds.
@@ -132,6 +135,7 @@ class BackwardEffects:
     runs: Backward
     grads: Mapping[PrimalIdx, torch.Tensor]
     arrived: tuple[PrimalIdx, ...]
+    frees: bool
     writes: tuple[BackwardWrite, ...]
     storages: tuple[tuple[PrimalIdx, int, int], ...]
     passages: Passages
@@ -195,20 +199,32 @@ class Effects:
         outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(
-            outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results, lifting.asked
+            outs,
+            outputs,
+            metadata,
+            writes,
+            rewinds,
+            is_rewritten,
+            node_outs,
+            results,
+            lifting,
         )
 
-    def backward(self, forward: ForwardEffects, lifting: Lifting, *, again: bool) -> BackwardEffects:
+    def backward(
+        self, forward: ForwardEffects, lifting: Lifting, in_python: InBackward, *, again: bool
+    ) -> BackwardEffects:
         """Run the backward, and read off what it did.
 
         Args:
             forward: what the forward did.
             lifting: the mode that it ran in.
+            in_python: see `trace`.
             again: whether the backward may run again later.
         """
         recorder, inputs, metadata = self.recorder, self.inputs, forward.metadata
         ends, fits = forward.ends(), not forward.is_rewritten
         functions = custom_functions([tensor for _, tensor in ends])
+        frees = save_tensors([tensor for _, tensor in ends])
         sizes, num_changes = self.storages.sizes(), len(self.log.changes)
         counters = [(one.writes(), one.bumps()) for one in inputs.row()]
         forward_end = ForwardEnd.of(recorder, inputs.row()) if self.cuts and fits else None
@@ -218,7 +234,7 @@ class Effects:
         wanted = metadata.gradient_ends(inputs.row())
         asked = self.classes.are_asked_in_backward(self._starts(forward))
         shown = functools.partial(self.classes.shown, asked=asked)
-        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals, shown)
+        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals, shown, in_python)
         alone = backward.choices() if self.cuts else []
         meetings = Meetings()
         with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
@@ -234,6 +250,8 @@ class Effects:
             some = backward.run(chosen, again=True)
             choices.append(Choice(chosen, {idx: recipe_of(grad) for idx, grad in some.items()}))
             results += choice_results(recorder, choices[-1], slots, some)
+        for chosen in backward.some() if in_python.whole and again and not choices else ():
+            backward.run(chosen, again=True)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), writes)
         storages = tuple(self.storages.resized_since(sizes))
@@ -243,6 +261,7 @@ class Effects:
             backward,
             grads,
             tuple(dict.fromkeys(arrived)),
+            frees,
             writes,
             storages,
             waypoints.passages(len(forward.node_outs)),
@@ -278,12 +297,14 @@ class Effects:
             storages=tuple(sorted({*metadata.moved(row), *self.storages.looked_at()})),
             backward_storages=backward.storages,
             functions=backward.functions,
+            hooked=forward.lifting.hooked,
             passages=backward.passages,
             choices=backward.choices,
             adds_layouts=backward.adds_layouts,
             arrived=backward.arrived,
+            frees=backward.frees,
             early=outputs.early,
-            asked=tuple((idx, name, answer) for (idx, name), answer in forward.asked.items()),
+            asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
         )
 
 

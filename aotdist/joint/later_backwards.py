@@ -208,7 +208,9 @@ class LaterBackwards:
         )
         ends = [(NodeOutIdx(k), grad) for k, grad in enumerate(grads.values()) if grad.requires_grad]
         wanted, shown = self._wanted_of_derivative(given), self._backward.shown
-        backward = Backward(recorder, node_outs, ends, wanted, self._recalling, {}, shown)
+        backward = Backward(
+            recorder, node_outs, ends, wanted, self._recalling, {}, shown, self._backward.in_python
+        )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
         has_history = bool(ends) and not failure
         facts = Facts(

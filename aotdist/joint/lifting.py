@@ -61,6 +61,7 @@ class Lifting(TorchFunctionMode):
         ran_backward: whether the program asked autograd for gradients itself.
         retained: inputs that it told to retain their gradients.
         asked: see `Facts.asked`.
+        hooked: see `Facts.hooked`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Lifting(TorchFunctionMode):
         self._written_views = written_views
         self._asked_for_strides = asked_for_strides
         self.ran_backward = False
+        self.hooked = False
         self.retained: dict[PrimalIdx, None] = {}
         self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
         self._instead: Mapping[Any, Callable[..., Any]] = {
@@ -152,6 +154,7 @@ class Lifting(TorchFunctionMode):
         """In eager, a hook of an input stays with the input when the call is over."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
+            self.hooked = True
             return tensor.register_hook(hook)
         raise self._hooked(idx, "gradient")
 

@@ -142,10 +142,13 @@ class Symbols:
         yield from (symbol for symbol, _, _ in self._symbols)
         yield from (count.symbol for count in self._counts if count.name in self._computed_with)
 
-    def decides_by_floats(self) -> bool:
-        """Whether a guard has a float that the program finds, and changes."""
-        floats = {count.name for count in self._counts if count.kind is float}
-        return any(not floats.isdisjoint(re.findall(r"\w+", decided)) for decided in self.sizes().decided)
+    def floats(self) -> set[str]:
+        """The names of floats that the program finds, and changes."""
+        return {count.name for count in self._counts if count.kind is float}
+
+    def decides_by(self, names: AbstractSet[str]) -> bool:
+        """Whether a guard has one of these symbols."""
+        return any(not names.isdisjoint(re.findall(r"\w+", decided)) for decided in self.sizes().decided)
 
     def note(self, numbers: Iterable[torch.SymInt | torch.SymFloat]) -> None:
         """The graph computes with these."""

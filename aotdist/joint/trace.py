@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
@@ -76,6 +77,7 @@ def trace(
     outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
     cuts: bool = False,
     again: bool = False,
+    in_python: InBackward | None = None,
 ) -> Traced:
     """Trace `program` once.
 
@@ -91,6 +93,7 @@ def trace(
         cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
             for a backward of some outputs only, and for one that runs twice.
         again: the backward may be traced again later, outside of what stands around this call.
+        in_python: watches what backwards change in Python.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or what it does cannot be
@@ -138,7 +141,7 @@ def trace(
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
         forward = effects.forward(outs, lifting)
-        backward = effects.backward(forward, lifting, again=again)
+        backward = effects.backward(forward, lifting, in_python or InBackward(None), again=again)
     facts = effects.facts(forward, backward)
     row = inputs.row()
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))

@@ -60,13 +60,14 @@ class Again:
     obstacle: str | None
 
 
-def plan_again(joint: Graph, functions: Sequence[str], saved: Sequence[Slot]) -> Again:
+def plan_again(joint: Graph, functions: Sequence[str], saved: Sequence[Slot], *, hooked: bool) -> Again:
     """What it takes for the gradients of `joint`, as the trace recorded it, to be differentiated.
 
     Args:
         joint: the graph, before any pass.
         functions: names of the user's autograd functions in it.
         saved: what is saved for the backward.
+        hooked: whether hooks of the program's own tensors hear of gradients: of those of gradients, too.
     """
     drawn = _drawn(joint)
     by_name = {slot.path.removeprefix("%"): slot for slot in saved if slot.path.startswith("%")}
@@ -75,7 +76,8 @@ def plan_again(joint: Graph, functions: Sequence[str], saved: Sequence[Slot]) ->
     written = overwritten_primals(joint)
     named = joint.named_placeholders().items()
     primals = tuple(slot for slot, node in named if slot.role == "primal" and node in needed)
-    obstacle = _obstacle(joint, needed - {node for node in needed if node.name in kept}, written, functions)
+    needed -= {node for node in needed if node.name in kept}
+    obstacle = "hooks in it hear of gradients" if hooked else _obstacle(joint, needed, written, functions)
     return Again(() if obstacle else primals, kept, obstacle)
 
 

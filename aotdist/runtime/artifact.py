@@ -10,6 +10,7 @@ from typing import Any, assert_never
 
 import torch
 
+from aotdist.capture.in_backward import InBackward
 from aotdist.capture.modules import ModuleGuard
 from aotdist.capture.reach import constants_but
 from aotdist.capture.source import Source
@@ -88,6 +89,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
                 _forward(compilation, region.halves.forward),
                 backward,
                 [(claim.rule.after_backward, claim.root) for claim in compilation.captured.environment.rules],
+                compilation.captured.in_backward.whole,
                 watch,
                 has_classes=fit.has_classes(),
             )
@@ -136,11 +138,20 @@ def _backward(compilation: Compilation, region: Training, watch: Watch) -> Backw
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    return backward_of(region, watch, after)
+    return backward_of(region, watch, after, compilation.captured.in_backward)
 
 
-def backward_of(region: Training, watch: Watch, after: Callable[[], None]) -> Backward:
-    """What runs in the backward of a region's node; `after` is called when the gradients are there."""
+def backward_of(
+    region: Training, watch: Watch, after: Callable[[], None], in_python: InBackward | None = None
+) -> Backward:
+    """What runs in the backward of a region's node.
+
+    Args:
+        region: the region.
+        watch: what stands around every run of a graph.
+        after: is called when the gradients are there.
+        in_python: what backwards change in Python.
+    """
 
     def guarded(call: BoxedCall) -> BoxedCall:
         return without_autocast(call) if watch is None else _watched(without_autocast(call), watch)
@@ -168,6 +179,7 @@ def backward_of(region: Training, watch: Watch, after: Callable[[], None]) -> Ba
         shares=functools.cache(
             functools.partial(Shares.of, region.split.backward, tangents, len(node.saved))
         ),
+        in_python=in_python,
     )
 
 

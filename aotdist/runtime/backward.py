@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain
@@ -71,6 +72,7 @@ class Backward:
         other_kinds: runs the backward for gradients of other kinds, if there can be one.
         derivative: runs the backward as a program with a backward, where `twice` will not do.
         shares: what the backwards of the results compute with.
+        in_python: what backwards change in Python.
     """
 
     plan: NodePlan
@@ -83,9 +85,20 @@ class Backward:
     other_kinds: OtherKinds | None
     derivative: Derivatives | None
     shares: Callable[[], Shares]
+    in_python: InBackward | None = None
 
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients, given a tangent, or None, for each differentiable output."""
+        grads = self._without_history(ctx, *tangents)
+        self._change_in_python(tangents)
+        return grads
+
+    def _change_in_python(self, tangents: Sequence[torch.Tensor | None]) -> None:
+        there = self._there(tangents)
+        if self.in_python is not None and there:
+            self.in_python.changes(there.keys()).repeat()
+
+    def _without_history(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
         there, caught = self._there(tangents), caught_on_the_way(ctx)
@@ -108,7 +121,7 @@ class Backward:
             args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
             args += [ctx.written[position] for position in plan.buffers.values()]
             args += ctx.rng if plan.rng.draw else ()
-        let_go(ctx)
+        let_go(ctx, plan)
         results = iter(call(args))
         grads = in_turn(recipes, results, joined)
         self._write(ctx, list(results))
@@ -117,6 +130,8 @@ class Backward:
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that other gradients need, without these, are kept for them."""
+        if not self.plan.frees:
+            return []
         if len(there) == len(self.plan.tangents) or self.plan.backward_writes:
             return list(ctx.saved_tensors)
         shares = self.shares()
@@ -172,7 +187,7 @@ class Backward:
         part = self.parts(outs, frozenset(given), in_parts=not caught)
         given.update((slot, ctx.written[position]) for slot, position in plan.buffers.items())
         given.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors if plan.frees else ()
         return part.call, [saved[s] if isinstance(s, int) else given[s] for s in part.sources]
 
     def again(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -181,6 +196,11 @@ class Backward:
         Raises:
             UnsupportedProgram: the program cannot be differentiated twice.
         """
+        grads = self._with_history(ctx, *tangents)
+        self._change_in_python(tangents)
+        return grads
+
+    def _with_history(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         plan, arrived = self._plan(ctx), self._there(tangents)
         caught = caught_on_the_way(ctx)
         if not arrived and not caught:
@@ -188,7 +208,7 @@ class Backward:
         if self.derivative is not None and (plan.obstacle is not None or not plan.takes(arrived)):
             if caught:
                 raise refusal(arrived.values(), CAUGHT)
-            return self.derivative(ctx, arrived, lambda: self(ctx, *tangents))
+            return self.derivative(ctx, arrived, lambda: self._without_history(ctx, *tangents))
         outs = tuple(slot for slot in self.results if slot.role == "grad")
         found = self._twice(ctx, outs, arrived, caught, in_parts=is_watched(ctx))
         return tuple(in_turn(plan.grads, iter(found), together))

@@ -34,7 +34,7 @@ def held_by_name(
         RuntimeError: a saved value was written since; autograd's own.
         UnsupportedProgram: so was an input that is kept, and that eager does not look at.
     """
-    held: dict[Slot, Any] = dict(zip(plan.saved_slots, ctx.saved_tensors, strict=True))
+    held: dict[Slot, Any] = dict(zip(plan.saved_slots, ctx.saved_tensors if plan.frees else (), strict=True))
     for (position, slots), version in zip(plan.unsaved, ctx.versions if plan.unsaved else (), strict=True):
         if version_of(ctx.again[position]) != version and any(slot in needed for slot in slots):
             raise _written_since(slots[0].path)
@@ -50,9 +50,9 @@ def sizes_by_name(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any
     return {Slot("size", size): evaluate(size, ctx.symbols) for size in expressions}
 
 
-def let_go(ctx: Any) -> None:
-    """Free what was saved, unless the caller wants to come back."""
-    if not keeps_graph():
+def let_go(ctx: Any, plan: NodePlan) -> None:
+    """Free what was saved, unless the caller wants to come back, or may as eager has nothing to free."""
+    if plan.frees and not keeps_graph():
         ctx.maybe_clear_saved_tensors()
         ctx.again = None
 

@@ -84,7 +84,7 @@ class OtherKinds:
             given.update(zip(tangent.slots(), tangent(arrived[idx]), strict=True))
         args = _arguments(ctx, other.whole, given)
         del given
-        let_go(ctx)
+        let_go(ctx, self.plan)
         results = iter(self.guarded(other.whole.call)(args))
         grads = in_turn(_concrete(ctx, other.grads), results, joined)
         self.after()

@@ -77,6 +77,7 @@ class NodePlan:
         unsaved: those of them that are not saved, so that autograd does not tell if they are written:
             positions, and names of what is beneath them.
         obstacle: why that cannot be done, if so.
+        frees: whether there is one backward only, see `Facts.frees`; else nothing is saved.
         passages: which gradients pass tensors that the caller holds.
         totals: recipes to assume of the gradients of waypoints.
         met: the same for views, by position: those whose gradient can go into the program.
@@ -104,6 +105,7 @@ class NodePlan:
     again_slots: tuple[Slot, ...]
     unsaved: tuple[tuple[int, tuple[Slot, ...]], ...]
     obstacle: str | None
+    frees: bool
     passages: Passages
     totals: Mapping[NodeOutIdx, Tangent]
     met: Mapping[int, Tangent]
@@ -210,6 +212,7 @@ def node_plan(
         kept,
         *_names_of_kept(traced, split, kept),
         obstacle,
+        facts.frees or bool(saved),
         facts.passages,
         {w.value: total for w, total in totals.values() if w.value is not None},
         {k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},

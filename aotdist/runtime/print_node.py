@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from aotdist.capture.in_backward import BackwardChanges
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import PlainWrites, write_plain
@@ -17,6 +18,7 @@ from aotdist.convention.version import bump, version_of
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_apart
 from aotdist.runtime.plan import NodePlan, SavedInput
+from aotdist.runtime.print_outputs import print_changes
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
 from aotdist.sizes import Expression, concrete, is_symbolic
@@ -72,6 +74,7 @@ def print_node(
     forward: BoxedCall,
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
+    changes: BackwardChanges,
     watch: Watch,
     *,
     has_classes: bool,
@@ -86,6 +89,7 @@ def print_node(
         forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward; as it is, where some tangent is missing.
         after_backward: functions to call, each with its argument, when the gradients are there.
+        changes: what the backward changes in Python.
         watch: a context for every run of a graph, if any.
         has_classes: whether inputs hear of torch functions, which they are not to be told of.
     """
@@ -95,7 +99,7 @@ def print_node(
         quiet = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
         with _static(printer, f"def backward(ctx, {', '.join(tangents)}):"), quiet:
-            _print_backward(printer, tangents, symbols, plan, backward, after_backward, watch)
+            _print_backward(printer, tangents, symbols, plan, backward, after_backward, changes, watch)
     printer.line()
 
 
@@ -239,6 +243,7 @@ def _print_backward(
     plan: NodePlan,
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
+    changes: BackwardChanges,
     watch: Watch,
 ) -> None:
     arrived = [names[idx] for idx in plan.differentiable()]
@@ -255,7 +260,8 @@ def _print_backward(
     with printer.block(f"if {' or '.join(missing)}:"):
         printer.line(returned_of_some)
     _print_symbols(printer, symbols, "ctx.symbols")
-    given = ["*ctx.saved_tensors", *(print_size(printer, size) for size in plan.backward_sizes)]
+    given = ["*ctx.saved_tensors"] if plan.frees else []
+    given += [print_size(printer, size) for size in plan.backward_sizes]
     given += [
         f"*{_tangent(printer, tangent)}({names[idx]})"
         for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
@@ -271,10 +277,11 @@ def _print_backward(
         with printer.block(f"except {printer.bind('OtherKind', OtherKind)}:"):
             printer.line(returned_of_some)
     printer.line(f"del {', '.join(names)}")
-    with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
-        printer.line("ctx.maybe_clear_saved_tensors()")
-        if plan.again:
-            printer.line("ctx.again = None")
+    if plan.frees:
+        with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
+            printer.line("ctx.maybe_clear_saved_tensors()")
+            if plan.again:
+                printer.line("ctx.again = None")
     with _watched(printer, watch):
         printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
     grads = [recipe for recipe in plan.grads if recipe is not None]
@@ -291,6 +298,7 @@ def _print_backward(
     )
     for function, argument in after_backward:
         printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
+    print_changes(printer, changes)
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
     returned += ["None"] if symbols else []
     printer.spread("return (", returned, ",)")

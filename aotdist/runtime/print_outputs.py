@@ -13,6 +13,7 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
+from aotdist.capture.in_backward import BackwardChanges, expect
 from aotdist.capture.results import Read, Shown
 from aotdist.capture.source import Argument, Given
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
@@ -237,6 +238,23 @@ def print_return(
     for idx, path in returned.replaced:
         printer.line(f"{variables[idx]}{path} = o{next(positions)}  # is replaced")
     printer.line(f"return {result}")
+
+
+def print_changes(printer: Printer, changes: BackwardChanges) -> None:
+    """Print what a backward changes in Python."""
+    for place, value in changes.expected:
+        bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", value)
+        printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
+    for place, items in changes.grown:
+        values = ", ".join(_own(printer, item) for item in items)
+        printer.line(f"{place.expression(printer.bind)}.extend([{values}])  # {place.path} grows")
+    for place, step in changes.added:
+        printer.line(f"{place.expression(printer.bind)} += {step}  # {place.path} is counted in")
+    for place, value in changes.assigned:
+        constant = _own(printer, value)
+        printer.line(f"{place.expression(printer.bind)} = {constant}  # {place.path} is reassigned")
+    for place in changes.deleted:
+        printer.line(f"del {place.expression(printer.bind)}")
 
 
 def _own(printer: Printer, constant: Any) -> str:

@@ -76,11 +76,11 @@ class Rest:
 
     Args:
         spent: those results.
-        values: if others need some, all saved values (a compiled graph takes all), and version counters.
+        values: if there are others, all saved values (a compiled graph takes all), and version counters.
     """
 
     spent: frozenset[NodeOutIdx]
-    values: tuple[tuple[torch.Tensor, int], ...]
+    values: tuple[tuple[torch.Tensor, int], ...] | None
 
 
 def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list[torch.Tensor]:
@@ -90,7 +90,7 @@ def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list
         RuntimeError: those that it needs were freed, or written since; autograd's own.
     """
     rest: Rest | None = getattr(ctx, "rest", None)
-    if rest is None or not rest.values or not shares.are_apart(rest.spent, arrived):
+    if rest is None or rest.values is None or not shares.are_apart(rest.spent, arrived):
         return list(ctx.saved_tensors)
     needed = (rest.values[k] for idx in arrived for k in shares.saved[idx])
     if any(version_of(value) != version for value, version in needed):
@@ -107,7 +107,7 @@ def keep_for_others(
     rest: Rest | None = getattr(ctx, "rest", None)
     spent = frozenset(arrived) | (frozenset() if rest is None else rest.spent)
     if not any(idx not in spent and shares.are_apart(spent, [idx]) for idx in shares.nodes):
-        ctx.rest = Rest(spent, ())
+        ctx.rest = Rest(spent, None)
     elif rest is None:
         # Without their history: a saved result would keep its own node alive.
         ctx.rest = Rest(spent, tuple((value.detach(), version_of(value)) for value in saved))

@@ -95,6 +95,12 @@ def _refuse_symbols(compilation: Compilation) -> None:
             stage="store",
             fix="count in a buffer (a tensor), or outside of the program",
         )
+    if compilation.captured.in_backward.whole:
+        raise UnsupportedProgram(
+            "the backward changes something in Python (a hook counts), which an artifact cannot hold",
+            stage="store",
+            fix="count in a buffer (a tensor), or register the hook on a result, outside of the program",
+        )
     if tuple(compilation.traced.symbols):
         raise UnsupportedProgram(
             "the program has symbolic sizes, which an artifact cannot hold",

@@ -155,6 +155,20 @@ class OfTwo(torch.autograd.Function):
         return first.sin() * w + second, first * x * second.cos()
 
 
+def hooked(*, at_end: bool) -> Callable[..., torch.Tensor]:
+    """Hooks that change gradients, and hear of those of gradients."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * w).sin()
+        y.register_hook(lambda grad: grad * 3)
+        z = y.exp() * x
+        if at_end:
+            z.register_hook(lambda grad: grad.sin())
+        return z
+
+    return program
+
+
 # What is computed again beneath an operator of the graph is not told apart from what the user differentiates:
 # these are differentiated as autograd itself does, by the graph that the trace left.
 BY_AUTOGRAD: dict[str, Callable[..., torch.Tensor]] = {
@@ -163,6 +177,8 @@ BY_AUTOGRAD: dict[str, Callable[..., torch.Tensor]] = {
     "a function of neither": lambda x, w: OfNeither.apply(x) * w.sin(),
     "functions of functions": lambda x, w: OfResult.apply(OfInput.apply(x @ w.t()) * 0.1),
     "a function of two": lambda x, w: sum(OfTwo.apply(x.sin(), w)),
+    "hooks": hooked(at_end=False),
+    "hooks of results": hooked(at_end=True),
     "random numbers": lambda x, w: torch.bernoulli(x.sigmoid()) * x.sin() * w,
     "an input that is written": lambda x, w: ((y := x * 1.0).mul_(w), OfResult.apply(y))[1],
     "a view by a function": lambda x, w: OfInput.apply(x)[1:] * w[1:],

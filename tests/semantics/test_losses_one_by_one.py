@@ -124,3 +124,54 @@ def test_a_step_in_between() -> None:
         second.square().sum().backward()
         grads.append([param.grad for param in (*model.first.parameters(), *model.second.parameters())])
     assert all(map(torch.equal, *grads))
+
+
+def shows(x: torch.Tensor) -> torch.Tensor:
+    return x[1:].view(-1)
+
+
+SAVING_OR_NOT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sums": lambda x: x + x,
+    "negates": lambda x: -x,
+    "shows": shows,
+    "means": lambda x: x.mean(),
+    "joins": lambda x: torch.cat([x, x]),
+    "scales": lambda x: x * 2,
+    "saves a result": torch.exp,
+    "saves an input": torch.sin,
+    "saves a constant": lambda x: x * torch.ones(4),
+    "recomputes": lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", SAVING_OR_NOT)
+def test_a_graph_that_saves_nothing_may_be_gone_through_again(name: str) -> None:
+    told: list[tuple[str, torch.Tensor | None]] = []
+    for fn in (SAVING_OR_NOT[name], aotdist.compile(SAVING_OR_NOT[name], backend="fx")):
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        loss, said = fn(x), ""
+        start = torch.ones_like(loss)
+        loss.backward(start)
+        try:
+            loss.backward(start)
+        except RuntimeError as error:
+            said = str(error)[:40]
+        told.append((said, x.grad))
+    (eager, expected), (ours, found) = told
+    assert ours == eager
+    assert expected is not None and found is not None and torch.equal(expected, found)
+
+
+def test_results_that_save_nothing_one_by_one() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * 2).sum(), (w * 3).sum()
+
+    for fn in (program, aotdist.compile(program, backend="fx")):
+        x, w = (torch.ones(3, requires_grad=True) for _ in range(2))
+        first, second = fn(x, w)
+        first.backward()
+        second.backward()
+        assert x.grad is not None and w.grad is not None
+        assert (x.grad.tolist(), w.grad.tolist()) == ([2.0] * 3, [3.0] * 3)
+        with pytest.raises(RuntimeError, match="a second time"):
+            first.backward()

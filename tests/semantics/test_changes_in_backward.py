@@ -1,0 +1,282 @@
+"""What a backward changes in Python: hooks that log and count, autograd functions, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "two"])
+
+
+class Noting(nn.Module):
+    """What the tests change: each replaces `step`, which is given the module and its input."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor], Any], kind: str) -> None:
+        super().__init__()
+        weight = torch.linspace(-1, 1, 3)
+        self.weight = nn.Parameter(TwoTensor(weight, weight.clone()) if kind == "two" else weight)
+        self.log: list[Any] = []
+        self.count, self.scale, self.is_used, self.kept = 0, 1.0, False, torch.zeros(3)
+        self.options: dict[str, Any] = {"calls": 0}
+        self.step = step
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.step(self, x)
+
+    def noted(self) -> tuple[Any, ...]:
+        return self.log, self.count, self.scale, self.is_used, self.options, repr(self.kept)
+
+
+def logs(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    y, z = x * module.weight, (x + module.weight).sin()
+    y.register_hook(lambda _: module.log.append("y"))
+    z.register_hook(lambda _: module.log.append("z"))
+    return (y * z).sum()
+
+
+def counts(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.count += 2
+        module.options["calls"] += 1
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
+def counts_in_both(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    module.count += 1
+    return counts(module, x) * module.count
+
+
+def computes_with_count(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        module.count += 1
+        return grad * module.count
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
+def anneals(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.scale *= 0.5
+        module.is_used = True
+        module.options["last"] = ["a", {"b": 2}]
+        module.options.pop("first", None)
+
+    module.options.setdefault("first", 1)
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum() * module.scale
+
+
+def doubles(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.count = 2 * module.count + 1
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
+def finds_what_the_forward_left(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.weight
+    module.kept, module.count = (2 * x).detach(), 7
+    y.register_hook(lambda grad: grad * module.count + module.kept)
+    return y.sum()
+
+
+class Told(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, log: list[str]) -> torch.Tensor:
+        ctx.log = log
+        log.append("forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.log.append("backward")
+        return grad * 2, None
+
+
+def asks_a_function(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    return Told.apply(x * module.weight, module.log).sum()
+
+
+def recomputes(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def block(y: torch.Tensor) -> torch.Tensor:
+        module.count += 1
+        module.log.append("block")
+        return (y * module.weight).sin()
+
+    return checkpoint(block, x, use_reentrant=False).sum()
+
+
+def recomputes_by_a_backward_inside(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def block(y: torch.Tensor) -> torch.Tensor:
+        module.count += 1
+        return y.sin()
+
+    return checkpoint(block, x * module.weight, use_reentrant=True).sum()
+
+
+STEPS = [
+    logs,
+    counts,
+    counts_in_both,
+    computes_with_count,
+    anneals,
+    doubles,
+    finds_what_the_forward_left,
+    asks_a_function,
+    recomputes,
+    recomputes_by_a_backward_inside,
+]
+
+
+def inputs(kind: str) -> torch.Tensor:
+    x = torch.linspace(0.5, 2, 3)
+    return TwoTensor(x, x.clone()) if kind == "two" else x
+
+
+def trained(module: nn.Module, kind: str, *, backwards: int = 1, interleaved: bool = False) -> list[Any]:
+    seen: list[Any] = []
+    for _ in range(4):
+        losses = [module(inputs(kind)) for _ in range(2 if interleaved else 1)]
+        for loss in losses:
+            for k in range(backwards):
+                loss.backward(retain_graph=k + 1 < backwards)
+            seen += [loss.detach(), module.weight.grad.clone(), repr(module.noted())]
+    return seen
+
+
+def found_by(step: Callable[..., Any], kind: str, **how: Any) -> list[list[Any]]:
+    found = []
+    for compiled in (False, True):
+        module = Noting(step, kind)
+        if compiled:
+            aotdist.compile(module, backend="fx")
+        found.append([repr(each) for each in trained(module, kind, **how)])
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("step", STEPS)
+def test_step_by_step(step: Callable[..., Any], kind: str) -> None:
+    eager, ours = found_by(step, kind)
+    assert [text.replace("grad_fn", "") for text in ours] == eager
+
+
+REPEATABLE = [logs, counts, counts_in_both, finds_what_the_forward_left, asks_a_function]
+
+
+@pytest.mark.parametrize("step", REPEATABLE)
+def test_twice_through_one_graph(step: Callable[..., Any]) -> None:
+    eager, ours = found_by(step, "plain", backwards=2)
+    assert ours == eager
+
+
+@pytest.mark.parametrize("step", [*REPEATABLE, recomputes])
+def test_two_forwards_then_two_backwards(step: Callable[..., Any]) -> None:
+    eager, ours = found_by(step, "plain", interleaved=True)
+    assert ours == eager
+
+
+@pytest.mark.parametrize("step", [anneals, doubles, computes_with_count])
+def test_a_number_that_is_not_counted_in_is_what_the_forward_left(step: Callable[..., Any]) -> None:
+    module = aotdist.compile(Noting(step, "plain"), backend="fx")
+    loss = module(inputs("plain"))
+    loss.backward(retain_graph=True)
+    before = module.weight.grad.clone()
+    with pytest.raises(UnsupportedProgram, match="where its forward left"):
+        loss.backward()
+    assert torch.equal(module.weight.grad, before)
+
+
+@pytest.mark.parametrize("step", [counts, counts_in_both, recomputes_by_a_backward_inside])
+def test_what_counts_is_compiled_once(step: Callable[..., Any]) -> None:
+    module = aotdist.compile(Noting(step, "plain"), backend="fx")
+    for _ in range(4):
+        module(inputs("plain")).backward()
+    assert len(module.graphs) == 1
+
+
+def branches(module: Noting, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y, z = x * module.weight, x + module.weight
+    y.register_hook(lambda _: module.log.append("y"))
+    z.register_hook(lambda _: module.log.append("z"))
+    return y.sin().sum(), z.cos().sum()
+
+
+def test_only_what_gradients_pass() -> None:
+    found = []
+    for compiled in (False, True):
+        module = Noting(branches, "plain")
+        if compiled:
+            aotdist.compile(module, backend="fx")
+        for order in ([0, 1], [1, 0]):
+            losses = module(inputs("plain"))
+            for k in order:
+                losses[k].backward()
+                module.log.append("|")
+        first, second = module(inputs("plain"))
+        (first + second).backward()
+        found.append((module.log, module.weight.grad.tolist()))
+    assert found[0] == found[1]
+
+
+def test_between_hooks_of_leaves_and_of_results() -> None:
+    found = []
+    for compiled in (False, True):
+        module = Noting(logs, "plain")
+        module.weight.register_hook(lambda _, log=module.log: log.append("weight"))
+        module.weight.register_post_accumulate_grad_hook(lambda _, log=module.log: log.append("accumulated"))
+        if compiled:
+            aotdist.compile(module, backend="fx")
+        for _ in range(2):
+            loss = module(inputs("plain"))
+            loss.register_hook(lambda _, log=module.log: log.append("loss"))
+            loss.backward()
+        found.append(module.log)
+    assert found[0] == found[1]
+
+
+def test_gradients_with_a_history() -> None:
+    found = []
+    for compiled in (False, True):
+        module = Noting(logs, "plain")
+        if compiled:
+            aotdist.compile(module, backend="fx")
+        (grad,) = torch.autograd.grad(module(inputs("plain")), module.weight, create_graph=True)
+        found.append((list(module.log), grad.tolist()))
+    assert found[0] == found[1]
+
+
+def test_a_tensor_that_is_kept_is_refused_and_nothing_is_left() -> None:
+    def keeps(module: Noting, x: torch.Tensor) -> torch.Tensor:
+        y = x * module.weight
+        y.register_hook(lambda grad: module.log.append(grad))
+        return y.sum()
+
+    module = Noting(keeps, "plain")
+    with pytest.raises(UnsupportedProgram, match=r"keeps a tensor that it computes"):
+        aotdist.compile(module, backend="fx")(inputs("plain"))
+    assert module.log == []
+
+
+def test_they_are_printed() -> None:
+    module = aotdist.compile(Noting(counts_in_both, "plain"), backend="fx")
+    for _ in range(2):
+        module(inputs("plain")).backward()
+    assert "['count'] += 2  # count is counted in" in module.source
