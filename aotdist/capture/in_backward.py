@@ -7,14 +7,14 @@ An artifact is for calls that find what this one found, so that what the backwar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aotdist.capture.constants import is_leaf, is_same
+from aotdist.capture.constants import is_constant, is_leaf, is_same
 from aotdist.capture.reassign import ABSENT, Reassignments, assign
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
@@ -34,15 +34,15 @@ class BackwardChanges:
         grown: lists, and what is appended.
         added: places of whole numbers, and what is added to them.
         assigned: places that are assigned constants, or containers of some, and these.
-        expected: what some of these have to hold when the backward begins: what they are assigned may be made
-            of that.
+        expected: what some of these may hold when the backward begins: what they are assigned may be made of
+            that.
         deleted: places that hold nothing afterwards.
     """
 
     grown: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
     added: tuple[tuple[Source, int], ...] = ()
     assigned: tuple[tuple[Source, Any], ...] = ()
-    expected: tuple[tuple[Source, Any], ...] = ()
+    expected: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
     deleted: tuple[Source, ...] = ()
 
     @classmethod
@@ -62,8 +62,8 @@ class BackwardChanges:
                 added.append((place, step))
             else:
                 assigned.append((place, value))
-                if type(value) in (int, float) and not isinstance(before, SYMBOLIC):
-                    expected.append((place, before))
+                if before is ABSENT or is_constant(before):
+                    expected.append((place, (before,)))
         return cls(*map(tuple, (grown, added, assigned, expected, deleted)))
 
     def __bool__(self) -> bool:
@@ -75,8 +75,17 @@ class BackwardChanges:
 
     def has_symbols(self) -> bool:
         """Whether a symbol is assigned: what the backward makes of a number is no sum with a constant."""
-        leaves = pytree.tree_leaves([value for _, value in self.assigned], is_leaf=is_leaf)
+        leaves = pytree.tree_leaves([value for _, value in (*self.assigned, *self.grown)], is_leaf=is_leaf)
         return any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+
+    def after(self, second: BackwardChanges) -> BackwardChanges:
+        """These, given what the same backward changes when it runs once more: a flag that is up stays up."""
+        if [items for _, items in second.grown] != [items for _, items in self.grown]:
+            return self  # what is logged tells that it was here before
+        changed = {place.spot() for place, _ in second.assigned}
+        up = {place.spot(): (value,) for place, value in self.assigned if place.spot() not in changed}
+        expected = tuple((place, (*known, *up.get(place.spot(), ()))) for place, known in self.expected)
+        return replace(self, expected=expected)
 
     def repeat(self) -> None:
         """Change the same again.
@@ -84,8 +93,8 @@ class BackwardChanges:
         Raises:
             UnsupportedProgram: the backward finds other numbers than its forward left.
         """
-        for place, value in self.expected:
-            expect(place, value)
+        for place, known in self.expected:
+            expect(place, known)
         for place, items in self.grown:
             place.read().extend(items)
         for place, step in self.added:
@@ -124,6 +133,7 @@ class InBackward:
         """Places where symbols stand for numbers."""
         self.symbols: set[str] = set()
         """The names of those that a backward finds there: other numbers, for all it knows, than are left."""
+        self._is_second, self._second = False, NOTHING
         self.whole = NOTHING
         """What the backward of all results changes."""
         self.of_some: dict[frozenset[NodeOutIdx], BackwardChanges] = {}
@@ -148,7 +158,8 @@ class InBackward:
             with self.changes(choice or ()).undone():
                 yield
             return
-        undo = assign([*self._left, *self._other_symbols(env)])
+        more = self.whole.assigned if self._is_second else ()
+        undo = assign([*self._left, *self._other_symbols(env), *more])
         try:
             watched = self._environment.reassignments()
             try:
@@ -159,10 +170,26 @@ class InBackward:
                 watched.roll_back()
         finally:
             undo()
-        if choice is None:
+        if self._is_second:
+            self._second = changes
+        elif choice is None:
             self.whole = changes
         else:
             self.of_some[frozenset(choice)] = changes
+
+    def try_again(self, computes_the_same: Callable[[], bool]) -> None:
+        """Find out what of its changes a backward may find, if it is the same one then.
+
+        Args:
+            computes_the_same: runs the backward once more, where it has run before: is what it computes the
+                same?
+        """
+        self._is_second = bool(self.whole.expected)
+        try:
+            if self._is_second and computes_the_same():
+                self.whole = self.whole.after(self._second)
+        finally:
+            self._is_second = False
 
     def _other_symbols(self, env: ShapeEnv | None) -> Generator[tuple[Source, Any]]:
         left = {place.spot(): value for place, value in self._left}
@@ -182,17 +209,17 @@ class InBackward:
         return self.of_some.get(frozenset(arrived), self.whole)
 
 
-def expect(place: Source, expected: Any) -> None:
-    """See that a place holds what a backward is known to find there.
+def expect(place: Source, known: Sequence[Any]) -> None:
+    """See that a place holds one of the values that a backward is known to find there.
 
     Raises:
         UnsupportedProgram: it does not.
     """
     found = place.read_or(ABSENT)
-    if not is_same(found, expected):
-        said, known = ("nothing" if value is ABSENT else repr(value) for value in (found, expected))
+    if not any(is_same(found, value) for value in known):
+        said, left = ("nothing" if value is ABSENT else repr(value) for value in (found, known[0]))
         raise UnsupportedProgram(
-            f"the backward changes `{place.path}`, and finds {said} in it where its forward left {known}",
+            f"the backward changes `{place.path}`, and finds {said} in it where its forward left {left}",
             stage="runtime",
             fix="run the backward of a call before the next call, and once; or count in a buffer (a tensor)",
         )

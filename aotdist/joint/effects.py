@@ -33,6 +33,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
 )
+from aotdist.joint.alike import are_computed_alike
 from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
     Backward,
@@ -250,8 +251,11 @@ class Effects:
             some = backward.run(chosen, again=True)
             choices.append(Choice(chosen, {idx: recipe_of(grad) for idx, grad in some.items()}))
             results += choice_results(recorder, choices[-1], slots, some)
-        for chosen in backward.some() if in_python.whole and again and not choices else ():
-            backward.run(chosen, again=True)
+        if in_python.whole and again and not writes:
+            with recorder.on_trial():
+                in_python.try_again(lambda: are_computed_alike(recorder, grads, backward.run(again=True)))
+                for chosen in () if choices else backward.some():
+                    backward.run(chosen, again=True)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), writes)
         storages = tuple(self.storages.resized_since(sizes))

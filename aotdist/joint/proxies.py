@@ -373,6 +373,16 @@ class Recorder:
         """How many nodes are recorded by now."""
         return len(self._tracer.graph.nodes)
 
+    @contextlib.contextmanager
+    def on_trial(self) -> Generator[None]:
+        """What is recorded inside is taken out of the graph again; it was to be looked at."""
+        nodes = self._tracer.graph.nodes
+        before = set(nodes)
+        yield
+        for node in reversed([node for node in nodes if node not in before]):
+            if node.op == "call_function" and not node.users:
+                self._tracer.graph.erase_node(node)
+
     def graph(
         self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any] = ()
     ) -> Graph:

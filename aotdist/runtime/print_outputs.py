@@ -242,8 +242,8 @@ def print_return(
 
 def print_changes(printer: Printer, changes: BackwardChanges) -> None:
     """Print what a backward changes in Python."""
-    for place, value in changes.expected:
-        bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", value)
+    for place, known in changes.expected:
+        bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
         printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
     for place, items in changes.grown:
         values = ", ".join(_own(printer, item) for item in items)
