@@ -38,7 +38,7 @@ from aotdist.capture.modules import (
 from aotdist.capture.objects import taken_apart
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import Reached, reach
-from aotdist.capture.reassign import Reassignments
+from aotdist.capture.reassign import ABSENT, Reassignments
 from aotdist.capture.results import Shown, with_attributes
 from aotdist.capture.source import Argument, Source
 from aotdist.capture.wrappers import WrapperAttributes
@@ -333,7 +333,7 @@ def _call(
         leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing), is_leaf=is_leaf)
         assigned = reassignments.collect()
         constants, gone = reassignments.collect_constants()
-        changes.in_backward.forward_left([*assigned, *constants])
+        changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
         assigned += changes.given.assigned()
         deleted, replaced = (*changes.given.deleted(), *gone), attributes.replaced()
     except BaseException:

@@ -51,7 +51,7 @@ class BackwardChanges:
         grown, added, assigned, expected, deleted = [], [], [], [], []
         seen: set[tuple[int, Any]] = set()
         for place, before, value in changes:
-            if place.is_of_argument or place.spot() in seen:
+            if place.is_of_argument or place.spot() in seen or is_same(before, value):
                 continue
             seen.add(place.spot())
             if value is ABSENT:

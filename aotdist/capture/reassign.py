@@ -220,10 +220,10 @@ class Reassignments:
 
 
 def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
-    """Let places hold these values; returns what puts back what they held."""
+    """Let places hold these values, or nothing (`ABSENT`); returns what puts back what they held."""
     before = [(place, place.read_or(ABSENT)) for place, _ in values]
     for place, value in values:
-        place.write(value)
+        _put_back(place, value)
 
     def undo() -> None:
         for place, value in reversed(before):
@@ -270,10 +270,14 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
         yield _container(source.attribute("__dict__", source.path), vars(owner))
     for source, container in reached.containers:
         yield _container(source, container)
+    watched = {id(container) for _, container in reached.containers}
     for source, _ in (*reached.tensors, *reached.constants):
-        # What hangs on a tensor is watched there: a stand-in is in its place while the program runs.
-        hangs_on_tensor = source.steps and isinstance(source.owner(), torch.Tensor)
-        if source.steps and not hangs_on_tensor and not isinstance(source.steps[-1], Applied):
+        if not source.steps or isinstance(source.steps[-1], Applied):
+            continue
+        # A tensor has another in its place while the program runs, and a list may lose an item: these are
+        # watched themselves.
+        owner = source.owner().read_or(ABSENT)
+        if not isinstance(owner, torch.Tensor) and id(owner) not in watched:
             yield _Variable(source, source.read_or(ABSENT))
     yield from (_Variable(source, source.read_or(ABSENT)) for source in reached.assigned)
 
@@ -289,6 +293,7 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
 def _put_back(place: Source, before: Any) -> None:
     """Let `place` be as it was."""
     if before is ABSENT:
-        place.delete()
+        if place.read_or(ABSENT) is not ABSENT:
+            place.delete()
     else:
         place.write(before)

@@ -185,13 +185,12 @@ class Source:
             case Applied(function=function):
                 return id(owner), function
 
-    def owner(self) -> Any:
-        """What the place hangs on, or lies in."""
-        return self._owner()[0]
+    def owner(self) -> Source:
+        """The place of what it hangs on, or lies in."""
+        return Source(self.path, self.root, self.steps[:-1])
 
     def _owner(self) -> tuple[Any, Step]:
-        *steps, last = self.steps
-        return Source(self.path, self.root, tuple(steps)).read(), last
+        return self.owner().read(), self.steps[-1]
 
     def expression(self, bind: Callable[[str, Any], str]) -> str:
         """Python source that reads the place; `bind(hint, value)` names an object in its globals."""
