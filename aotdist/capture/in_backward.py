@@ -80,11 +80,11 @@ class BackwardChanges:
 
     def after(self, second: BackwardChanges) -> BackwardChanges:
         """These, given what the same backward changes when it runs once more: a flag that is up stays up."""
-        if [items for _, items in second.grown] != [items for _, items in self.grown]:
-            return self  # what is logged tells that it was here before
-        changed = {place.spot() for place, _ in second.assigned}
-        up = {place.spot(): (value,) for place, value in self.assigned if place.spot() not in changed}
-        expected = tuple((place, (*known, *up.get(place.spot(), ()))) for place, known in self.expected)
+        logged, again = ([items for _, items in changes.grown] for changes in (self, second))
+        if logged != again or second.added or second.assigned or second.deleted:
+            return self
+        left = {place.spot(): value for place, value in self.assigned}
+        expected = tuple((place, (*known, left[place.spot()])) for place, known in self.expected)
         return replace(self, expected=expected)
 
     def repeat(self) -> None:

@@ -132,7 +132,7 @@ class Reassignments:
                 repeats = _is_plain(value) if place.is_whole_list else shows_traced(value)
                 if repeats or (place.is_of_argument and value is not ABSENT):
                     found.append((place, value))
-                    _put_back(place, before)
+                    _hold(place, before)
         return found
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
@@ -147,7 +147,7 @@ class Reassignments:
                 deleted.append(place)
             elif not is_same(value, before):
                 assigned.append((place, value))
-            _put_back(place, before)
+            _hold(place, before)
         return assigned, deleted
 
     def changed_data(self) -> Iterator[tuple[Source, Any, Any]]:
@@ -187,7 +187,7 @@ class Reassignments:
                 watched.held[:] = watched.before
                 continue
             for place, before, _ in list(watched.changed()):
-                _put_back(place, before)
+                _hold(place, before)
 
     @contextmanager
     def undone_on_failure(self) -> Generator[None]:
@@ -223,11 +223,11 @@ def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
     """Let places hold these values, or nothing (`ABSENT`); returns what puts back what they held."""
     before = [(place, place.read_or(ABSENT)) for place, _ in values]
     for place, value in values:
-        _put_back(place, value)
+        _hold(place, value)
 
     def undo() -> None:
         for place, value in reversed(before):
-            _put_back(place, value)
+            _hold(place, value)
 
     return undo
 
@@ -290,10 +290,9 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
     return _List(place, container, list(container))
 
 
-def _put_back(place: Source, before: Any) -> None:
-    """Let `place` be as it was."""
-    if before is ABSENT:
-        if place.read_or(ABSENT) is not ABSENT:
-            place.delete()
-    else:
-        place.write(before)
+def _hold(place: Source, value: Any) -> None:
+    """Let `place` hold `value`, or nothing (`ABSENT`)."""
+    if value is not ABSENT:
+        place.write(value)
+    elif place.read_or(ABSENT) is not ABSENT:
+        place.delete()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -109,7 +109,7 @@ class Source:
 
     def whole(self) -> Source:
         """The list that it is some items of."""
-        return Source(self.path.rpartition("[")[0], self.root, self.steps[:-1])
+        return replace(self.owner(), path=self.path.rpartition("[")[0])
 
     @property
     def is_whole_list(self) -> bool:
@@ -122,8 +122,7 @@ class Source:
 
     def container(self) -> Source | None:
         """The place that a function is applied to, of one that is computed."""
-        *steps, last = self.steps or (None,)
-        return Source(self.path, self.root, tuple(steps)) if isinstance(last, Applied) else None
+        return self.owner() if self.steps and isinstance(self.steps[-1], Applied) else None
 
     def read(self) -> Any:
         """What is there now."""

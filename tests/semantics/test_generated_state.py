@@ -164,7 +164,7 @@ def run(statements: list[str], how_often: list[int]) -> None:
         assert eager.left() == ours.left(), (call, eager.left()[:200], ours.left()[:200])
 
 
-few = settings(search, max_examples=2 * settings().max_examples)
+few = settings(search, max_examples=settings().max_examples)
 
 
 @few
