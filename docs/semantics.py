@@ -255,7 +255,7 @@ SECTIONS = (
         "What is assigned in Python",
         "Items, attributes and variables are assigned at every call. A number that the program finds and "
         "changes is a symbol, read where it is. A list that grows is another one for the next call, unless "
-        "it is emptied.",
+        "it is emptied, or the program does nothing else with it.",
         counts,
         lambda: (torch.ones(3), torch.zeros(3)),
     ),

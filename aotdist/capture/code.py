@@ -5,9 +5,11 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import sysconfig
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aotdist.capture.origins import is_user_file
@@ -18,6 +20,8 @@ _PROMPTS = ("<stdin>", "<string>", "<ipython")
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _GLOBAL_WRITES = frozenset({"STORE_GLOBAL"})
 _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"})
+_LOADS = ("LOAD_", "STORE_FAST_LOAD_")
+_LOADS_OF_OTHERS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CLOSURE"})
 _COMPUTED_READS = frozenset({"getattr", "vars"})
 
 
@@ -30,12 +34,16 @@ class Names:
         assigned: global variables that it assigns.
         stored: attributes that it assigns, of any object.
         loaded: attributes that it reads.
+        appended: variables and attributes to whose lists it appends.
+        used: those that it reads for something else.
     """
 
     globals: frozenset[str]
     assigned: frozenset[str]
     stored: frozenset[str]
     loaded: frozenset[str]
+    appended: frozenset[str]
+    used: frozenset[str]
 
     @property
     def attributes(self) -> frozenset[str]:
@@ -61,13 +69,29 @@ def names_in(code: types.CodeType) -> Names:
             assigned.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTE_READS:
             (stored if instruction.opname == "STORE_ATTR" else loaded).add(instruction.argval)
+    appended, used = _appended_and_used(list(dis.get_instructions(code)))
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
     return Names(
         frozenset(read.union(*(names.globals for names in inner))),
         frozenset(assigned.union(*(names.assigned for names in inner))),
         frozenset(stored.union(*(names.stored for names in inner))),
         frozenset(loaded.union(*(names.loaded for names in inner))),
+        frozenset(appended.union(*(names.appended for names in inner))),
+        frozenset(used.union(*(names.used for names in inner))),
     )
+
+
+def _appended_and_used(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:
+    appended: set[str] = set()
+    used: set[str] = set()
+    for instruction, following in itertools.pairwise(instructions):
+        if not instruction.opname.startswith(_LOADS) or instruction.opname in _LOADS_OF_OTHERS:
+            continue
+        is_appended = following.opname in _ATTRIBUTE_READS and following.argval in ("append", "extend")
+        # Later Pythons load two variables at once.
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        (appended if is_appended else used).update(names)
+    return appended, used
 
 
 def is_users_code(code: types.CodeType) -> bool:

@@ -87,7 +87,7 @@ def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) ->
     return Reached(
         tuple(walk.modules),
         tuple(walk.tensors),
-        tuple(walk.constants),
+        tuple(walk.specialising_constants()),
         tuple(walk.identities),
         tuple(walk.owners),
         tuple(walk.containers),
@@ -125,10 +125,13 @@ class _Walk:
     generators: list[torch.Generator] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
+    met_again: set[int] = field(default_factory=set)
     named: list[_Named] = field(default_factory=list)
     names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
     stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
+    appended: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
     asks: bool = False
     any_name: bool = False
     of_class: dict[type, set[str]] = field(default_factory=dict)
@@ -139,6 +142,7 @@ class _Walk:
                 self.constants.append((source, value))
             return
         if id(value) in self.seen or depth > _MAX_DEPTH:
+            self.met_again.add(id(value))
             return
         self.seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -195,6 +199,18 @@ class _Walk:
                 test = _num_attributes if self.any_name else _has_none_of(frozenset(absent))
                 place = named.source.applied(test, f"attributes that {named.source.path} does not have")
                 self.constants.append((place, test(named.value)))
+
+    def specialising_constants(self) -> Iterator[tuple[Source, Any]]:
+        """The constants, but for those in lists that the program appends to, and does nothing else with."""
+        names = frozenset[str]() if self.any_name else self.appended - self.used
+        logs = [
+            source
+            for source, held in self.containers
+            if isinstance(held, list) and id(held) not in self.met_again and _name_of(source) in names
+        ]
+        for source, value in self.constants:
+            if not any(source.lies_in(log) for log in logs):
+                yield source, value
 
     def _inside(self, source: Source, value: Any, depth: int) -> Iterator[tuple[Source, Any]]:
         if (read := reader_of(value, self.names)) is not None:
@@ -326,6 +342,8 @@ class _Walk:
         self.loaded |= names.loaded
         self.asks |= "hasattr" in names.globals
         self.stored |= names.stored
+        self.appended |= names.appended
+        self.used |= names.used
         self.any_name |= names.reads_by_computed_name()
         yield from _cells(fn)
         self.assigned += _empty_cells(fn)
@@ -353,6 +371,11 @@ def constants_but(reached: Reached, open_: Container[tuple[int, Any]]) -> Iterat
             yield from [source] if len(kept) == len(items) else [whole.applied(_keys_of, source.path), *kept]
         elif source.spot() not in open_:
             yield source
+
+
+def _name_of(source: Source) -> str:
+    """The variable or attribute that a place is, as code names it."""
+    return source.path.rpartition(".")[2]
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:

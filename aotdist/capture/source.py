@@ -116,6 +116,10 @@ class Source:
         """Whether it was made by `whole_list`."""
         return self.steps[-1:] == (Item(_WHOLE),)
 
+    def lies_in(self, other: Source) -> bool:
+        """Whether it is reached by way of `other`."""
+        return self.root is other.root and self.steps[: len(other.steps)] == other.steps
+
     def applied(self, function: Callable[[Any], Any], path: str) -> Source:
         """What `function` makes of the place; it cannot be written."""
         return Source(path, self.root, (*self.steps, Applied(function)))

@@ -15,7 +15,7 @@ from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
 from aotdist.capture.in_backward import BackwardChanges, expect
 from aotdist.capture.results import Read, Shown
-from aotdist.capture.source import Argument, Given
+from aotdist.capture.source import Argument, Given, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
@@ -228,16 +228,20 @@ def print_return(
     result = _display(printer, returned.spec, positions)
     for source, spec in returned.assigned:
         value = _display(printer, spec, positions)
-        place = source.expression(binder(printer, variables))
-        printer.line(f"{place} = {value}  # {source.path} is reassigned")
+        printer.line(_assignment(source, value, binder(printer, variables)))
     for source, constant in returned.constants:
-        place = source.expression(binder(printer, variables))
-        printer.line(f"{place} = {_own(printer, constant)}  # {source.path} is reassigned")
+        printer.line(_assignment(source, _own(printer, constant), binder(printer, variables)))
     for source in returned.deleted:
         printer.line(f"del {source.expression(binder(printer, variables))}")
     for idx, path in returned.replaced:
         printer.line(f"{variables[idx]}{path} = o{next(positions)}  # is replaced")
     printer.line(f"return {result}")
+
+
+def _assignment(source: Source, value: str, bind: Callable[[str, Any], str]) -> str:
+    if source.is_grown_list:
+        return f"{source.whole().expression(bind)}.extend({value})  # {source.path} grows"
+    return f"{source.expression(bind)} = {value}  # {source.path} is reassigned"
 
 
 def print_changes(printer: Printer, changes: BackwardChanges) -> None:

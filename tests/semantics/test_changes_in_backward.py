@@ -212,6 +212,33 @@ def test_what_counts_is_compiled_once(step: Callable[..., Any]) -> None:
     assert len(module.graphs) == 1
 
 
+def test_a_log_is_compiled_once() -> None:
+    """Nothing else is done with it, so what it holds does not matter."""
+
+    def step(module: Noting, x: torch.Tensor) -> torch.Tensor:
+        y = x * module.weight
+        module.log.extend(["forward", y.detach()])
+        y.register_hook(lambda _: module.log.append("backward"))
+        return y.sum()
+
+    eager, ours = Noting(step, "plain"), aotdist.compile(Noting(step, "plain"), backend="fx")
+    for module in (eager, ours):
+        for _ in range(4):
+            module(inputs("plain")).backward()
+    assert repr(eager.log) == repr(ours.log)
+    assert len(ours.graphs) == 1
+
+
+def test_a_log_that_is_looked_at_matters() -> None:
+    def step(module: Noting, x: torch.Tensor) -> torch.Tensor:
+        module.log.append("forward")
+        return (x * module.weight).sum() * len(module.log)
+
+    module = aotdist.compile(Noting(step, "plain"), backend="fx")
+    found = [module(inputs("plain")).item() for _ in range(3)]
+    assert found == pytest.approx([k * found[0] for k in (1, 2, 3)])
+
+
 def branches(module: Noting, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     y, z = x * module.weight, x + module.weight
     y.register_hook(lambda _: module.log.append("y"))
