@@ -38,9 +38,9 @@ from aotdist.capture.modules import (
 from aotdist.capture.objects import taken_apart
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import Reached, reach
-from aotdist.capture.reassign import ABSENT, Reassignments
+from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import Shown, with_attributes
-from aotdist.capture.source import Argument, Source
+from aotdist.capture.source import ABSENT, Argument, Source
 from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same
-from aotdist.capture.source import Attribute, Given, Source
+from aotdist.capture.source import ABSENT, Attribute, Given, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
 
-_ABSENT = object()
 _ATTRIBUTES = Attribute("__dict__")
 
 
@@ -55,7 +54,7 @@ class GivenContainers:
                     fix="return what is left, or take the items out outside",
                 )
             for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
-                then = before.get(key, _ABSENT) if isinstance(before, dict) else before[key]
+                then = before.get(key, ABSENT) if isinstance(before, dict) else before[key]
                 if not is_same(value, then):
                     found.append((_entry(place, key), self._checked(_entry(place, key), value)))
         return found

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same
-from aotdist.capture.reassign import ABSENT, Reassignments, assign
-from aotdist.capture.source import Source
+from aotdist.capture.reassign import Reassignments, assign
+from aotdist.capture.source import ABSENT, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx
 from aotdist.torch_seam import SYMBOLIC, hint, new_count, pytree, symbols_in

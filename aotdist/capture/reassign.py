@@ -19,12 +19,10 @@ from torch import nn
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.hidden import hides_traced, refusal, shows_traced
 from aotdist.capture.reach import Reached
-from aotdist.capture.source import Applied, Source
+from aotdist.capture.source import ABSENT, Applied, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import SYMBOLIC, pytree
 
-ABSENT = object()
-"""Where nothing is."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 

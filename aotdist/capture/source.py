@@ -9,6 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+ABSENT = object()
+"""What is found where nothing is, see `Source.read_or`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attribute:

@@ -200,25 +200,14 @@ class Effects:
         outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(
-            outs,
-            outputs,
-            metadata,
-            writes,
-            rewinds,
-            is_rewritten,
-            node_outs,
-            results,
-            lifting,
+            outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results, lifting
         )
 
-    def backward(
-        self, forward: ForwardEffects, lifting: Lifting, in_python: InBackward, *, again: bool
-    ) -> BackwardEffects:
+    def backward(self, forward: ForwardEffects, in_python: InBackward, *, again: bool) -> BackwardEffects:
         """Run the backward, and read off what it did.
 
         Args:
             forward: what the forward did.
-            lifting: the mode that it ran in.
             in_python: see `trace`.
             again: whether the backward may run again later.
         """
@@ -235,7 +224,8 @@ class Effects:
         wanted = metadata.gradient_ends(inputs.row())
         asked = self.classes.are_asked_in_backward(self._starts(forward))
         shown = functools.partial(self.classes.shown, asked=asked)
-        backward = Backward(recorder, forward.node_outs, ends, wanted, lifting, arrivals, shown, in_python)
+        mode = forward.lifting
+        backward = Backward(recorder, forward.node_outs, ends, wanted, mode, arrivals, shown, in_python)
         alone = backward.choices() if self.cuts else []
         meetings = Meetings()
         with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():

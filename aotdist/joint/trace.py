@@ -141,7 +141,7 @@ def trace(
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
         forward = effects.forward(outs, lifting)
-        backward = effects.backward(forward, lifting, in_python or InBackward(None), again=again)
+        backward = effects.backward(forward, in_python or InBackward(None), again=again)
     facts = effects.facts(forward, backward)
     row = inputs.row()
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))

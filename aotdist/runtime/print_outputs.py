@@ -255,8 +255,7 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
     for place, step in changes.added:
         printer.line(f"{place.expression(printer.bind)} += {step}  # {place.path} is counted in")
     for place, value in changes.assigned:
-        constant = _own(printer, value)
-        printer.line(f"{place.expression(printer.bind)} = {constant}  # {place.path} is reassigned")
+        printer.line(_assignment(place, _own(printer, value), printer.bind))
     for place in changes.deleted:
         printer.line(f"del {place.expression(printer.bind)}")
 

@@ -161,12 +161,13 @@ def trained(module: nn.Module, kind: str, *, backwards: int = 1, interleaved: bo
     return seen
 
 
+def eager_and_ours(step: Callable[..., Any], kind: str = "plain") -> list[Noting]:
+    return [Noting(step, kind), aotdist.compile(Noting(step, kind), backend="fx")]
+
+
 def found_by(step: Callable[..., Any], kind: str, **how: Any) -> list[list[Any]]:
     found = []
-    for compiled in (False, True):
-        module = Noting(step, kind)
-        if compiled:
-            aotdist.compile(module, backend="fx")
+    for module in eager_and_ours(step, kind):
         found.append([repr(each) for each in trained(module, kind, **how)])
     return found
 
@@ -221,7 +222,7 @@ def test_a_log_is_compiled_once() -> None:
         y.register_hook(lambda _: module.log.append("backward"))
         return y.sum()
 
-    eager, ours = Noting(step, "plain"), aotdist.compile(Noting(step, "plain"), backend="fx")
+    eager, ours = eager_and_ours(step)
     for module in (eager, ours):
         for _ in range(4):
             module(inputs("plain")).backward()
@@ -248,10 +249,7 @@ def branches(module: Noting, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def test_only_what_gradients_pass() -> None:
     found = []
-    for compiled in (False, True):
-        module = Noting(branches, "plain")
-        if compiled:
-            aotdist.compile(module, backend="fx")
+    for module in eager_and_ours(branches):
         for order in ([0, 1], [1, 0]):
             losses = module(inputs("plain"))
             for k in order:
@@ -265,12 +263,9 @@ def test_only_what_gradients_pass() -> None:
 
 def test_between_hooks_of_leaves_and_of_results() -> None:
     found = []
-    for compiled in (False, True):
-        module = Noting(logs, "plain")
+    for module in eager_and_ours(logs):
         module.weight.register_hook(lambda _, log=module.log: log.append("weight"))
         module.weight.register_post_accumulate_grad_hook(lambda _, log=module.log: log.append("accumulated"))
-        if compiled:
-            aotdist.compile(module, backend="fx")
         for _ in range(2):
             loss = module(inputs("plain"))
             loss.register_hook(lambda _, log=module.log: log.append("loss"))
@@ -281,10 +276,7 @@ def test_between_hooks_of_leaves_and_of_results() -> None:
 
 def test_gradients_with_a_history() -> None:
     found = []
-    for compiled in (False, True):
-        module = Noting(logs, "plain")
-        if compiled:
-            aotdist.compile(module, backend="fx")
+    for module in eager_and_ours(logs):
         (grad,) = torch.autograd.grad(module(inputs("plain")), module.weight, create_graph=True)
         found.append((list(module.log), grad.tolist()))
     assert found[0] == found[1]
