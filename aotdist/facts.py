@@ -7,7 +7,7 @@ of it. They are plain frozen data: a `match` over them ends in `assert_never`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -333,19 +333,31 @@ class Choice:
     Args:
         outs: which.
         grads: the inputs that get a gradient then, and its recipe.
+        kept: recipes of what user code in the backward keeps.
     """
 
     outs: tuple[NodeOutIdx, ...]
     grads: Mapping[PrimalIdx, Recipe]
+    kept: tuple[Recipe, ...] = ()
 
     def slots(self, ins: Row[PrimalIdx, Slot]) -> list[Slot]:
-        """The names of the gradients when only these results are differentiated; `ins` names the inputs."""
+        """The names of the results when only these outputs are differentiated; `ins` names the inputs."""
         suffix = f" from {','.join(map(str, self.outs))}"
-        return [
+        grads = [
             Slot("grad", ins[idx].path + suffix, inner)
             for idx, recipe in self.grads.items()
             for inner, _ in leaves(recipe)
         ]
+        return grads + kept_slots(self.kept, suffix)
+
+
+def kept_slots(recipes: Sequence[Recipe], suffix: str = "") -> list[Slot]:
+    """The names of what user code in a backward keeps."""
+    return [
+        Slot("kept", f"{position}{suffix}", inner)
+        for position, recipe in enumerate(recipes)
+        for inner, _ in leaves(recipe)
+    ]
 
 
 NO_PASSAGES = Passages((), Row())

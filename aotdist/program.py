@@ -74,7 +74,7 @@ class Row(Generic[I, T]):
 
 Role = Literal[
     "primal", "size", "output", "write", "saved", "tangent", "total", "buffer", "rng",
-    "grad", "piece", "backward_write",
+    "grad", "piece", "backward_write", "kept",
 ]  # fmt: skip
 """What a graph argument or result is to the program.
 
@@ -91,6 +91,7 @@ Role = Literal[
 - `grad`: gradient with respect to a `primal`.
 - `piece`: a summand of the gradient of a waypoint.
 - `backward_write`: the new value of an input that the backward wrote.
+- `kept`: what user code in the backward (a hook) keeps.
 """
 
 GRADIENT_ROLES = frozenset[Role](("tangent", "total"))

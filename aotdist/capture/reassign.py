@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, is_same
-from aotdist.capture.hidden import hides_traced, refusal, shows_traced
+from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
 from aotdist.capture.reach import Reached
 from aotdist.capture.source import ABSENT, Applied, Source
 from aotdist.errors import UnsupportedProgram
@@ -148,11 +148,15 @@ class Reassignments:
             _hold(place, before)
         return assigned, deleted
 
-    def changed_data(self) -> Iterator[tuple[Source, Any, Any]]:
-        """Place, value before and value now of what holds other constants now, or none, or containers."""
+    def changed_data(self, *, tensors: bool = False) -> Iterator[tuple[Source, Any, Any]]:
+        """Place, value before and value now of what holds other constants now, or none, or containers.
+
+        Args:
+            tensors: whether tensors of the trace count as constants.
+        """
         for watched in self._watched:
             for place, before, value in watched.changed():
-                if value is ABSENT or self._is_data(value):
+                if value is ABSENT or self._is_data(value, tensors=tensors):
                     yield place, before, value
 
     def side_effects(self) -> list[str]:
@@ -160,13 +164,14 @@ class Reassignments:
         changes = (change for watched in self._watched for change in watched.changed())
         return [place.path for place, _, _ in changes if not place.is_of_argument]
 
-    def _is_data(self, value: Any) -> bool:
+    def _is_data(self, value: Any, *, tensors: bool = False) -> bool:
         """Whether it is a constant, or a container of constants that the program made."""
-        if is_constant(value) or isinstance(value, SYMBOLIC):
+        if is_constant(value) or isinstance(value, SYMBOLIC) or (tensors and is_traced(value)):
             return True
         if type(value) not in (list, dict, tuple) or id(value) in self.existing:
             return False
-        return all(map(self._is_data, value.values() if isinstance(value, dict) else value))
+        parts = value.values() if isinstance(value, dict) else value
+        return all(self._is_data(part, tensors=tensors) for part in parts)
 
     def _before(self) -> Iterator[Any]:
         for watched in self._watched:
@@ -196,11 +201,12 @@ class Reassignments:
             self.roll_back()
             raise
 
-    def kept(self) -> Iterator[str]:
-        """Places that hold tensors of the trace."""
+    def hidden(self) -> Iterator[str]:
+        """Places that hold tensors of the trace in what is not made anew at every call."""
         for watched in self._watched:
             for place, _, value in watched.changed():
-                if shows_traced(value) or self._hiding(value):
+                shown = shows_traced(value) and not self._is_data(value, tensors=True)
+                if shown or self._hiding(value):
                     yield place.path
 
     def _refuse_hidden(self, path: str, value: Any) -> None:
@@ -273,9 +279,9 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
         if not source.steps or isinstance(source.steps[-1], Applied):
             continue
         # A tensor has another in its place while the program runs, and a list may lose an item: these are
-        # watched themselves.
+        # watched themselves. What a tuple holds changes with the tuple.
         owner = source.owner().read_or(ABSENT)
-        if not isinstance(owner, torch.Tensor) and id(owner) not in watched:
+        if not isinstance(owner, (torch.Tensor, tuple)) and id(owner) not in watched:
             yield _Variable(source, source.read_or(ABSENT))
     yield from (_Variable(source, source.read_or(ABSENT)) for source in reached.assigned)
 

@@ -163,7 +163,7 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
         ) from error
 
 
-_VISIBLE = frozenset({"output", "grad"})
+_VISIBLE = frozenset({"output", "grad", "kept"})
 """Roles whose strides the user sees; for the others the compiler may choose."""
 
 

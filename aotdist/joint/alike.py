@@ -1,8 +1,9 @@
-"""Whether two runs of a backward have recorded the same operations."""
+"""What a run of a backward has computed, and whether another has recorded the same operations."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,22 +11,39 @@ from torch.fx import Node
 
 from aotdist.joint.proxies import Recorder
 from aotdist.program import PrimalIdx
-from aotdist.subclasses.protocol import plain_tensors
+from aotdist.subclasses.protocol import Recipe, plain_tensors, recipe_of
 from aotdist.torch_seam import pytree
 
 
-def are_computed_alike(
-    recorder: Recorder, ones: Mapping[PrimalIdx, torch.Tensor], others: Mapping[PrimalIdx, torch.Tensor]
-) -> bool:
-    """Whether two sets of gradients are computed alike from the arguments of the graph."""
-    first, second = (
-        [recorder.value(plain) for grad in grads.values() for plain in plain_tensors(grad)]
-        for grads in (ones, others)
-    )
-    if ones.keys() != others.keys() or len(first) != len(second):
-        return False
-    numbers = _numbers(first[0].graph) if first else {}
-    return all(numbers[one] == numbers[other] for one, other in zip(first, second, strict=True))
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a run of a backward has computed.
+
+    Args:
+        grads: the gradients of inputs.
+        kept: what user code in it keeps.
+    """
+
+    grads: Mapping[PrimalIdx, torch.Tensor]
+    kept: tuple[torch.Tensor, ...]
+
+    def recipes(self) -> tuple[dict[PrimalIdx, Recipe], tuple[Recipe, ...]]:
+        """Those of the gradients, and of what is kept."""
+        return {idx: recipe_of(grad) for idx, grad in self.grads.items()}, tuple(map(recipe_of, self.kept))
+
+    def is_like(self, recorder: Recorder, other: Computed) -> bool:
+        """Whether the other run has recorded the same operations."""
+        ones, others = (
+            [recorder.value(plain) for tensor in each._tensors() for plain in plain_tensors(tensor)]
+            for each in (self, other)
+        )
+        if self.grads.keys() != other.grads.keys() or len(ones) != len(others):
+            return False
+        numbers = _numbers(ones[0].graph) if ones else {}
+        return all(numbers[one] == numbers[other] for one, other in zip(ones, others, strict=True))
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.grads.values(), *self.kept]
 
 
 def _numbers(graph: torch.fx.Graph) -> Mapping[Node, int]:

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from aotdist.capture.in_backward import InBackward
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Choice, NodeOut
+from aotdist.facts import Choice, NodeOut, kept_slots
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
@@ -286,9 +286,32 @@ def grad_results(
     return results
 
 
+def kept_results(recorder: Recorder, kept: Sequence[torch.Tensor]) -> list[Result]:
+    """What user code in the backward keeps as results of the recorded graph.
+
+    Raises:
+        UnsupportedProgram: a tensor is none of the backward's.
+    """
+    values = [recorder.value(plain) for tensor in kept for plain in plain_tensors(tensor)]
+    for value in values:
+        if value.meta.get("phase") != "backward":
+            raise UnsupportedProgram(
+                "a hook, or an autograd function, keeps a tensor in the backward that the backward does not "
+                f"compute: `{value.name}`",
+                stage="joint",
+                fix="keep it in the forward, or return it",
+            )
+    return list(zip(kept_slots([recipe_of(tensor) for tensor in kept]), values, strict=True))
+
+
 def choice_results(
-    recorder: Recorder, choice: Choice, ins: Row[PrimalIdx, Slot], grads: Mapping[PrimalIdx, torch.Tensor]
+    recorder: Recorder,
+    choice: Choice,
+    ins: Row[PrimalIdx, Slot],
+    grads: Mapping[PrimalIdx, torch.Tensor],
+    kept: Sequence[torch.Tensor],
 ) -> list[Result]:
-    """The gradients of a choice of results."""
-    values = [recorder.value(plain) for grad in grads.values() for plain in plain_tensors(grad)]
+    """The gradients of a choice of results, and what user code keeps then."""
+    tensors = [*grads.values(), *kept]
+    values = [recorder.value(plain) for tensor in tensors for plain in plain_tensors(tensor)]
     return list(zip(choice.slots(ins), values, strict=True))

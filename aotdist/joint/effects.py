@@ -33,7 +33,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
 )
-from aotdist.joint.alike import are_computed_alike
+from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
     Backward,
@@ -42,6 +42,7 @@ from aotdist.joint.backward import (
     choice_results,
     grad_results,
     is_linear,
+    kept_results,
     refuse_unfit,
     requires_grad_by_itself,
     value_results,
@@ -236,16 +237,27 @@ class Effects:
         slots = inputs.row().map(lambda one: one.slot)
         results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
         writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
+        written += kept_results(recorder, in_python.kept)
+        if in_python.whole.kept and self.cuts and again:
+            alone = backward.some()
+        runs: dict[tuple[NodeOutIdx, ...] | None, Computed] = {None: Computed(grads, in_python.kept)}
         choices: list[Choice] = []
         for chosen in () if writes else alone:
-            some = backward.run(chosen, again=True)
-            choices.append(Choice(chosen, {idx: recipe_of(grad) for idx, grad in some.items()}))
-            results += choice_results(recorder, choices[-1], slots, some)
+            runs[chosen] = some = Computed(backward.run(chosen, again=True), in_python.kept)
+            choices.append(Choice(chosen, *some.recipes()))
+            results += choice_results(recorder, choices[-1], slots, some.grads, some.kept)
         if in_python.whole and again and not writes:
             with recorder.on_trial():
-                in_python.try_again(lambda: are_computed_alike(recorder, grads, backward.run(again=True)))
                 for chosen in () if choices else backward.some():
-                    backward.run(chosen, again=True)
+                    runs[chosen] = Computed(backward.run(chosen, again=True), in_python.kept)
+                for chosen, first in runs.items():
+                    in_python.try_again(
+                        chosen,
+                        first.kept,
+                        lambda chosen=chosen, first=first: first.is_like(
+                            recorder, Computed(backward.run(chosen, again=True), in_python.kept)
+                        ),
+                    )
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), writes)
         storages = tuple(self.storages.resized_since(sizes))

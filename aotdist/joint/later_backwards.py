@@ -19,7 +19,14 @@ import torch
 from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.facts import Facts, Fresh, NodeOut, OutputFact, Untouched
-from aotdist.joint.backward import Backward, Wanted, grad_results, new_tangent, value_results
+from aotdist.joint.backward import (
+    Backward,
+    Wanted,
+    grad_results,
+    kept_results,
+    new_tangent,
+    value_results,
+)
 from aotdist.joint.lifting import Recalling
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
@@ -48,11 +55,13 @@ class OtherJoint:
         graph: what was recorded, with the new gradients for its results.
         tangents: the gradients that it takes.
         grads: recipe of each input's gradient, or None.
+        kept: recipes of what user code in the backward keeps; these are results, too.
     """
 
     graph: Graph
     tangents: Mapping[NodeOutIdx, Named]
     grads: Row[PrimalIdx, Recipe | None]
+    kept: tuple[Recipe, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class Derivative:
         primals: the inputs of the program that are inputs.
         tangents: the gradients that arrive.
         grads: which result is the gradient of which input of the program; none if none has a history.
+        kept: the results that user code in the backward keeps.
         failure: why they have none although eager's have, if so: they have no gradients.
         facts: what the trace showed.
         later: traces backwards of the derivative.
@@ -78,6 +88,7 @@ class Derivative:
     primals: tuple[PrimalIdx, ...]
     tangents: Mapping[NodeOutIdx, Named]
     grads: Mapping[PrimalIdx, NodeOutIdx]
+    kept: tuple[NodeOutIdx, ...]
     failure: str
     facts: Facts
     later: LaterBackwards
@@ -152,8 +163,10 @@ class LaterBackwards:
                 idx: new_tangent(self._recorder, *tangent, arrived[idx]) for idx, tangent in tangents.items()
             }
             grads = self._backward.run(list(given), given, again=True)
-            graph = self._recorder.graph(grad_results(self._recorder, self._ins, grads))
-            return OtherJoint(graph, tangents, self._in_a_row(grads))
+            kept = self._backward.in_python.kept
+            results = grad_results(self._recorder, self._ins, grads) + kept_results(self._recorder, kept)
+            graph = self._recorder.graph(results)
+            return OtherJoint(graph, tangents, self._in_a_row(grads), tuple(map(recipe_of, kept)))
 
         try:
             return self._recorded(run)
@@ -203,13 +216,17 @@ class LaterBackwards:
             [*(self._ins[idx] for idx in primals), *(Slot("primal", path) for path, _ in tangents.values())]
         )
         recipes = [*(self._recipes[idx] for idx in primals), *(recipe for _, recipe in tangents.values())]
+        kept = self._backward.in_python.kept
+        tensors, slots = [*grads.values(), *kept], [self._grad_slot(idx) for idx in grads]
+        slots += [Slot("output", f"kept {position} ({self._serial})") for position in range(len(kept))]
         node_outs = Row[NodeOutIdx, NodeOut](
-            NodeOut(self._grad_slot(idx), recipe_of(grad), grad.requires_grad) for idx, grad in grads.items()
+            NodeOut(slot, recipe_of(tensor), tensor.requires_grad)
+            for slot, tensor in zip(slots, tensors, strict=True)
         )
-        ends = [(NodeOutIdx(k), grad) for k, grad in enumerate(grads.values()) if grad.requires_grad]
+        ends = [(NodeOutIdx(k), tensor) for k, tensor in enumerate(tensors) if tensor.requires_grad]
         wanted, shown = self._wanted_of_derivative(given), self._backward.shown
         backward = Backward(
-            recorder, node_outs, ends, wanted, self._recalling, {}, shown, self._backward.in_python
+            recorder, node_outs, ends, wanted, self._recalling, {}, shown, self._backward.in_python.beyond()
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
         has_history = bool(ends) and not failure
@@ -223,13 +240,14 @@ class LaterBackwards:
             backward_writes=(),
             functions=tuple(custom_functions([tensor for _, tensor in ends])),
         )
-        results = value_results(recorder, node_outs, list(grads.values()))
+        results = value_results(recorder, node_outs, tensors)
         return Derivative(
             graph=recorder.graph(results + grad_results(recorder, ins, found)),
             ins=ins,
             primals=tuple(primals),
             tangents=tangents,
             grads={idx: NodeOutIdx(k) for k, idx in enumerate(grads)} if has_history else {},
+            kept=tuple(node_outs.indices()[len(grads) :]),
             failure=failure,
             facts=facts,
             later=LaterBackwards(

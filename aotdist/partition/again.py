@@ -92,7 +92,7 @@ def cannot_again(obstacle: str) -> UnsupportedProgram:
 
 
 def _slots(joint: Graph) -> list[Slot]:
-    return [slot for slot in joint.outs if slot.role in ("grad", "piece")]
+    return [slot for slot in joint.outs if slot.role in ("grad", "piece", "kept")]
 
 
 def _drawn(joint: Graph) -> set[Node]:

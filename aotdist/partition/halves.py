@@ -17,7 +17,7 @@ from aotdist.partition.traits import is_effectful, is_getitem, is_late, is_size,
 from aotdist.program import LATE_ROLES, Graph
 
 FORWARD_ROLES = frozenset({"output", "write"})
-BACKWARD_ROLES = frozenset({"grad", "piece", "backward_write"})
+BACKWARD_ROLES = frozenset({"grad", "piece", "backward_write", "kept"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ _RESULTS: dict[Role, str] = {
     "grad": "gradient of `{}`",
     "piece": "summand of the gradient of `{}`",
     "backward_write": "new value of `{}`, written in backward",
+    "kept": "tensor {} of those that the backward keeps",
     "saved": "saved for the backward",
 }
 

@@ -5,18 +5,20 @@ The printed node runs the whole itself, and leaves the rest to `Backward`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from aotdist.capture.in_backward import InBackward
+from aotdist.capture.in_backward import NOTHING, BackwardChanges, InBackward
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.version import bump
+from aotdist.errors import UnsupportedProgram
 from aotdist.partition.again import cannot_again
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, Slot
@@ -24,10 +26,11 @@ from aotdist.runtime.apart import apart, in_turn, joined, together
 from aotdist.runtime.derivative import Derivatives
 from aotdist.runtime.gate import caught_on_the_way, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
-from aotdist.runtime.other_kinds import CAUGHT, WATCHED, OtherKinds, refusal
+from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, refusal
 from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete, evaluate
+from aotdist.subclasses.protocol import Recipe
 
 
 class Parts(Protocol):
@@ -89,21 +92,38 @@ class Backward:
 
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients, given a tangent, or None, for each differentiable output."""
-        grads = self._without_history(ctx, *tangents)
-        self._change_in_python(tangents)
+        changes = self._changes(tangents)
+        grads, kept = self._without_history(ctx, changes, *tangents)
+        changes.repeat(kept)
         return grads
 
-    def _change_in_python(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        there = self._there(tangents)
-        if self.in_python is not None and there:
-            self.in_python.changes(there.keys()).repeat()
+    def _changes(self, tangents: Sequence[torch.Tensor | None]) -> BackwardChanges:
+        """What this backward changes in Python.
 
-    def _without_history(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        Raises:
+            UnsupportedProgram: it keeps tensors, and which ones is not known for these results.
+        """
+        there = self._there(tangents)
+        changes = NOTHING if self.in_python is None or not there else self.in_python.changes(there.keys())
+        is_known = len(there) == len(self.plan.tangents) or tuple(there) in self.plan.choices
+        if changes.kept and not is_known:
+            raise UnsupportedProgram(
+                "the backward (a hook, an autograd function) keeps tensors that it computes, and of the "
+                f"{len(self.plan.tangents)} results only some get a gradient",
+                stage="runtime",
+                fix="let all results take part in one backward; or keep gradients by hooks of results or "
+                "arguments, outside of the compiled function",
+            )
+        return changes
+
+    def _without_history(
+        self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None
+    ) -> Gradients:
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
         there, caught = self._there(tangents), caught_on_the_way(ctx)
         if not there and not caught:
-            return (None,) * len(self.plan.grads)
+            return (None,) * len(self.plan.grads), []
         if self.other_kinds is not None and not plan.takes(there):
             if caught:
                 raise refusal(there.values(), CAUGHT)
@@ -124,9 +144,9 @@ class Backward:
         let_go(ctx, plan)
         results = iter(call(args))
         grads = in_turn(recipes, results, joined)
-        self._write(ctx, list(results))
+        self._write(ctx, list(itertools.islice(results, len(plan.backward_bumps))))
         self.after()
-        return tuple(grads)
+        return tuple(grads), in_turn(_kept(ctx, changes), results, joined)
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that other gradients need, without these, are kept for them."""
@@ -196,22 +216,24 @@ class Backward:
         Raises:
             UnsupportedProgram: the program cannot be differentiated twice.
         """
-        grads = self._with_history(ctx, *tangents)
-        self._change_in_python(tangents)
+        changes = self._changes(tangents)
+        grads, kept = self._with_history(ctx, changes, *tangents)
+        changes.repeat(kept)
         return grads
 
-    def _with_history(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+    def _with_history(self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None) -> Gradients:
         plan, arrived = self._plan(ctx), self._there(tangents)
         caught = caught_on_the_way(ctx)
         if not arrived and not caught:
-            return (None,) * len(self.plan.grads)
+            return (None,) * len(self.plan.grads), []
         if self.derivative is not None and (plan.obstacle is not None or not plan.takes(arrived)):
             if caught:
                 raise refusal(arrived.values(), CAUGHT)
-            return self.derivative(ctx, arrived, lambda: self._without_history(ctx, *tangents))
-        outs = tuple(slot for slot in self.results if slot.role == "grad")
-        found = self._twice(ctx, outs, arrived, caught, in_parts=is_watched(ctx))
-        return tuple(in_turn(plan.grads, iter(found), together))
+            return self.derivative(ctx, arrived, lambda: self._without_history(ctx, changes, *tangents))
+        outs = tuple(slot for slot in self.results if slot.role in ("grad", "kept"))
+        found = iter(self._twice(ctx, outs, arrived, caught, in_parts=is_watched(ctx)))
+        grads = in_turn(plan.grads, found, together)
+        return tuple(grads), in_turn(_kept(ctx, changes), found, together)
 
     def pieces_again(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, with a history."""
@@ -235,3 +257,8 @@ class Backward:
         part = self.twice(outs, frozenset(tangents), in_parts=in_parts)
         given = held_by_name(ctx, plan, apart, part.sources) | tangents
         return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
+
+
+def _kept(ctx: Any, changes: BackwardChanges) -> tuple[Recipe, ...]:
+    """Recipes of what user code keeps, with the sizes of the call whose backward runs."""
+    return concrete(changes.kept, getattr(ctx, "symbols", {}))

@@ -5,7 +5,7 @@ Its inputs are those of the node that get gradients, the gradients that arrive, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx, PrimalIdx, Slot
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import held_by_name
-from aotdist.runtime.other_kinds import Arrived
+from aotdist.runtime.other_kinds import Arrived, Gradients
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided
 from aotdist.subclasses.protocol import Constant, plain_tensors
@@ -34,6 +34,7 @@ class CompiledDerivative:
         needed: the names of all whose data it reads.
         call: inputs, gradients, values -> gradients.
         grads: which result is the gradient of which input; none if none has a history.
+        kept: the results that user code in the backward keeps.
         failure: why they have none although eager's have, if so.
     """
 
@@ -43,6 +44,7 @@ class CompiledDerivative:
     needed: frozenset[int | Slot] = frozenset()
     call: Call = list
     grads: Mapping[PrimalIdx, NodeOutIdx] = field(default_factory=dict[PrimalIdx, NodeOutIdx])
+    kept: tuple[NodeOutIdx, ...] = ()
     failure: str = ""
 
     def takes(self, arrived: Arrived) -> bool:
@@ -65,15 +67,13 @@ class Derivatives:
     plan: NodePlan
     compiled: Callable[[Arrived], CompiledDerivative]
 
-    def __call__(
-        self, ctx: Any, arrived: Arrived, plainly: Callable[[], Sequence[torch.Tensor | None]]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """The inputs' gradients, with a history if they have one.
+    def __call__(self, ctx: Any, arrived: Arrived, plainly: Callable[[], Gradients]) -> Gradients:
+        """The inputs' gradients, with a history if they have one, and what user code keeps.
 
         Args:
             ctx: the context of the node.
             arrived: the gradients that there are.
-            plainly: computes the inputs' gradients without a history.
+            plainly: computes the same without a history.
 
         Raises:
             UnsupportedProgram: they cannot be differentiated.
@@ -88,7 +88,8 @@ class Derivatives:
         derivative = self.compiled(arrived)
         if not derivative.grads:
             with torch.no_grad():
-                return tuple(_failing_later(grad, derivative.failure) for grad in plainly())
+                grads, tensors = plainly()
+                return tuple(_failing_later(grad, derivative.failure) for grad in grads), tensors
         kept = dict(zip(self.plan.again, ctx.again, strict=True))
         held = held_by_name(ctx, self.plan, plain_tensors, derivative.needed)
         results = derivative.call(
@@ -98,10 +99,11 @@ class Derivatives:
                 *(held[slot] for slot in derivative.values),
             ]
         )
-        return tuple(
+        grads = tuple(
             results[derivative.grads[idx]] if idx in derivative.grads else None
             for idx in self.plan.grads.indices()
         )
+        return grads, [results[idx] for idx in derivative.kept]
 
 
 def _failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:

@@ -86,6 +86,7 @@ class Derive:
             needed=frozenset(slot for slot, node in graph.named_placeholders().items() if node.users),
             call=make_node(region.node, forward, backward_of(region, None, lambda: None), {}),
             grads=derivative.grads,
+            kept=derivative.kept,
         )
 
     def _traced(self, derivative: Derivative, graph: Graph, values: Sequence[Slot]) -> Traced:

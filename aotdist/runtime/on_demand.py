@@ -117,6 +117,7 @@ class OnDemand:
             tangents={idx: tangent_like(*kind, loose=loose) for idx, kind in joint.tangents.items()},
             whole=NamedCall(self._compiled(graph), graph.ins),
             grads=joint.grads,
+            kept=joint.kept,
         )
 
     def for_any_kind(self, graph: Graph, call: BoxedCall) -> BoxedCall:

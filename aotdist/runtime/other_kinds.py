@@ -24,6 +24,9 @@ T = TypeVar("T")
 Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
 """The gradients that there are."""
 
+Gradients: TypeAlias = tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor | None]]
+"""Those of the inputs, and what user code in the backward keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamedCall:
@@ -41,11 +44,13 @@ class OtherBackward:
         tangents: what each is taken for.
         whole: computes the inputs' gradients.
         grads: recipe of each input's gradient, or None.
+        kept: recipes of what user code in the backward keeps.
     """
 
     tangents: Mapping[NodeOutIdx, Tangent]
     whole: NamedCall
     grads: Row[PrimalIdx, Recipe | None]
+    kept: tuple[Recipe, ...]
 
     def takes(self, arrived: Arrived) -> bool:
         """Whether these gradients are of its kinds."""
@@ -70,8 +75,8 @@ class OtherKinds:
     guarded: Callable[[BoxedCall], BoxedCall]
     after: Callable[[], None]
 
-    def __call__(self, ctx: Any, arrived: Arrived) -> tuple[Any, ...]:
-        """The inputs' gradients.
+    def __call__(self, ctx: Any, arrived: Arrived) -> Gradients:
+        """The inputs' gradients, and what user code keeps.
 
         Raises:
             UnsupportedProgram: there is no backward for such gradients.
@@ -88,7 +93,7 @@ class OtherKinds:
         results = iter(self.guarded(other.whole.call)(args))
         grads = in_turn(_concrete(ctx, other.grads), results, joined)
         self.after()
-        return tuple(grads)
+        return tuple(grads), in_turn(_concrete(ctx, other.kept), results, joined)
 
 
 WATCHED = "hooks, `retain_grad` or `torch.autograd.grad` look at what passes between them"

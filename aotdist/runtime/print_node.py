@@ -298,6 +298,12 @@ def _print_backward(
     )
     for function, argument in after_backward:
         printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
+    first = count + len(plan.backward_bumps)
+    num_plains = sum(1 for recipe in changes.kept for _ in leaves(recipe))
+    plains = [f"results[{first + k}]" for k in range(num_plains)]
+    hints = ["kept"] * len(changes.kept)
+    for position, tensor in enumerate(print_results(printer, changes.kept, plains, hints)):
+        printer.line(f"kept{position} = {tensor}")
     print_changes(printer, changes)
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
     returned += ["None"] if symbols else []

@@ -13,7 +13,7 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
-from aotdist.capture.in_backward import BackwardChanges, expect
+from aotdist.capture.in_backward import BackwardChanges, KeptTensor, expect
 from aotdist.capture.results import Read, Shown
 from aotdist.capture.source import Argument, Given, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
@@ -269,6 +269,8 @@ def _own(printer: Printer, constant: Any) -> str:
         case dict():
             items = [f"{_literal(printer, key)}: {_own(printer, value)}" for key, value in constant.items()]
             return f"{{{', '.join(items)}}}"
+        case KeptTensor(position=position):
+            return f"kept{position}"
         case _:
             return _literal(printer, constant)
 

@@ -282,18 +282,6 @@ def test_gradients_with_a_history() -> None:
     assert found[0] == found[1]
 
 
-def test_a_tensor_that_is_kept_is_refused_and_nothing_is_left() -> None:
-    def keeps(module: Noting, x: torch.Tensor) -> torch.Tensor:
-        y = x * module.weight
-        y.register_hook(lambda grad: module.log.append(grad))
-        return y.sum()
-
-    module = Noting(keeps, "plain")
-    with pytest.raises(UnsupportedProgram, match=r"keeps a tensor that it computes"):
-        aotdist.compile(module, backend="fx")(inputs("plain"))
-    assert module.log == []
-
-
 def test_they_are_printed() -> None:
     module = aotdist.compile(Noting(counts_in_both, "plain"), backend="fx")
     for _ in range(2):

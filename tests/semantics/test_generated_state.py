@@ -1,7 +1,7 @@
 """Random programs with state in Python: what they compute, leave, and find at the next call is eager's.
 
-Forwards count, set flags, keep lists and tensors; hooks and checkpoints do so in backwards, which run once,
-twice or not at all.
+Forwards count, set flags, keep lists and tensors; hooks, which keep gradients, and checkpoints do so in
+backwards, which run once, twice or not at all.
 """
 
 from __future__ import annotations
@@ -50,6 +50,15 @@ IN_FORWARD = (
     "m.config['t'] = y.detach()",
     "m.total = m.total + 1",
 )
+IN_HOOK = (
+    *IN_BOTH,
+    "m.items.append(grad)",
+    "m.items.append((grad.sum(), m.n))",
+    "m.last = grad",
+    "m.last = grad if m.last is None else None",
+    "m.config['t'] = [grad * 2, 'k']",
+    "m.option = grad.norm() if m.n % 2 else 3",
+)
 VALUES = (
     "y * m.n",
     "y + m.alpha",
@@ -83,6 +92,7 @@ if m.n % {k} == 0:
     {change}"""
 
 forwards, backwards = st.sampled_from(IN_FORWARD), st.sampled_from(IN_BOTH)
+hooks = st.sampled_from(IN_HOOK)
 small = st.integers(2, 4)
 STATEMENTS = (
     forwards,
@@ -93,7 +103,7 @@ IN_BACKWARDS = (
     st.builds(
         lambda k, change, value: HOOK.format(k=k, change=change, value=value),
         st.integers(0, 99),
-        backwards,
+        hooks,
         st.sampled_from(GRADIENTS),
     ),
     st.builds(
