@@ -131,12 +131,13 @@ def counts(x, mean):
     return mean / (1 - 0.9 ** STATE["steps"])
 
 
-HEARD = {"gradients": 0}
+HEARD = {"gradients": 0, "norms": []}
 
 
 def hears_of_gradients(x, w):
     def hook(grad) -> None:
         HEARD["gradients"] += 1
+        HEARD["norms"].append(grad.norm())
 
     y = x * w
     y.register_hook(hook)
@@ -261,8 +262,9 @@ SECTIONS = (
     ),
     Section(
         "What a backward changes in Python",
-        "Hooks, autograd functions and checkpoints may count and log. The runtime does so after every "
-        "backward; the number is read when the backward runs, which may be after another call.",
+        "Hooks, autograd functions and checkpoints may count, log, and keep what they compute, which is one "
+        "more result of the backward graph. The runtime changes the same after every backward; the number "
+        "is read when the backward runs, which may be after another call.",
         hears_of_gradients,
         lambda: (leaf(3), torch.ones(3)),
     ),

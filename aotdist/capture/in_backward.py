@@ -66,16 +66,18 @@ class BackwardChanges:
             if place.is_of_argument or place.spot() in seen or is_same(before, value):
                 continue
             seen.add(place.spot())
+            if place.is_grown_list:
+                grown.append((place.whole(), tuple(value)))
+                continue
+            if (step := _step(before, value)) is not None:
+                added.append((place, step))
+                continue
             if value is ABSENT:
                 deleted.append(place)
-            elif place.is_grown_list:
-                grown.append((place.whole(), tuple(value)))
-            elif (step := _step(before, value)) is not None:
-                added.append((place, step))
             else:
                 assigned.append((place, value))
-                if before is ABSENT or is_constant(before):
-                    expected.append((place, (before,)))
+            if before is ABSENT or is_constant(before):
+                expected.append((place, (before,)))
         changed = map(tuple, (grown, added, assigned, expected, deleted))
         return cls(*changed, kept=tuple(map(recipe_of, kept)))
 
@@ -98,7 +100,7 @@ class BackwardChanges:
         if logged != again or second.added or second.assigned != kept or second.deleted:
             return self
         left = {place.spot(): value for place, value in self.assigned}
-        expected = tuple((place, (*known, left[place.spot()])) for place, known in self.expected)
+        expected = tuple((place, (*known, left.get(place.spot(), ABSENT))) for place, known in self.expected)
         return replace(self, expected=expected)
 
     def repeat(self, kept: Sequence[Any]) -> None:
@@ -116,7 +118,7 @@ class BackwardChanges:
         for place, value in self.assigned:
             place.write(_another(value, kept))
         for place in self.deleted:
-            place.delete()
+            forget(place)
 
     def found(self) -> tuple[torch.Tensor, ...]:
         """What a backward keeps that has just run, where it is."""
@@ -228,10 +230,15 @@ class InBackward:
         first = self.whole if choice is None else self.of_some[frozenset(choice)]
         if not first.expected:
             return
-        self._found_by_second = [(place, _another(value, kept)) for place, value in first.assigned]
+        left = [(place, _another(value, kept)) for place, value in first.assigned]
+        self._found_by_second = [*left, *((place, ABSENT) for place in first.deleted)]
         try:
             if computes_the_same():
                 self._note(choice, first.after(self._second))
+        except (
+            Exception
+        ):  # the user's code wants to find something else: what it is known to find is all then
+            return
         finally:
             self._found_by_second = None
 
@@ -274,6 +281,12 @@ def expect(place: Source, known: Sequence[Any]) -> None:
             stage="runtime",
             fix="run the backward of a call before the next call, and once; or count in a buffer (a tensor)",
         )
+
+
+def forget(place: Source) -> None:
+    """Let a place hold nothing, if it holds anything."""
+    if place.read_or(ABSENT) is not ABSENT:
+        place.delete()
 
 
 def _step(before: Any, value: Any) -> int | None:

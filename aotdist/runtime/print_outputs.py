@@ -13,7 +13,7 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
-from aotdist.capture.in_backward import BackwardChanges, KeptTensor, expect
+from aotdist.capture.in_backward import BackwardChanges, KeptTensor, expect, forget
 from aotdist.capture.results import Read, Shown
 from aotdist.capture.source import Argument, Given, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
@@ -257,7 +257,7 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
     for place, value in changes.assigned:
         printer.line(_assignment(place, _own(printer, value), printer.bind))
     for place in changes.deleted:
-        printer.line(f"del {place.expression(printer.bind)}")
+        printer.line(f"{printer.bind('forget', forget)}({printer.bind(place.path, place)})")
 
 
 def _own(printer: Printer, constant: Any) -> str:

@@ -90,6 +90,23 @@ def doubles(module: Noting, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def takes_out(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    module.options.setdefault("first", 1)
+    y = x * module.weight
+    y.register_hook(lambda _: module.options.pop("first", None) and None)
+    return y.sum()
+
+
+def takes_out_what_is_there(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        del module.options["first"]
+
+    module.options.setdefault("first", 1)
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
 def finds_what_the_forward_left(module: Noting, x: torch.Tensor) -> torch.Tensor:
     y = x * module.weight
     module.kept, module.count = (2 * x).detach(), 7
@@ -137,6 +154,8 @@ STEPS = [
     counts_in_both,
     computes_with_count,
     anneals,
+    takes_out,
+    takes_out_what_is_there,
     doubles,
     finds_what_the_forward_left,
     asks_a_function,
@@ -179,7 +198,7 @@ def test_step_by_step(step: Callable[..., Any], kind: str) -> None:
     assert [text.replace("grad_fn", "") for text in ours] == eager
 
 
-REPEATABLE = [logs, counts, counts_in_both, finds_what_the_forward_left, asks_a_function]
+REPEATABLE = [logs, counts, counts_in_both, takes_out, finds_what_the_forward_left, asks_a_function]
 
 
 @pytest.mark.parametrize("step", REPEATABLE)
@@ -194,7 +213,7 @@ def test_two_forwards_then_two_backwards(step: Callable[..., Any]) -> None:
     assert ours == eager
 
 
-@pytest.mark.parametrize("step", [anneals, doubles, computes_with_count])
+@pytest.mark.parametrize("step", [anneals, doubles, computes_with_count, takes_out_what_is_there])
 def test_a_number_that_is_not_counted_in_is_what_the_forward_left(step: Callable[..., Any]) -> None:
     module = aotdist.compile(Noting(step, "plain"), backend="fx")
     loss = module(inputs("plain"))

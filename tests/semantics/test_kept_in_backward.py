@@ -221,7 +221,7 @@ def test_gradients_with_a_history(step: Step, kind: str) -> None:
         (grad,) = torch.autograd.grad(loss, module.weight, create_graph=True)
         kept = [leaf for leaf in pytree.tree_leaves(module.kept()) if isinstance(leaf, torch.Tensor)]
         assert kept
-        sum((leaf.sin().sum() for leaf in [grad, *kept])).backward()
+        sum(leaf.sin().sum() for leaf in [grad, *kept]).backward()
         found.append((repr(module.weight.grad), [leaf.requires_grad for leaf in kept]))
     assert found[0] == found[1]
 
