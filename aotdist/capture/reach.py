@@ -147,6 +147,9 @@ class _Walk:
         self.seen.add(id(value))
         if isinstance(value, torch.Tensor):
             self.tensors.append((source, value))
+            if source.steps:
+                place = source.applied(is_tensor, f"whether {source.path} is a tensor")
+                self.constants.append((place, True))
             self.look_at(source, value, depth)
             return
         if isinstance(value, (torch.Generator, *_BUILT_IN)):
@@ -356,12 +359,21 @@ class _Walk:
             self.assigned.append(Source(name, fn.__globals__).item(name, name))
 
 
-def constants_but(reached: Reached, open_: Container[tuple[int, Any]]) -> Iterator[Source]:
-    """The places of constants, without those that may differ from call to call (by `Source.spot`).
+def constants_but(
+    reached: Reached, open_: Container[tuple[int, Any]], inputs: Container[tuple[int, Any]]
+) -> Iterator[Source]:
+    """The places of constants, without those that may differ from call to call.
 
     A container that has one of them is no single constant any more.
+
+    Args:
+        reached: has the constants.
+        open_: what may differ, by `Source.spot`.
+        inputs: tensors of which it is known that they are some, by the same.
     """
     for source, _ in reached.constants:
+        if source.steps[-1] == Applied(is_tensor) and source.owner().spot() in inputs:
+            continue
         if not open_:
             yield source
         elif (whole := source.container()) is not None and source.steps[-1] == Applied(_items_of):
@@ -381,6 +393,11 @@ def _name_of(source: Source) -> str:
 def _own_attributes(value: Any) -> Mapping[str, Any]:
     """What hangs on an object itself, by name; guards ask at every call, and slots are rare."""
     return dict(attributes_of(value)) if hasattr(type(value), "__slots__") else vars(value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is one; a program may ask that of what it does not compute with."""
+    return isinstance(value, torch.Tensor)
 
 
 def _num_attributes(value: Any) -> int:

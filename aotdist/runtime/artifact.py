@@ -294,6 +294,7 @@ def fit_of(compilation: Compilation) -> Fit:
     holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
     holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
     sources = _sources(compilation)
+    inputs = {source.spot() for source in sources}
     paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
     base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
     sizes = traced.symbols.sizes()
@@ -320,7 +321,9 @@ def fit_of(compilation: Compilation) -> Fit:
         ambient=captured.ambient,
         holds=tuple(holds),
         # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
-        constants=tuple((source, source.read()) for source in constants_but(environment.reached, open_)),
+        constants=tuple(
+            (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
+        ),
         identities=environment.reached.identities,
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
     )

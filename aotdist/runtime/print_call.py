@@ -303,6 +303,8 @@ def _print_nested_arguments(printer: Printer, fit: Fit) -> None:
 
 def _same(printer: Printer, place: str, value: Any, hint: str) -> str:
     """A condition: is the constant at `place` still `value`?"""
+    if value is None or isinstance(value, bool):
+        return f"{place} is {value}"
     expected = printer.bind(f"{hint} at capture", value)
     return f"({place} is {expected} or {printer.bind('same_constant', same_constant)}({place}, {expected}))"
 

@@ -233,3 +233,39 @@ def test_attributes_of_wrappers_are_read() -> None:
         module.weight.scale = scale
         found = compiled(torch.ones(3))
         assert isinstance(found, TwoTensor) and torch.equal(found.a, torch.full((3,), scale))
+
+
+class Alternating(nn.Module):
+    """Asks whether there is a tensor, with which it computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.ones(3)), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        self.last = y.detach() if self.last is None else None
+        return y.sin()
+
+
+def test_whether_there_is_a_tensor_is_asked_again() -> None:
+    eager, ours = Alternating(), aotdist.compile(Alternating(), backend="fx")
+    for _ in range(5):
+        for module in (eager, ours):
+            module(torch.ones(3))
+        assert (ours.last is None) is (eager.last is None)
+    assert len(ours.graphs) == 2
+
+
+def test_whether_a_closed_over_tensor_is_there_is_asked_again() -> None:
+    scale: torch.Tensor | None = torch.ones(3)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x if scale is None else -x
+
+    compiled = aotdist.compile(program, backend="fx")
+    assert compiled(torch.ones(1)).item() == -1
+    scale = None
+    assert compiled(torch.ones(1)).item() == 1
+    scale = torch.zeros(2)
+    assert compiled(torch.ones(1)).item() == -1

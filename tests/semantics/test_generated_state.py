@@ -46,6 +46,7 @@ IN_FORWARD = (
     "m.name = f'v{m.n}'",
     "m.option = None if m.n % 2 else 3",
     "m.last = y.detach()",
+    "m.last = y.detach() if m.last is None else None",
     "m.items.append(y.detach())",
     "m.config['t'] = y.detach()",
     "m.total = m.total + 1",

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
+from tests.semantics.meshes import sharded
 
 Step = Callable[..., Any]
 KINDS = pytest.mark.parametrize("kind", ["plain", "two"])
@@ -201,6 +203,18 @@ def test_only_what_gradients_pass(kind: str) -> None:
             losses = module(inputs(kind))
             sum(losses[k] for k in chosen).backward()
         assert state(ours) == state(eager), chosen
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_of_dtensors(step: Step, mesh: DeviceMesh) -> None:
+    eager, ours = Keeping(step), Keeping(step)
+    for module in (eager, ours):
+        module.weight = nn.Parameter(sharded(mesh, module.weight.detach()))
+    aotdist.compile(ours, backend="fx")
+    for _ in range(2):
+        for module in (eager, ours):
+            module(sharded(mesh, inputs())).backward()
+        assert state(ours) == state(eager)
 
 
 def test_losses_one_by_one() -> None:
