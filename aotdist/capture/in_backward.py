@@ -122,13 +122,13 @@ class BackwardChanges:
 
     def found(self) -> tuple[torch.Tensor, ...]:
         """What a backward keeps that has just run, where it is."""
-        places = [*(place.read_or(None) for place, _ in self.assigned)]
-        values = [value for _, value in self.assigned]
-        for place, items in self.grown:
-            places.append(tuple(place.read()[-len(items) :]))
-            values.append(items)
-        leaves, marks = (pytree.tree_leaves(tree, is_leaf=is_leaf) for tree in (places, values))
-        pairs = zip(marks, leaves, strict=True) if self.kept else ()
+        if not self.kept:
+            return ()
+        found = [*(place.read_or(None) for place, _ in self.assigned)]
+        found += [tuple(place.read()[-len(items) :]) for place, items in self.grown]
+        known = [value for _, value in (*self.assigned, *self.grown)]
+        leaves, marks = (pytree.tree_leaves(values, is_leaf=is_leaf) for values in (found, known))
+        pairs = zip(marks, leaves, strict=True)
         kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, KeptTensor)}
         return tuple(kept[position] for position in range(len(self.kept)))
 
@@ -235,9 +235,7 @@ class InBackward:
         try:
             if computes_the_same():
                 self._note(choice, first.after(self._second))
-        except (
-            Exception
-        ):  # the user's code wants to find something else: what it is known to find is all then
+        except Exception:  # the user's code expects to find something else: only that is known then
             return
         finally:
             self._found_by_second = None
