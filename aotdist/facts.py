@@ -407,7 +407,7 @@ class Facts:
         frees: whether autograd would free saved tensors after a backward, so that there is no other.
         early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
-            `grad_fn`, whether there is one.
+            `grad_fn` and `grad`, whether there is one.
     """
 
     inputs: Row[PrimalIdx, InputFact]

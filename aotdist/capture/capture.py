@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -264,6 +264,8 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
     program = Program(fn, Row(slots), Row(examples))
     dims = {**_dynamic_dims(tensors if settings.dynamic else (), examples), **call.dims}
     closed_over = _closed_over(environment)
+    state = ((tensor.source(), tensor.value) for tensor in environment.state)
+    closed_over |= _gradients([*_places(arguments, tensors), *state, *environment.reached.tensors])
     return Captured(program, arguments, environment, ambient(), closed_over, call.name, dims, in_backward)
 
 
@@ -361,6 +363,12 @@ def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or value.grad_fn is None or is_real(value):
         return value
     return value if any(value is one for one in inputs) else value.detach()
+
+
+def _gradients(places: Iterable[tuple[Source, torch.Tensor]]) -> dict[int, Source]:
+    """The gradients that leaves have, by identity, with where to read them: what an optimizer does."""
+    leaves = ((source, tensor) for source, tensor in places if tensor.is_leaf and tensor.grad is not None)
+    return {id(tensor.grad): source.attribute("grad") for source, tensor in leaves}
 
 
 def _closed_over(environment: Environment) -> dict[int, Source]:

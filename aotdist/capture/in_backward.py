@@ -169,6 +169,8 @@ class InBackward:
         """What backwards of some results change, where any changes anything."""
         self.kept: tuple[torch.Tensor, ...] = ()
         """What the last backward keeps."""
+        self.replaced: Sequence[tuple[Source, torch.Tensor]] = ()
+        """Tensors that it puts something else in the place of."""
 
     def forward_left(self, values: Sequence[tuple[Source, Any]]) -> None:
         """Note what the forward assigned, which a backward finds; outside, it is put back."""
@@ -199,6 +201,9 @@ class InBackward:
                 _refuse_hidden(watched)
                 found, self.kept = _without_tensors(watched.changed_data(tensors=True))
                 changes = BackwardChanges.of(found, self.kept)
+                self.replaced = [
+                    (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
+                ]
             finally:
                 watched.roll_back()
         finally:
@@ -252,7 +257,7 @@ class InBackward:
     def close(self) -> None:
         """Let go of what the trace reached."""
         self._environment, self._left, self.counts = None, (), ()
-        self.kept = ()
+        self.kept = self.replaced = ()
 
     def beyond(self) -> InBackward:
         """For backwards of backwards: what they change is undone, and that is all."""

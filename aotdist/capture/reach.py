@@ -283,6 +283,10 @@ class _Walk:
         elif is_constant(keys):
             self.constants.append((source.applied(_keys_of, f"the keys of {source.path}"), keys))
             yield from ((source.item(key), value[key]) for key in keys)
+        elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
+            # As optimizers keep their state; keys are the same ones if they are there, and as many.
+            self.constants.append((source.applied(len, f"the number of items of {source.path}"), len(value)))
+            yield from ((source.item_of(value, key), value[key]) for key in keys)
 
     def _attributes(self, named: _Named) -> Iterator[tuple[Source, Any]]:
         """The attributes of `named.value` whose names were met since it was last asked."""

@@ -52,7 +52,7 @@ class _Dictionary:
 
     def _place(self, key: Any) -> Source:
         if not isinstance(key, str):
-            return self.source.item(key)
+            return self.source.item_of(self.held if key in self.held else self.before, key)
         path = self.source.path
         return self.source.item(key, f"{path}.{key}" if path else key)
 

@@ -20,11 +20,19 @@ class Attribute:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """The step `[key]`."""
+    """The step `[key]`; tensors are keys by what object they are."""
 
     key: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Item):
+            return NotImplemented
+        return self.key is other.key or (not isinstance(self.key, torch.Tensor) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,13 @@ class Source:
     def item(self, key: Any, path: str | None = None) -> Source:
         """The place `self[key]`."""
         return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key)))
+
+    def item_of(self, container: Any, key: Any) -> Source:
+        """The same, by a name for a key that is a tensor: its place among those of `container`."""
+        if not isinstance(key, torch.Tensor):
+            return self.item(key)
+        position = [id(other) for other in container].index(id(key))
+        return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]")
 
     def whole_list(self) -> Source:
         """All items of the list at `self`."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.in_backward import InBackward
+from aotdist.capture.source import Source
 from aotdist.convention.changes import Change, resize_storage
 from aotdist.convention.memory import covers, may_repeat
 from aotdist.convention.naming import NAMED
@@ -50,6 +51,7 @@ from aotdist.joint.backward import (
 from aotdist.joint.classes import Classes
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.endings import endings, spent_results
+from aotdist.joint.failures import accumulated_inside
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
@@ -238,6 +240,7 @@ class Effects:
         results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
         writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
         written += kept_results(recorder, in_python.kept)
+        _refuse_replaced_inputs(recorder, inputs, in_python.replaced)
         if in_python.whole.kept and self.cuts and again:
             alone = backward.some()
         runs: dict[tuple[NodeOutIdx, ...] | None, Computed] = {None: Computed(grads, in_python.kept)}
@@ -290,8 +293,9 @@ class Effects:
     def facts(self, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
         """All that the later stages know."""
         row, outputs, metadata, grads = self.inputs.row(), forward.outputs, forward.metadata, backward.grads
+        met_by_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
         return Facts(
-            inputs=forward.writes,
+            inputs=Row([*forward.writes, *met_by_backward]),
             outputs=Row(outputs.facts),
             order=outputs.order,
             node_outs=forward.node_outs,
@@ -415,11 +419,7 @@ def _refuse_accumulation(row: Row[PrimalIdx, StandIn]) -> None:
     """Refuse `backward()` inside of the program: in its forward, in a hook, in a function's backward."""
     for stand_in in row:
         if stand_in.leaf.is_leaf and stand_in.leaf.grad is not None:
-            raise UnsupportedProgram(
-                f"`{stand_in.slot}` gets its `.grad` inside of the compiled function",
-                stage="joint",
-                fix="call `backward()` outside, or use `torch.autograd.grad` inside",
-            )
+            raise accumulated_inside(stand_in.slot)
 
 
 def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
@@ -475,6 +475,29 @@ def _backward_writes(
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
     return tuple(writes), results
+
+
+def _refuse_replaced_inputs(
+    recorder: Recorder, inputs: Inputs, replaced: Sequence[tuple[Source, torch.Tensor]]
+) -> None:
+    """Refuse a backward that computes with a tensor and then puts another in its place.
+
+    The tensor is read when the forward begins; by then, backwards of other calls may have replaced it.
+    """
+    for place, tensor in replaced:
+        met = inputs.of_example(tensor)
+        idx = inputs.index_of(tensor if met is None else met)
+        if idx is None:
+            continue
+        slot, recipe = inputs.row()[idx].slot, inputs.row()[idx].recipe
+        names = (Slot("primal", slot.path, inner) for inner, _ in leaves(recipe))
+        users = [user for name in names for user in recorder.placeholder(name).users]
+        if any(user.meta.get("phase") == "backward" for user in users):
+            raise UnsupportedProgram(
+                f"the backward (a hook, an autograd function) computes with `{place.path}` and assigns it",
+                stage="joint",
+                fix="add to the tensor in place (`add_`)",
+            )
 
 
 def _refuse_changes_in_backward(inputs: Inputs, changes: Sequence[Change]) -> None:

@@ -201,6 +201,14 @@ def reshaped_unseen(how: str) -> UnsupportedProgram:
     )
 
 
+def accumulated_inside(slot: Slot) -> UnsupportedProgram:
+    """An error for `backward()` inside of the program."""
+    return refusal(
+        f"`{slot}` gets its `.grad` inside of the compiled function",
+        fix="call `backward()` outside, or use `torch.autograd.grad` inside",
+    )
+
+
 def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
     """An error for a gradient of another dtype than the input has when the program's node takes it."""
     return UnsupportedProgram(

@@ -16,7 +16,7 @@ from aotdist.convention.changes import assign_data
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.classes import ask_classes
-from aotdist.joint.failures import refusal
+from aotdist.joint.failures import accumulated_inside, refusal
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.storages import Storages
 from aotdist.joint.written_views import WrittenViews
@@ -26,6 +26,7 @@ from aotdist.torch_seam import (
     FunctionalTensor,
     HigherOrderOperator,
     class_functions_are_on,
+    in_backward,
     pytree,
     rebind,
 )
@@ -33,10 +34,9 @@ from aotdist.torch_seam import (
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-_ATTRIBUTES_OF_THE_REAL_TENSOR = {
-    _GRAD.__get__: (".grad", "read"),
-    _GRAD.__set__: (".grad", "assigned"),
-    _GRAD.__delete__: (".grad", "deleted"),
+_CHANGE_GRAD = {
+    _GRAD.__set__: "assigned",
+    _GRAD.__delete__: "deleted",
 }
 _ASKS_AUTOGRAD = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "_version")}
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
@@ -95,6 +95,7 @@ class Lifting(TorchFunctionMode):
             torch.detach_: self._detach,
             torch.Tensor.requires_grad_: self._require_grad,
             _REQUIRES_GRAD.__set__: self._require_grad,
+            _GRAD.__get__: self._gradient,
             _DATA.__get__: log.data_of,
             _DATA.__set__: self._assign_data,
             torch.Tensor.register_hook: self._hook_gradient,
@@ -117,14 +118,16 @@ class Lifting(TorchFunctionMode):
         swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
         if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
             self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])
+        if func == _GRAD.__get__ and _asker(inspect.currentframe()).startswith("torch.optim"):
+            self._refuse_optimizer(swapped_args[0])
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
         if func in _LOOK_AT_STRIDES and _is_asked_by_the_program(inspect.currentframe()):
             self._asked_for_strides(swapped_args[0])
         self.ran_backward = self.ran_backward or func in _RUN_BACKWARD
-        if func in _ATTRIBUTES_OF_THE_REAL_TENSOR:
-            self._refuse_attribute(func, swapped_args[0])
+        if func in _CHANGE_GRAD:
+            self._refuse_change_of_gradient(func, swapped_args[0])
         if isinstance(func, HigherOrderOperator):
             with self._guises.hidden():
                 result = self._higher_order(func, swapped_args, swapped_kwargs, self)
@@ -203,21 +206,51 @@ class Lifting(TorchFunctionMode):
             answer = getattr(self._inputs.row()[idx].example, name)
             self.asked[idx, name] = answer is not None if name == "grad_fn" else answer
 
-    def _refuse_attribute(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
+    def _gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """That of an input is an input, too, read at each call: not when the backward of the call runs."""
         idx = self._inputs.index_of(tensor)
-        attribute, done = _ATTRIBUTES_OF_THE_REAL_TENSOR[func]
+        if idx is None:
+            return tensor.grad
+        stand_in = self._inputs.row()[idx]
+        if in_backward():
+            raise refusal(
+                f"`{stand_in.slot}.grad` is read in the backward of the compiled function",
+                fix="read it in the forward, or in a hook that is registered outside",
+            )
+        if tensor.grad is not None:
+            raise accumulated_inside(stand_in.slot)
+        grad = stand_in.example.grad
+        self.asked[idx, "grad"] = grad is not None
+        return None if grad is None else self._stand_in(grad)
+
+    def _refuse_optimizer(self, tensor: torch.Tensor) -> None:
+        idx = self._inputs.index_of(tensor)
         if idx is not None:
             raise refusal(
-                f"`{self._inputs.row()[idx].slot}{attribute}` is {done} inside of the compiled function",
-                fix="do it outside of the compiled function, or pass the gradient in as a tensor of its own",
+                f"an optimizer of `torch.optim` reads `{self._inputs.row()[idx].slot}.grad` inside of the "
+                "compiled function, and its state would not be found again",
+                fix="compile the whole step with `aotdist.train_step`, or let the optimizer step outside",
+            )
+
+    def _refuse_change_of_gradient(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
+        idx = self._inputs.index_of(tensor)
+        if idx is not None:
+            slot = self._inputs.row()[idx].slot
+            raise refusal(
+                f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled function",
+                fix="do it outside of the compiled function, or write to the gradient in place",
             )
 
 
 def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
     """Whether neither this library asks, nor PyTorch, which does where its kernels take any strides."""
+    return _asker(frame).partition(".")[0] not in ("torch", "aotdist")
+
+
+def _asker(frame: types.FrameType | None) -> str:
+    """The module whose code calls what runs in `frame`."""
     caller = None if frame is None else frame.f_back
-    asks = "" if caller is None else caller.f_globals.get("__name__", "")
-    return asks.partition(".")[0] not in ("torch", "aotdist")
+    return "" if caller is None else caller.f_globals.get("__name__", "")
 
 
 class Recalling(TorchFunctionMode):

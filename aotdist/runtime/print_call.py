@@ -399,7 +399,7 @@ def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
     names = fit.primal_variables()
     for idx, asked, answer in fit.asked:
         place = f"{names[idx]}.{asked}"
-        yield f"({place} is not None) is {answer}" if asked == "grad_fn" else f"{place} == {answer}"
+        yield f"({place} is not None) is {answer}" if asked in ("grad", "grad_fn") else f"{place} == {answer}"
 
 
 def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:

@@ -217,6 +217,74 @@ def test_of_dtensors(step: Step, mesh: DeviceMesh) -> None:
         assert state(ours) == state(eager)
 
 
+LATEST: torch.Tensor | None = None
+
+
+class OfItsClass(torch.autograd.Function):
+    last: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        OfItsClass.last = grads[0]
+        return grads[0] * 2
+
+
+def test_in_a_global_and_in_a_class() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        def hook(grad: torch.Tensor) -> None:
+            global LATEST  # noqa: PLW0603
+            LATEST = grad
+
+        y = OfItsClass.apply(x.sin())
+        y.register_hook(hook)
+        return y.exp().sum()
+
+    found = []
+    for fn in (program, aotdist.compile(program, backend="fx")):
+        for scale in (1, 2):
+            fn((inputs() * scale).requires_grad_()).backward()
+            found.append((LATEST, OfItsClass.last))
+    assert repr(found[:2]) == repr(found[2:])
+
+
+class Saving(nn.Module):
+    """Its hook is a method, and makes an attribute; another is a module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(3, 3), nn.ReLU()
+        self.saves = True
+        self.act.register_full_backward_hook(self.save_of_module)
+
+    def save(self, grad: torch.Tensor) -> None:
+        if self.saves:
+            self.grad = grad
+
+    def save_of_module(self, module: nn.Module, grads: Any, outputs: Any) -> None:
+        self.outputs = outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        hidden.register_hook(self.save)
+        return self.act(hidden)
+
+
+def test_by_methods_and_hooks_of_modules() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = aotdist.compile(Saving(), backend="fx") if compiled else Saving()
+        for call in range(4):
+            module.saves = call != 2
+            module(inputs() * (call + 1)).sum().backward()
+            found.append((repr(module.grad), repr(module.outputs)))
+    assert found[:4] == found[4:]
+
+
 def test_losses_one_by_one() -> None:
     eager, ours = pair(branches)
     for module in (eager, ours):
