@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from aotdist.capture.code import is_users_class
 from aotdist.capture.guise import Guises
 from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
@@ -118,8 +119,8 @@ class Lifting(TorchFunctionMode):
         swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
         if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
             self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])
-        if func == _GRAD.__get__ and _asker(inspect.currentframe()).startswith("torch.optim"):
-            self._refuse_optimizer(swapped_args[0])
+        if func == _GRAD.__get__:
+            self._refuse_optimizer(inspect.currentframe(), swapped_args[0])
         if types and class_functions_are_on():
             with self:  # what a class calls in turn is heard, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
@@ -223,12 +224,16 @@ class Lifting(TorchFunctionMode):
         self.asked[idx, "grad"] = grad is not None
         return None if grad is None else self._stand_in(grad)
 
-    def _refuse_optimizer(self, tensor: torch.Tensor) -> None:
+    def _refuse_optimizer(self, frame: types.FrameType | None, tensor: torch.Tensor) -> None:
+        """An optimizer of a library's keeps its state where only its own code is known to look for it."""
+        caller = None if frame is None else frame.f_back
+        asks = None if caller is None else caller.f_locals.get("self")
+        is_library = isinstance(asks, torch.optim.Optimizer) and not is_users_class(type(asks))
         idx = self._inputs.index_of(tensor)
-        if idx is not None:
+        if idx is not None and is_library:
             raise refusal(
-                f"an optimizer of `torch.optim` reads `{self._inputs.row()[idx].slot}.grad` inside of the "
-                "compiled function, and its state would not be found again",
+                f"a library's optimizer ({type(asks).__name__}) reads `{self._inputs.row()[idx].slot}.grad` "
+                "inside of the compiled function, and its state would not be found again",
                 fix="compile the whole step with `aotdist.train_step`, or let the optimizer step outside",
             )
 
@@ -244,13 +249,9 @@ class Lifting(TorchFunctionMode):
 
 def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
     """Whether neither this library asks, nor PyTorch, which does where its kernels take any strides."""
-    return _asker(frame).partition(".")[0] not in ("torch", "aotdist")
-
-
-def _asker(frame: types.FrameType | None) -> str:
-    """The module whose code calls what runs in `frame`."""
     caller = None if frame is None else frame.f_back
-    return "" if caller is None else caller.f_globals.get("__name__", "")
+    asks = "" if caller is None else caller.f_globals.get("__name__", "")
+    return asks.partition(".")[0] not in ("torch", "aotdist")
 
 
 class Recalling(TorchFunctionMode):
