@@ -90,7 +90,8 @@ def take_turns(
             rank's time counts.
         pause_gc: collect garbage between rounds instead of whenever it falls due. After one
             `torch.compile` a collection walks 490,000 objects in 0.4 s (2 busy cores, torch 2.13), and
-            that pause would hit whoever is running.
+            that pause would hit whoever is running. Else it is collected before each turn, too: a contender
+            pays for its own garbage, and not for that of the one before.
         clock: in seconds; `time.process_time` leaves out what else the machine is busy with.
         seconds_of: prepares and times one run where no clock of the CPU's can: by events of a GPU.
 
@@ -107,6 +108,8 @@ def take_turns(
         for _ in range(pace.rounds):
             gc.collect()
             for contender in contenders:
+                if not pause_gc:
+                    gc.collect()
                 samples[contender.name].append(sum(timed(contender) for _ in range(pace.calls)) / pace.calls)
     return _slowest_rank(samples) if together else samples
 
