@@ -106,7 +106,8 @@ def take_turns(
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     with _paused_gc() if pause_gc else contextlib.nullcontext():
         for _ in range(pace.rounds):
-            gc.collect()
+            if pause_gc:
+                gc.collect()
             for contender in contenders:
                 if not pause_gc:
                     gc.collect()

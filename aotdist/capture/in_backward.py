@@ -166,7 +166,7 @@ class InBackward:
         self.whole = NOTHING
         """What the backward of all results changes."""
         self.of_some: dict[frozenset[NodeOutIdx], BackwardChanges] = {}
-        """What backwards of some results change, where any changes anything."""
+        """What backwards of some results change."""
         self.kept: tuple[torch.Tensor, ...] = ()
         """What the last backward keeps."""
         self.replaced: Sequence[tuple[Source, torch.Tensor]] = ()

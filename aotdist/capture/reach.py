@@ -280,13 +280,13 @@ class _Walk:
         items = _items_of(value)
         if is_constant(items):
             self.constants.append((source.applied(_items_of, source.path), items))
-        elif is_constant(keys):
-            self.constants.append((source.applied(_keys_of, f"the keys of {source.path}"), keys))
-            yield from ((source.item(key), value[key]) for key in keys)
         elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
-            # As optimizers keep their state; keys are the same ones if they are there, and as many.
-            self.constants.append((source.applied(len, f"the number of items of {source.path}"), len(value)))
-            yield from ((source.item_of(value, key), value[key]) for key in keys)
+            if is_constant(keys):
+                self.constants.append((source.applied(_keys_of, f"the keys of {source.path}"), keys))
+            else:  # as optimizers keep their state; keys are the same ones if they are there, and as many
+                number = source.applied(len, f"the number of items of {source.path}")
+                self.constants.append((number, len(value)))
+            yield from ((source.item_at(position, key), value[key]) for position, key in enumerate(keys))
 
     def _attributes(self, named: _Named) -> Iterator[tuple[Source, Any]]:
         """The attributes of `named.value` whose names were met since it was last asked."""

@@ -42,17 +42,17 @@ class _Dictionary:
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of every entry that is another object now, or gone."""
-        for key, value in list(self.held.items()):
+        for position, (key, value) in enumerate(list(self.held.items())):
             before = self.before.get(key, ABSENT)
             if value is not before:
-                yield self._place(key), before, value
-        for key, before in self.before.items():
+                yield self._place(position, key), before, value
+        for position, (key, before) in enumerate(self.before.items()):
             if key not in self.held:
-                yield self._place(key), before, ABSENT
+                yield self._place(position, key), before, ABSENT
 
-    def _place(self, key: Any) -> Source:
+    def _place(self, position: int, key: Any) -> Source:
         if not isinstance(key, str):
-            return self.source.item_of(self.held if key in self.held else self.before, key)
+            return self.source.item_at(position, key)
         path = self.source.path
         return self.source.item(key, f"{path}.{key}" if path else key)
 

@@ -101,12 +101,10 @@ class Source:
         """The place `self[key]`."""
         return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key)))
 
-    def item_of(self, container: Any, key: Any) -> Source:
-        """The same, by a name for a key that is a tensor: its place among those of `container`."""
-        if not isinstance(key, torch.Tensor):
-            return self.item(key)
-        position = [id(other) for other in container].index(id(key))
-        return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]")
+    def item_at(self, position: int, key: Any) -> Source:
+        """The same; a key that is a tensor has a name by its position among the keys."""
+        is_tensor = isinstance(key, torch.Tensor)
+        return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]" if is_tensor else None)
 
     def whole_list(self) -> Source:
         """All items of the list at `self`."""

@@ -34,7 +34,7 @@ class Computed:
     def is_like(self, recorder: Recorder, other: Computed) -> bool:
         """Whether the other run has recorded the same operations."""
         ones, others = (
-            [recorder.value(plain) for tensor in each._tensors() for plain in plain_tensors(tensor)]
+            [recorder.value(plain) for tensor in each.tensors() for plain in plain_tensors(tensor)]
             for each in (self, other)
         )
         if self.grads.keys() != other.grads.keys() or len(ones) != len(others):
@@ -42,7 +42,8 @@ class Computed:
         numbers = _numbers(ones[0].graph) if ones else {}
         return all(numbers[one] == numbers[other] for one, other in zip(ones, others, strict=True))
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
         return [*self.grads.values(), *self.kept]
 
 

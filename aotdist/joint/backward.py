@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from aotdist.capture.in_backward import InBackward
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Choice, NodeOut, kept_slots
+from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
@@ -157,8 +158,8 @@ class Backward:
         *,
         again: bool,
         with_history: bool = False,
-    ) -> dict[PrimalIdx, torch.Tensor]:
-        """The gradients that there are.
+    ) -> Computed:
+        """The gradients that there are, and what user code keeps.
 
         Args:
             choice: which results to start from; all, if not given.
@@ -169,7 +170,7 @@ class Backward:
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
         given = self._tangents if tangents is None else tangents
         if not ends:
-            return {}
+            return Computed({}, ())
         owners, wanted = zip(*((idx, end) for idx, ends in self._wanted for end in ends), strict=True)
         run = run_accumulating_backward
         if not self._accumulates:
@@ -187,7 +188,7 @@ class Backward:
         for idx, grad in zip(owners, found, strict=True):
             if grad is not None:
                 grads[idx] = grads[idx] + grad if idx in grads else grad
-        return grads
+        return Computed(grads, self.in_python.kept)
 
     def _start(
         self, idx: NodeOutIdx, tensor: torch.Tensor, tangent: torch.Tensor, stack: ExitStack
@@ -305,13 +306,8 @@ def kept_results(recorder: Recorder, kept: Sequence[torch.Tensor]) -> list[Resul
 
 
 def choice_results(
-    recorder: Recorder,
-    choice: Choice,
-    ins: Row[PrimalIdx, Slot],
-    grads: Mapping[PrimalIdx, torch.Tensor],
-    kept: Sequence[torch.Tensor],
+    recorder: Recorder, choice: Choice, ins: Row[PrimalIdx, Slot], computed: Computed
 ) -> list[Result]:
     """The gradients of a choice of results, and what user code keeps then."""
-    tensors = [*grads.values(), *kept]
-    values = [recorder.value(plain) for tensor in tensors for plain in plain_tensors(tensor)]
+    values = [recorder.value(plain) for tensor in computed.tensors() for plain in plain_tensors(tensor)]
     return list(zip(choice.slots(ins), values, strict=True))

@@ -233,34 +233,30 @@ class Effects:
         meetings = Meetings()
         with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
             with backward.noting_arrivals() as arrived:
-                grads = backward.run(again=again or bool(alone))
+                whole = backward.run(again=again or bool(alone))
+        grads = whole.grads
         _refuse_accumulation(inputs.row())
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         slots = inputs.row().map(lambda one: one.slot)
         results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
         writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
-        written += kept_results(recorder, in_python.kept)
+        written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, inputs, in_python.replaced)
-        if in_python.whole.kept and self.cuts and again:
+        if whole.kept and self.cuts and again:
             alone = backward.some()
-        runs: dict[tuple[NodeOutIdx, ...] | None, Computed] = {None: Computed(grads, in_python.kept)}
+        runs: dict[tuple[NodeOutIdx, ...] | None, Computed] = {None: whole}
         choices: list[Choice] = []
         for chosen in () if writes else alone:
-            runs[chosen] = some = Computed(backward.run(chosen, again=True), in_python.kept)
+            runs[chosen] = some = backward.run(chosen, again=True)
             choices.append(Choice(chosen, *some.recipes()))
-            results += choice_results(recorder, choices[-1], slots, some.grads, some.kept)
+            results += choice_results(recorder, choices[-1], slots, some)
         if in_python.whole and again and not writes:
             with recorder.on_trial():
                 for chosen in () if choices else backward.some():
-                    runs[chosen] = Computed(backward.run(chosen, again=True), in_python.kept)
+                    runs[chosen] = backward.run(chosen, again=True)
                 for chosen, first in runs.items():
-                    in_python.try_again(
-                        chosen,
-                        first.kept,
-                        lambda chosen=chosen, first=first: first.is_like(
-                            recorder, Computed(backward.run(chosen, again=True), in_python.kept)
-                        ),
-                    )
+                    again_alike = functools.partial(_runs_alike, backward, recorder, chosen, first)
+                    in_python.try_again(chosen, first.kept, again_alike)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), writes)
         storages = tuple(self.storages.resized_since(sizes))
@@ -475,6 +471,13 @@ def _backward_writes(
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
     return tuple(writes), results
+
+
+def _runs_alike(
+    backward: Backward, recorder: Recorder, choice: tuple[NodeOutIdx, ...] | None, first: Computed
+) -> bool:
+    """Whether the backward of a choice computes what it has computed first, when it runs once more."""
+    return first.is_like(recorder, backward.run(choice, again=True))
 
 
 def _refuse_replaced_inputs(

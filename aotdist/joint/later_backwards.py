@@ -19,6 +19,7 @@ import torch
 from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.facts import Facts, Fresh, NodeOut, OutputFact, Untouched
+from aotdist.joint.alike import Computed
 from aotdist.joint.backward import (
     Backward,
     Wanted,
@@ -162,11 +163,11 @@ class LaterBackwards:
             given = {
                 idx: new_tangent(self._recorder, *tangent, arrived[idx]) for idx, tangent in tangents.items()
             }
-            grads = self._backward.run(list(given), given, again=True)
-            kept = self._backward.in_python.kept
-            results = grad_results(self._recorder, self._ins, grads) + kept_results(self._recorder, kept)
-            graph = self._recorder.graph(results)
-            return OtherJoint(graph, tangents, self._in_a_row(grads), tuple(map(recipe_of, kept)))
+            computed = self._backward.run(list(given), given, again=True)
+            results = grad_results(self._recorder, self._ins, computed.grads)
+            graph = self._recorder.graph(results + kept_results(self._recorder, computed.kept))
+            grads, kept = computed.recipes()
+            return OtherJoint(graph, tangents, Row(map(grads.get, self._ins.indices())), kept)
 
         try:
             return self._recorded(run)
@@ -193,8 +194,8 @@ class LaterBackwards:
                 )
                 for idx, tangent in tangents.items()
             }
-            grads = self._backward.run(list(given), given, again=True, with_history=True)
-            return self._derivative(tangents, given, grads)
+            computed = self._backward.run(list(given), given, again=True, with_history=True)
+            return self._derivative(tangents, given, computed)
 
         try:
             return self._recorded(run)
@@ -209,16 +210,16 @@ class LaterBackwards:
         self,
         tangents: Mapping[NodeOutIdx, Named],
         given: Mapping[NodeOutIdx, torch.Tensor],
-        grads: Mapping[PrimalIdx, torch.Tensor],
+        computed: Computed,
     ) -> Derivative:
         recorder, primals = self._recorder, [idx for idx, _ in self._wanted]
         ins = Row[PrimalIdx, Slot](
             [*(self._ins[idx] for idx in primals), *(Slot("primal", path) for path, _ in tangents.values())]
         )
         recipes = [*(self._recipes[idx] for idx in primals), *(recipe for _, recipe in tangents.values())]
-        kept = self._backward.in_python.kept
-        tensors, slots = [*grads.values(), *kept], [self._grad_slot(idx) for idx in grads]
-        slots += [Slot("output", f"kept {position} ({self._serial})") for position in range(len(kept))]
+        grads, tensors = computed.grads, computed.tensors()
+        slots = [self._grad_slot(idx) for idx in grads]
+        slots += [Slot("output", f"kept {k} ({self._serial})") for k in range(len(computed.kept))]
         node_outs = Row[NodeOutIdx, NodeOut](
             NodeOut(slot, recipe_of(tensor), tensor.requires_grad)
             for slot, tensor in zip(slots, tensors, strict=True)
@@ -302,20 +303,17 @@ class LaterBackwards:
             fix="convert it before calling `backward`",
         )
 
-    def _in_a_row(self, grads: Mapping[PrimalIdx, torch.Tensor]) -> Row[PrimalIdx, Recipe | None]:
-        return Row(recipe_of(grads[idx]) if idx in grads else None for idx in self._ins.indices())
-
 
 class _NotOurs(Exception):
     """PyTorch, or the user's code, fails in the trace; the cause says how."""
 
 
-def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[dict[PrimalIdx, torch.Tensor], str]:
+def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[Mapping[PrimalIdx, torch.Tensor], str]:
     """The gradients, or why there are none: eager says so when it gets there, and not before."""
     if is_once_differentiable(ends):
         return {}, "it goes through a function that is `@once_differentiable`"
     try:
-        return backward.run(again=True), ""
+        return backward.run(again=True).grads, ""
     except (UnsupportedProgram, RuntimeError) as error:
         return {}, str(error).partition("\n")[0]
 

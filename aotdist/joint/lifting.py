@@ -35,10 +35,7 @@ from aotdist.torch_seam import (
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-_CHANGE_GRAD = {
-    _GRAD.__set__: "assigned",
-    _GRAD.__delete__: "deleted",
-}
+_CHANGE_GRAD = {_GRAD.__set__: "assigned", _GRAD.__delete__: "deleted"}
 _ASKS_AUTOGRAD = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "_version")}
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})

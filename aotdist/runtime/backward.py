@@ -26,11 +26,10 @@ from aotdist.runtime.apart import apart, in_turn, joined, together
 from aotdist.runtime.derivative import Derivatives
 from aotdist.runtime.gate import caught_on_the_way, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
-from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, refusal
+from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, of_this_call, refusal
 from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete, evaluate
-from aotdist.subclasses.protocol import Recipe
 
 
 class Parts(Protocol):
@@ -146,7 +145,7 @@ class Backward:
         grads = in_turn(recipes, results, joined)
         self._write(ctx, list(itertools.islice(results, len(plan.backward_bumps))))
         self.after()
-        return tuple(grads), in_turn(_kept(ctx, changes), results, joined)
+        return tuple(grads), in_turn(of_this_call(ctx, changes.kept), results, joined)
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that other gradients need, without these, are kept for them."""
@@ -233,7 +232,7 @@ class Backward:
         outs = tuple(slot for slot in self.results if slot.role in ("grad", "kept"))
         found = iter(self._twice(ctx, outs, arrived, caught, in_parts=is_watched(ctx)))
         grads = in_turn(plan.grads, found, together)
-        return tuple(grads), in_turn(_kept(ctx, changes), found, together)
+        return tuple(grads), in_turn(of_this_call(ctx, changes.kept), found, together)
 
     def pieces_again(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, with a history."""
@@ -257,8 +256,3 @@ class Backward:
         part = self.twice(outs, frozenset(tangents), in_parts=in_parts)
         given = held_by_name(ctx, plan, apart, part.sources) | tangents
         return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
-
-
-def _kept(ctx: Any, changes: BackwardChanges) -> tuple[Recipe, ...]:
-    """Recipes of what user code keeps, with the sizes of the call whose backward runs."""
-    return concrete(changes.kept, getattr(ctx, "symbols", {}))

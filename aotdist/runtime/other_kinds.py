@@ -85,15 +85,15 @@ class OtherKinds:
             raise refusal(arrived.values(), WATCHED)
         other = self.compiled(arrived)
         given = held_by_name(ctx, self.plan, plain_tensors, other.whole.ins)
-        for idx, tangent in _concrete(ctx, other.tangents).items():
+        for idx, tangent in of_this_call(ctx, other.tangents).items():
             given.update(zip(tangent.slots(), tangent(arrived[idx]), strict=True))
         args = _arguments(ctx, other.whole, given)
         del given
         let_go(ctx, self.plan)
         results = iter(self.guarded(other.whole.call)(args))
-        grads = in_turn(_concrete(ctx, other.grads), results, joined)
+        grads = in_turn(of_this_call(ctx, other.grads), results, joined)
         self.after()
-        return tuple(grads), in_turn(_concrete(ctx, other.kept), results, joined)
+        return tuple(grads), in_turn(of_this_call(ctx, other.kept), results, joined)
 
 
 WATCHED = "hooks, `retain_grad` or `torch.autograd.grad` look at what passes between them"
@@ -110,7 +110,7 @@ def refusal(arrived: Iterable[torch.Tensor], reason: str) -> UnsupportedProgram:
     )
 
 
-def _concrete(ctx: Any, value: T) -> T:
+def of_this_call(ctx: Any, value: T) -> T:
     """`value` with the sizes of the call whose backward runs."""
     return concrete(value, getattr(ctx, "symbols", {}))
 

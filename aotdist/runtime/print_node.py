@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -56,7 +57,7 @@ def _watched(printer: Printer, watch: Watch) -> AbstractContextManager[None]:
 
 
 def print_results(
-    printer: Printer, recipes: Sequence[Recipe], names: list[str], hints: Sequence[str]
+    printer: Printer, recipes: Sequence[Recipe], names: Iterable[str], hints: Sequence[str]
 ) -> list[str]:
     """Expressions for the tensors that `recipes` put together from consecutive `names`."""
     remaining = iter(names)
@@ -299,8 +300,7 @@ def _print_backward(
     for function, argument in after_backward:
         printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
     first = count + len(plan.backward_bumps)
-    num_plains = sum(1 for recipe in changes.kept for _ in leaves(recipe))
-    plains = [f"results[{first + k}]" for k in range(num_plains)]
+    plains = (f"results[{k}]" for k in itertools.count(first))
     hints = ["kept"] * len(changes.kept)
     for position, tensor in enumerate(print_results(printer, changes.kept, plains, hints)):
         printer.line(f"kept{position} = {tensor}")

@@ -369,30 +369,33 @@ def test_a_kept_tensor_holds_its_own_memory() -> None:
     assert state(ours) == state(eager)
 
 
-def test_a_tensor_of_the_forward_is_refused_and_nothing_is_left() -> None:
-    def step(module: Keeping, x: torch.Tensor) -> torch.Tensor:
-        y = (x * module.weight).sin()
-        y.register_hook(lambda _: module.log.append(y))
-        return y.sum()
+class Holder:
+    def __init__(self, grad: torch.Tensor) -> None:
+        self.grad = grad
 
+
+def keeps_its_forward(module: Keeping, x: torch.Tensor) -> torch.Tensor:
+    y = (x * module.weight).sin()
+    y.register_hook(lambda _: module.log.append(y))
+    return y.sum()
+
+
+def keeps_in_an_object(module: Keeping, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.weight
+    y.register_hook(lambda grad: module.log.append(Holder(grad)))
+    return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [
+        (keeps_its_forward, "keeps a tensor in the backward that the backward does not"),
+        (keeps_in_an_object, "in an object that is no container"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(step: Step, what: str) -> None:
     module = Keeping(step)
-    with pytest.raises(UnsupportedProgram, match="keeps a tensor in the backward that the backward does not"):
-        aotdist.compile(module, backend="fx")(inputs())
-    assert module.log == []
-
-
-def test_an_object_with_a_tensor_is_refused_and_nothing_is_left() -> None:
-    class Holder:
-        def __init__(self, grad: torch.Tensor) -> None:
-            self.grad = grad
-
-    def step(module: Keeping, x: torch.Tensor) -> torch.Tensor:
-        y = x * module.weight
-        y.register_hook(lambda grad: module.log.append(Holder(grad)))
-        return y.sum()
-
-    module = Keeping(step)
-    with pytest.raises(UnsupportedProgram, match="in an object that is no container"):
+    with pytest.raises(UnsupportedProgram, match=what):
         aotdist.compile(module, backend="fx")(inputs())
     assert module.log == []
 
