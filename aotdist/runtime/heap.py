@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 
-import torch
-
-_BLOCK_BYTES = 31 << 20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MOST_KEPT = (1 << 31) - 1
+_MOST_ON_HEAP = 32 << 20
+"""The most that `mallopt` takes, and the largest block that glibc puts on its heap."""
+_TOLD_OTHERWISE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let glibc keep what lies free at the end of its heap, up to 62 MiB, for the rest of the process.
+    """Let glibc keep what lies free at the end of its heap, up to 2 GiB, for the rest of the process.
 
-    It gives back to the system what is more than twice the largest block that was ever freed, up to 32 MiB a
-    block. A compiled step frees its intermediates one after the other, up to the end of the heap; given back,
-    they are zeroed and mapped page by page in the next step, for a tenth of the time of a small one. So a
-    block of nearly that size is made and freed, which is never touched, and so takes no memory itself.
-    Other allocators, and one told otherwise (`MALLOC_TRIM_THRESHOLD_`), do not mind.
+    A compiled step frees its intermediates one after the other, up to the end of the heap. By itself glibc
+    gives back to the system what is more than 62 MiB of it, and all blocks of over 32 MiB; in the next step
+    they are zeroed and mapped page by page, for a sixth of the time of a small one (20,000 pages of 93 ms),
+    in some processes and not in others, as blocks happen to lie. Other allocators do not mind, and one that
+    the environment tells otherwise is left alone.
     """
-    torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
+    if any(name in os.environ for name in _TOLD_OTHERWISE):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # Either setting ends glibc's own adjustments of both, so both are set.
+        mallopt(_MMAP_THRESHOLD, _MOST_ON_HEAP)
+        mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
