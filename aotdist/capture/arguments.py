@@ -1,14 +1,25 @@
-"""Where the tensors of a call's arguments are: any pytree of tensors and constants."""
+"""Where the tensors of a call's arguments are: any pytree of tensors, constants, objects and code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, same_constant
+from aotdist.capture.instances import (
+    fill_instance,
+    is_code,
+    is_instance,
+    is_same_code,
+    make_instance,
+    state_of,
+)
+from aotdist.capture.unreadable import Unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree, tree_children
 
@@ -29,82 +40,241 @@ class ConstantLeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeLeaf:
+    """A module, a function, a method, a class: a call is specialised on which one it is."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLeaf:
+    """An object that is taken apart: `position` among those of the call."""
+
+    path: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadLeaf:
+    """What hangs on an object, and is none of these: no program may read it."""
+
+    path: str
+    cls: type
+
+
+Leaf: TypeAlias = TensorLeaf | ConstantLeaf | CodeLeaf | ObjectLeaf | UnreadLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An object among the arguments.
+
+    Args:
+        path: where it was met first.
+        cls: its class.
+        spec: pytree structure of its attributes and items.
+    """
+
+    path: str
+    cls: type
+    spec: pytree.TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Arguments:
     """The structure of one call's arguments.
 
     Args:
         spec: pytree structure of `(args, kwargs)`.
-        leaves: what stands at each leaf, in pytree order.
+        leaves: what stands at each leaf, in pytree order; then at each leaf of the instances.
+        instances: the objects among them, each once, those that are met in others behind these.
     """
 
     spec: pytree.TreeSpec
-    leaves: tuple[TensorLeaf | ConstantLeaf, ...]
+    leaves: tuple[Leaf, ...]
+    instances: tuple[Instance, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are tensors and constants only."""
+        return all(isinstance(leaf, (TensorLeaf, ConstantLeaf)) for leaf in self.leaves)
+
+    def refuse_objects(self, stage: str, fix: str) -> None:
+        """Refuse what is neither tensor nor constant, where it cannot be said what it is.
+
+        Raises:
+            UnsupportedProgram: there is some.
+        """
+        for leaf in self.leaves:
+            if not isinstance(leaf, (TensorLeaf, ConstantLeaf)):
+                kind = type(leaf.value).__name__ if isinstance(leaf, CodeLeaf) else "object"
+                raise UnsupportedProgram(
+                    f"`{leaf.path}` is a {kind}, neither a tensor nor a constant", stage=stage, fix=fix
+                )
 
     def tensor_paths(self) -> list[str]:
         """The paths of the tensor leaves."""
         return [leaf.path for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
 
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` with `tensors` at the tensor leaves."""
+    def code(self) -> Iterator[tuple[str, Any]]:
+        """Paths of modules, functions and classes, and these; the classes of objects are among them."""
+        yield from ((leaf.path, leaf.value) for leaf in self.leaves if isinstance(leaf, CodeLeaf))
+        yield from ((cls.__name__, cls) for cls in dict.fromkeys(each.cls for each in self.instances))
+
+    def unflatten(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[str, Any]]]:
+        """`(args, kwargs)` with `tensors` at the tensor leaves; and the objects in them, with their paths."""
+        made = [make_instance(instance.cls) for instance in self.instances]
         remaining = iter(tensors)
-        values = [leaf.value if isinstance(leaf, ConstantLeaf) else next(remaining) for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(values, self.spec)
-        return args, kwargs
+        values = (self._value(leaf, remaining, made) for leaf in self.leaves)
+        args, kwargs = _rebuilt(self.spec, values)
+        for instance, empty in zip(self.instances, made, strict=True):
+            fill_instance(empty, *_rebuilt(instance.spec, values))
+        return args, kwargs, [(each.path, value) for each, value in zip(self.instances, made, strict=True)]
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """The tensors of another call with this structure and these constants, or None."""
+        matched = self.match_objects(args, kwargs)
+        return None if matched is None else matched[0]
+
+    def match_objects(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[torch.Tensor], list[Any]] | None:
+        """The same, and the objects."""
         values, spec = pytree.tree_flatten((args, self._in_order(kwargs)), is_leaf=is_leaf)
         if spec != self.spec:
             return None
         tensors: list[torch.Tensor] = []
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if isinstance(leaf, TensorLeaf):
-                if not isinstance(value, torch.Tensor):
-                    return None
-                tensors.append(value)
-            elif not same_constant(leaf.value, value):
+        met = _Met()
+        leaves = iter(self.leaves)
+        if not all(_fits(next(leaves), value, tensors, met) for value in values):
+            return None
+        for position, instance in enumerate(self.instances):
+            held = met.objects[position]
+            values, spec = pytree.tree_flatten(state_of(held), is_leaf=is_leaf)
+            if type(held) is not instance.cls or spec != instance.spec:
                 return None
-        return tensors
+            if not all(_fits(next(leaves), value, tensors, met) for value in values):
+                return None
+        return tensors, met.objects
 
     def _in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """`kwargs` in the order in which the first call gave them: keyword arguments have names for that."""
         names = tree_children(self.spec)[1].context
         return {name: kwargs[name] for name in names} if set(kwargs) == set(names) else dict(kwargs)
 
+    def _value(self, leaf: Leaf, tensors: Iterator[torch.Tensor], made: Sequence[Any]) -> Any:
+        match leaf:
+            case TensorLeaf():
+                return next(tensors)
+            case ConstantLeaf(value=value) | CodeLeaf(value=value):
+                return value
+            case ObjectLeaf(position=position):
+                return made[position]
+            case UnreadLeaf(path=path, cls=cls):
+                return Unreadable(path, cls.__name__)
 
-def read_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[torch.Tensor]]:
-    """The structure of a call, and its tensors.
+
+class _Met:
+    """The objects of one call, numbered in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._positions: dict[int, int] = {}
+
+    def position(self, value: Any) -> int:
+        """The number of an object."""
+        if id(value) not in self._positions:
+            self._positions[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self._positions[id(value)]
+
+
+def _rebuilt(spec: pytree.TreeSpec, values: Iterator[Any]) -> Any:
+    return pytree.tree_unflatten(list(itertools.islice(values, spec.num_leaves)), spec)
+
+
+def _fits(leaf: Leaf, value: Any, tensors: list[torch.Tensor], met: _Met) -> bool:
+    """Whether `value` is what stands at a leaf; a tensor is added to `tensors`."""
+    match leaf:
+        case TensorLeaf():
+            if not isinstance(value, torch.Tensor):
+                return False
+            tensors.append(value)
+            return True
+        case ConstantLeaf(value=constant):
+            return same_constant(constant, value)
+        case CodeLeaf(value=code):
+            return is_same_code(code, value)
+        case ObjectLeaf(position=position):
+            return is_instance(value) and met.position(value) == position
+        case UnreadLeaf(cls=cls):
+            return type(value) is cls
+
+
+def read_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Arguments, list[torch.Tensor], list[Any]]:
+    """The structure of a call, its tensors, and its objects.
 
     Raises:
-        UnsupportedProgram: a leaf is neither a tensor nor a constant.
+        UnsupportedProgram: a leaf is none of tensor, constant, object and code.
     """
-    pairs, spec = _named_leaves((args, dict(kwargs)))
-    leaves: list[TensorLeaf | ConstantLeaf] = []
+    met, paths = _Met(), list[str]()
+    leaves: list[Leaf] = []
     tensors: list[torch.Tensor] = []
-    for path, value in pairs:
-        if isinstance(value, torch.Tensor):
-            leaves.append(TensorLeaf(path))
-            tensors.append(value)
-        elif is_constant(value):
-            leaves.append(ConstantLeaf(path, value))
-        else:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise UnsupportedProgram(
-                f"`{path}` is a {kind}, neither a tensor nor a constant",
-                stage="capture",
-                fix="pass its tensors, register its class with `torch.utils._pytree.register_pytree_node`, "
-                "or close over it",
-            )
-    return Arguments(spec, tuple(leaves)), tensors
+
+    def read(pairs: Sequence[tuple[str, Any]], *, of_instance: bool) -> None:
+        for path, value in pairs:
+            leaf = _leaf(path, value, met, of_instance=of_instance)
+            leaves.append(leaf)
+            if isinstance(leaf, TensorLeaf):
+                tensors.append(value)
+            elif isinstance(leaf, ObjectLeaf) and leaf.position == len(paths):
+                paths.append(path)
+
+    pairs, spec = _named_leaves((args, dict(kwargs)), _path)
+    read(pairs, of_instance=False)
+    instances: list[Instance] = []
+    while len(instances) < len(met.objects):
+        held, path = met.objects[len(instances)], paths[len(instances)]
+        pairs, state = _named_leaves(state_of(held), functools.partial(_path_in, path))
+        read(pairs, of_instance=True)
+        instances.append(Instance(path, type(held), state))
+    return Arguments(spec, tuple(leaves), tuple(instances)), tensors, met.objects
 
 
-def _named_leaves(given: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+def _leaf(path: str, value: Any, met: _Met, *, of_instance: bool) -> Leaf:
+    if isinstance(value, torch.Tensor):
+        return TensorLeaf(path)
+    if is_constant(value):
+        return ConstantLeaf(path, value)
+    if is_code(value):
+        return CodeLeaf(path, value)
+    if is_instance(value):
+        return ObjectLeaf(path, met.position(value))
+    if of_instance:
+        return UnreadLeaf(path, type(value))
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise UnsupportedProgram(
+        f"`{path}` is a {kind}, neither a tensor nor a constant",
+        stage="capture",
+        fix="pass its tensors, register its class with `torch.utils._pytree.register_pytree_node`, "
+        "or close over it",
+    )
+
+
+def _named_leaves(
+    given: Any, path: Callable[[Sequence[Any]], str]
+) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     try:
         pairs, spec = pytree.tree_flatten_with_path(given, is_leaf=is_leaf)
     except ValueError:  # a class was registered without names for what is in it
         values, spec = pytree.tree_flatten(given, is_leaf=is_leaf)
         return [(f"leaf {position} of the arguments", value) for position, value in enumerate(values)], spec
-    return [(_path(keys), value) for keys, value in pairs], spec
+    return [(path(keys), value) for keys, value in pairs], spec
 
 
 def _path(key_path: Sequence[Any]) -> str:
@@ -114,3 +284,12 @@ def _path(key_path: Sequence[Any]) -> str:
         # The first key beneath kwargs is the argument's name: the user wrote `mask`, not `kwargs['mask']`.
         text += str(key.key) if group.idx == 1 and position == 0 else pytree.keystr((key,))
     return text
+
+
+def _path_in(owner: str, key_path: Sequence[Any]) -> str:
+    """The path of what lies in the attributes, or in the items, of the object at `owner`."""
+    group, *rest = key_path
+    if group.idx == 0 and rest:
+        name, *rest = rest
+        owner += f".{name.key}"
+    return owner + "".join(pytree.keystr((key,)) for key in rest)

@@ -35,14 +35,14 @@ from aotdist.capture.modules import (
     state_tensors,
     swapped,
 )
-from aotdist.capture.objects import taken_apart
+from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import Shown, with_attributes
 from aotdist.capture.source import ABSENT, Argument, Source
 from aotdist.capture.wrappers import WrapperAttributes
-from aotdist.errors import InternalError
+from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
@@ -96,6 +96,7 @@ class Returned:
             among the program's inputs, and path.
         shown: classes and attributes of outputs; what the attributes hold are the outputs after the checked.
         checks: what is raised if one of the outputs after those that replace attributes is false.
+        shares: whether an object that the program makes is in several places.
     """
 
     spec: pytree.TreeSpec
@@ -105,6 +106,7 @@ class Returned:
     replaced: tuple[tuple[int, str], ...] = ()
     shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
+    shares: bool = False
 
     def counts(self) -> list[Source]:
         """Places where the program finds a number, and leaves another of its type."""
@@ -213,13 +215,17 @@ class Captured:
         return known or Source(f"constant_{id(real):x}", (real,)).item(0, f"constant_{id(real):x}")
 
 
-def environment_of(target: Any, arguments: Sequence[tuple[Source, torch.Tensor]] = ()) -> Environment:
-    """What `target`, a module or any callable, reaches, given tensors as `arguments`.
+def environment_of(
+    target: Any,
+    arguments: Sequence[tuple[Source, torch.Tensor]] = (),
+    code: Iterable[tuple[str, Any]] = (),
+) -> Environment:
+    """What `target`, a module or any callable, reaches, given tensors as `arguments`, and `code` by name.
 
     Raises:
         UnsupportedProgram: a module in it uses a feature that cannot be captured.
     """
-    reached = reach(target, arguments)
+    reached = reach(target, arguments, code)
     roots = [(source.path, module) for source, module in reached.modules]
     modules = named_modules(roots)
     claims: list[Claim] = []
@@ -242,20 +248,22 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
     Raises:
         UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
     """
-    arguments, tensors = read_arguments(call.args, call.kwargs)
+    arguments, tensors, objects = read_arguments(call.args, call.kwargs)
     num_args = len(tensors)
-    environment = environment_of(call.target, _places(arguments, tensors))
+    environment = environment_of(call.target, _places(arguments, tensors), arguments.code())
+    _refuse_reached(arguments, objects, environment.reached)
     in_backward = InBackward(environment)
 
     def fn(*flat: torch.Tensor) -> list[Any]:
-        inner_args, inner_kwargs = arguments.unflatten(flat[:num_args])
+        inner_args, inner_kwargs, inner_objects = arguments.unflatten(flat[:num_args])
         if settings.is_compiling:
             scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
         scope.enter_context(no_results_kept(environment.reached.caches))
         scope.enter_context(hearing_of_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
-        changes = _Changes(GivenContainers(inner_args, inner_kwargs), checks, in_backward)
+        given = GivenContainers(inner_args, inner_kwargs, inner_objects)
+        changes = _Changes(given, checks, in_backward)
         return _call(environment, run, changes, flat, examples, settings, keeps=not call.differentiates)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
@@ -267,6 +275,18 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     closed_over |= _gradients([*_places(arguments, tensors), *state, *environment.reached.tensors])
     return Captured(program, arguments, environment, ambient(), closed_over, call.name, dims, in_backward)
+
+
+def _refuse_reached(arguments: Arguments, objects: Sequence[Any], reached: Reached) -> None:
+    """Refuse an object that the program is given, and finds elsewhere: a trace is given another one."""
+    owners = {id(owner): source for source, owner in reached.owners}
+    for instance, value in zip(arguments.instances, objects, strict=True):
+        if (source := owners.get(id(value))) is not None:
+            raise UnsupportedProgram(
+                f"`{instance.path}` is an object that the program also finds in `{source.path}`",
+                stage="capture",
+                fix="pass it, or close over it, but not both",
+            )
 
 
 def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple[Source, torch.Tensor]]:
@@ -332,11 +352,12 @@ def _call(
             result = run()
         changes.checks.close()
         hand_over_attributes(inputs, examples)
-        leaves, spec = pytree.tree_flatten(taken_apart(result, reassignments.existing), is_leaf=is_leaf)
-        assigned = reassignments.collect()
+        apart = taken_apart(result, reassignments.existing, made := dict[int, int](), changes.given.positions)
+        leaves, spec = pytree.tree_flatten(apart, is_leaf=is_leaf)
+        assigned = reassignments.collect(changes.given.positions)
         constants, gone = reassignments.collect_constants()
         changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
-        assigned += changes.given.assigned()
+        assigned += changes.given.assigned(made)
         deleted, replaced = (*changes.given.deleted(), *gone), attributes.replaced()
     except BaseException:
         reassignments.roll_back()
@@ -353,8 +374,9 @@ def _call(
     values = values if keeps else [_without_history(value, inputs) for value in values]
     outs = [*leaves, *values, *replaced.values(), *changes.checks.outs]
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
-    made = tuple(changes.checks.made)
-    how = Returned(spec, places, tuple(constants), deleted, tuple(replaced), tuple(shown), made)
+    checks = tuple(changes.checks.made)
+    shares = any(isinstance(out, MadeObject) for out in outs)
+    how = Returned(spec, places, tuple(constants), deleted, tuple(replaced), tuple(shown), checks, shares)
     return [*outs, how]
 
 

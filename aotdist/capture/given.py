@@ -1,77 +1,134 @@
-"""Lists, dictionaries and objects among the arguments: what a program changes in them changes at each call.
+"""Lists, dictionaries and objects among the arguments: a program changes them at every call.
 
-A trace is given others than the caller's, made of stand-ins; what became of these is repeated. The objects
-are those that pytrees take apart: of registered classes.
+A trace is given others than the caller's, made of stand-ins; what became of these is repeated. Objects that
+the program makes and puts into them are made anew at every call (`aotdist.capture.objects`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same
-from aotdist.capture.source import ABSENT, Attribute, Given, Source
+from aotdist.capture.instances import GivenObject, is_instance, items_of, slots_of
+from aotdist.capture.objects import MadeObject, taken_apart
+from aotdist.capture.source import ABSENT, Given, Source
+from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree
 
-_ATTRIBUTES = Attribute("__dict__")
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """The `__dict__` of an object, or its slots.
+
+    Args:
+        place: the object.
+        held: likewise.
+        in_slots: which of the two.
+        before: what was there before the trace.
+    """
+
+    place: Source
+    held: Any
+    in_slots: bool
+    before: Any
+
+    def now(self) -> Any:
+        """What is there."""
+        return slots_of(self.held) if self.in_slots else getattr(self.held, "__dict__", {})
+
+    def entry(self, name: Any) -> Source:
+        """The place of one of them; past what the class does when it is assigned, if there is a way."""
+        path = f"{self.place.path}.{name}"
+        if self.in_slots:
+            return self.place.attribute(name, path)
+        return self.place.attribute("__dict__", self.place.path).item(name, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """A list or a dictionary, or an object whose class is made of one; as for `_Attributes`."""
+
+    place: Source
+    held: Any
+    before: Any
+
+    def now(self) -> Any:
+        """As for `_Attributes`."""
+        return items_of(self.held)
+
+    def entry(self, key: Any) -> Source:
+        """The place of one of them."""
+        return self.place.item(key)
 
 
 class GivenContainers:
-    """The containers that a trace is given, and what was in them.
+    """The containers and objects that a trace is given, and what was in them.
 
     Args:
         args: positional arguments of the trace.
         kwargs: the others, by name.
+        objects: the objects in these, with their paths.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        found = [each for position, value in enumerate(args) for each in _containers(_place(position), value)]
-        found += [each for name, value in kwargs.items() for each in _containers(_place(name), value)]
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], objects: Sequence[tuple[str, Any]] = ()
+    ) -> None:
+        self.positions = {id(each): position for position, (_, each) in enumerate(objects)}
+        found = [each for position, value in enumerate(args) for each in _watched(_place(position), value)]
+        found += [each for name, value in kwargs.items() for each in _watched(_place(name), value)]
+        for position, (path, value) in enumerate(objects):
+            found += _watched_object(Source("objects", Given("objects")).item(position, path), value)
         # What lies deeper first: it may have left what it lay in.
-        found.sort(key=lambda pair: -len(pair[0].steps))
-        self._watched = [(place, held, held.copy()) for place, held in found]
+        self._watched = sorted(found, key=lambda each: -len(each.place.steps))
 
-    def assigned(self) -> list[tuple[Source, Any]]:
+    def assigned(self, made: dict[int, int]) -> list[tuple[Source, Any]]:
         """Places that hold something else now, and what.
+
+        Args:
+            made: numbers of the objects that the program made, and that were taken apart so far.
 
         Raises:
             UnsupportedProgram: a list is shorter, or holds what no call could be given.
         """
         found: list[tuple[Source, Any]] = []
-        for place, held, before in self._watched:
-            if isinstance(held, list) and len(held) > len(before) and all(map(operator.is_, before, held)):
+        for watched in self._watched:
+            place, now, before = watched.place, watched.now(), watched.before
+            if isinstance(now, list) and len(now) > len(before) and all(map(operator.is_, before, now)):
                 grown = place.items_from(len(before))
-                found.append((grown, self._checked(grown, held[len(before) :])))
+                found.append((grown, self._checked(grown, now[len(before) :], made)))
                 continue
-            if isinstance(held, list) and len(held) != len(before):
+            if isinstance(now, list) and len(now) != len(before):
                 raise UnsupportedProgram(
                     f"the list `{place.path}` loses items in the compiled function",
                     stage="capture",
                     fix="return what is left, or take the items out outside",
                 )
-            for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            for key, value in list(now.items() if isinstance(now, dict) else enumerate(now)):
                 then = before.get(key, ABSENT) if isinstance(before, dict) else before[key]
                 if not is_same(value, then):
-                    found.append((_entry(place, key), self._checked(_entry(place, key), value)))
+                    found.append((watched.entry(key), self._checked(watched.entry(key), value, made)))
         return found
 
     def deleted(self) -> list[Source]:
         """Places of dictionaries and objects that hold nothing any more."""
         return [
-            _entry(place, key)
-            for place, held, before in self._watched
-            if isinstance(before, dict)
-            for key in before
-            if key not in held
+            watched.entry(key)
+            for watched in self._watched
+            if isinstance(watched.before, dict)
+            for key in watched.before
+            if key not in watched.now()
         ]
 
-    def _checked(self, place: Source, value: Any) -> Any:
+    def _checked(self, place: Source, value: Any, made: dict[int, int]) -> Any:
+        value = taken_apart(value, (), made, self.positions, anew=True)
         for leaf in pytree.tree_leaves(value, is_leaf=is_leaf):
-            if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
+            if not isinstance(leaf, (torch.Tensor, GivenObject, MadeObject)) and not is_constant(leaf):
                 kind = type(leaf).__name__
                 raise UnsupportedProgram(
                     f"`{place.path}` is assigned an instance of `{kind}` in the compiled function",
@@ -87,20 +144,29 @@ def _place(key: int | str) -> Source:
     return Source("kwargs", Given("kwargs")).item(key, key)
 
 
-def _entry(place: Source, key: Any) -> Source:
-    """An item of a container, or an attribute of an object, whose dictionary is watched."""
-    return place.item(key, f"{place.path}.{key}" if place.steps[-1] == _ATTRIBUTES else None)
-
-
-def _containers(place: Source, value: Any) -> Iterator[tuple[Source, Any]]:
+def _watched(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
+    if is_unreadable(value) or is_instance(value):  # one of the objects
+        return
     if isinstance(value, (list, dict)):
-        yield place, value
-    elif type(value) in pytree.SUPPORTED_NODES and hasattr(value, "__dict__"):
-        place, value = place.attribute(_ATTRIBUTES.name, place.path), vars(value)
-        yield place, value
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _containers(_entry(place, key), inner)
-    elif isinstance(value, (list, tuple)):
-        for position, inner in enumerate(value):
-            yield from _containers(place.item(position), inner)
+        yield _Items(place, value, value.copy())
+    elif type(value) in pytree.SUPPORTED_NODES and not isinstance(value, tuple):
+        yield from _watched_attributes(place, value)
+    if isinstance(value, (list, dict, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _watched(place.item(key), inner)
+
+
+def _watched_object(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
+    yield from _watched_attributes(place, value)
+    if (items := items_of(value)) is not None:
+        yield _Items(place, value, items)
+        for key, inner in items.items() if isinstance(items, dict) else enumerate(items):
+            yield from _watched(place.item(key), inner)
+
+
+def _watched_attributes(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
+    for in_slots, attributes in ((False, getattr(value, "__dict__", {})), (True, slots_of(value))):
+        watched = _Attributes(place, value, in_slots, dict(attributes))
+        yield watched
+        for name, inner in attributes.items():
+            yield from _watched(watched.entry(name), inner)

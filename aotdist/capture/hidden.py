@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant
+from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam import is_fake, pytree
@@ -61,6 +62,8 @@ def hides_traced(value: Any, existing: Collection[int]) -> bool:
 
 
 def _leads_to_traced(value: Any, met: dict[int, Any], existing: Collection[int]) -> bool:
+    if is_unreadable(value):
+        return False
     if isinstance(value, torch.Tensor):
         return is_traced(value)
     if is_constant(value) or isinstance(value, _NOT_ENTERED) or id(value) in met:

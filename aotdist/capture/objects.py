@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Collection, Iterator, MappingView
+from collections.abc import Collection, Iterator, Mapping, MappingView
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from aotdist.capture.constants import is_constant, is_leaf
-from aotdist.capture.hidden import attributes_of, hides_traced, refusal
+from aotdist.capture.hidden import hides_traced, refusal
+from aotdist.capture.instances import GivenObject, fill_instance, is_instance, make_instance, state_of
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam import pytree, tree_children
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
@@ -29,10 +31,19 @@ _WHOLE = (torch.Tensor, type, *_CODE)
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """An object's class and attributes, in its place in a pytree."""
+    """An object's class, attributes, items and number, in the first of its places."""
 
     cls: type
     attributes: dict[str, Any]
+    items: Any
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MadeObject:
+    """An object that the program makes, in another of its places: one that is put together before."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +53,15 @@ class _Members:
     values: list[Any]
 
 
-def _flatten(parts: _Parts) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
-    return list(parts.attributes.values()), (parts.cls, tuple(parts.attributes))
+def _flatten(parts: _Parts) -> tuple[list[Any], tuple[type, tuple[str, ...], int]]:
+    return [parts.items, *parts.attributes.values()], (parts.cls, tuple(parts.attributes), parts.number)
 
 
-def _put_together(values: Any, context: tuple[type, tuple[str, ...]]) -> Any:
-    cls, names = context
-    made = object.__new__(cls)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
+def _put_together(values: Any, context: tuple[type, tuple[str, ...], int]) -> Any:
+    cls, names, _ = context
+    made = make_instance(cls)
+    items, *attributes = values
+    fill_instance(made, dict(zip(names, attributes, strict=True)), items)
     return made
 
 
@@ -58,12 +69,32 @@ pytree.register_pytree_node(_Parts, _flatten, _put_together)
 pytree.register_pytree_node(_Members, lambda members: (members.values, None), lambda values, _: set(values))
 
 
-def taken_apart(result: Any, existing: Collection[int]) -> Any:
+def number_of(spec: pytree.TreeSpec) -> int | None:
+    """The number of the object whose parts `spec` describes, if it does."""
+    return spec.context[-1] if spec.type is _Parts else None
+
+
+def holds_objects(spec: pytree.TreeSpec) -> bool:
+    """Whether there are parts of objects in `spec`."""
+    return number_of(spec) is not None or any(map(holds_objects, tree_children(spec)))
+
+
+def taken_apart(
+    result: Any,
+    existing: Collection[int],
+    made: dict[int, int],
+    given: Mapping[int, int],
+    *,
+    anew: bool = False,
+) -> Any:
     """`result` as a pytree whose leaves are all the tensors of the program in it.
 
     Args:
         result: what a program returned, or a part of that.
         existing: identities of objects that were there before the call; they stay themselves.
+        made: numbers of those that were taken apart so far, by identity; more are added.
+        given: positions of the objects that the call is given, by identity; these stay the caller's.
+        anew: whether objects without tensors of the program are another one at each call, too.
 
     Raises:
         UnsupportedProgram: tensors are held in a way that cannot be repeated.
@@ -71,33 +102,45 @@ def taken_apart(result: Any, existing: Collection[int]) -> Any:
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
     if all(is_constant(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
         return result
-    apart = _Apart(existing)
+    apart = _Apart(existing, made, given, anew=anew)
     return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
 
 
 class _Apart:
-    """Takes apart the objects of one result, each of which may be in it once."""
+    """Takes apart the objects that one call makes."""
 
-    def __init__(self, existing: Collection[int]) -> None:
+    def __init__(
+        self, existing: Collection[int], made: dict[int, int], given: Mapping[int, int], *, anew: bool
+    ) -> None:
         self._existing = existing
-        self._met: set[int] = set()
+        self._given = given
+        self._anew = anew
+        self._made = made
+        self._entered: set[int] = set()
 
     def leaf(self, value: Any) -> Any:
+        if (position := self._given.get(id(value))) is not None:
+            return GivenObject(position)
+        if (number := self._made.get(id(value))) is not None:
+            if id(value) in self._entered:
+                raise _refused(type(value), "itself among them", "return the tensors themselves")
+            return MadeObject(number)
         if id(value) not in self._existing:
             _refuse_deferred(value, self._existing)
         if not _may_be_taken_apart(value) or id(value) in self._existing:
             return value
-        if not hides_traced(value, self._existing):
+        if not (self._anew and is_instance(value)) and not hides_traced(value, self._existing):
             return value
         cls = type(value)
-        if id(value) in self._met:
-            raise _refused(cls, "in two places", "return it once")
-        self._met.add(id(value))
-        try:
-            object.__new__(cls)
-        except TypeError as error:
-            raise _refused(cls, "which cannot be made anew", "return the tensors themselves") from error
-        return _Parts(cls, {name: self._part(part) for name, part in attributes_of(value)})
+        if not is_instance(value) and not isinstance(value, nn.Module):
+            raise _refused(cls, "which cannot be made anew", "return the tensors themselves")
+        number = self._made[id(value)] = len(self._made)
+        self._entered.add(id(value))
+        attributes, items = state_of(value)
+        parts = {name: self._part(part) for name, part in attributes.items()}
+        apart = _Parts(cls, parts, self._part(items), number)
+        self._entered.remove(id(value))
+        return apart
 
     def _part(self, value: Any) -> Any:
         if type(value) is set and id(value) not in self._existing:
@@ -123,9 +166,7 @@ def _refuse_deferred(value: Any, existing: Collection[int]) -> None:
 
 
 def _refused(cls: type, how: str, way_out: str) -> UnsupportedProgram:
-    return refusal(
-        f"the program returns a {cls.__name__} that holds tensors which it computes, {how}", way_out
-    )
+    return refusal(f"the program makes a {cls.__name__} that holds tensors which it computes, {how}", way_out)
 
 
 def _may_be_taken_apart(value: Any) -> bool:

@@ -70,18 +70,25 @@ class Reached:
     names: frozenset[str] | None
 
 
-def reach(target: Any, arguments: Iterable[tuple[Source, torch.Tensor]] = ()) -> Reached:
+def reach(
+    target: Any,
+    arguments: Iterable[tuple[Source, torch.Tensor]] = (),
+    code: Iterable[tuple[str, Any]] = (),
+) -> Reached:
     """Walk a function, a module or another callable; see the docstring of this file.
 
     Args:
         target: what to walk.
         arguments: tensors that it is given: what hangs on them can be reached too.
+        code: modules, functions and classes that it is given, by name.
     """
     walk = _Walk()
     path = "" if isinstance(target, nn.Module) else _display_name(target)
     for source, tensor in arguments:
         walk.look_at(source, tensor, 0)
     walk.visit(Source(path, target), target, 0)
+    for name, value in code:
+        walk.visit(Source(name, value), value, 0)
     walk.follow_names()
     walk.note_absent()
     return Reached(

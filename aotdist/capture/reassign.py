@@ -18,6 +18,7 @@ from torch import nn
 
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
+from aotdist.capture.instances import GivenObject
 from aotdist.capture.reach import Reached
 from aotdist.capture.source import ABSENT, Applied, Source
 from aotdist.errors import UnsupportedProgram
@@ -114,10 +115,13 @@ class Reassignments:
         self.existing = frozenset(map(id, self._existing))
         """Identities of the objects that were there before the trace."""
 
-    def collect(self) -> list[tuple[Source, Any]]:
+    def collect(self, given: Mapping[int, int]) -> list[tuple[Source, Any]]:
         """Places that were assigned traced tensors, or containers of some; each is put back as it was.
 
         Attributes of arguments are among them whatever they were assigned: the next call's are others.
+
+        Args:
+            given: positions of the objects that the call is given, by identity: these are the caller's.
 
         Raises:
             UnsupportedProgram: what was assigned hides tensors, or one is gone.
@@ -126,9 +130,11 @@ class Reassignments:
         for watched in self._watched:
             for place, before, value in watched.changed():
                 _refuse_deletion(place, before, value)
-                self._refuse_hidden(place.path, value)
-                repeats = _is_plain(value) if place.is_whole_list else shows_traced(value)
-                if repeats or (place.is_of_argument and value is not ABSENT):
+                shown = _with_given(value, given)
+                self._refuse_hidden(place.path, shown)
+                repeats = _is_plain(shown) if place.is_whole_list else shows_traced(shown)
+                if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
+                    value = shown
                     found.append((place, value))
                     _hold(place, before)
         return found
@@ -234,6 +240,17 @@ def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
             _hold(place, value)
 
     return undo
+
+
+def _with_given(value: Any, given: Mapping[int, int]) -> Any:
+    """`value` with a `GivenObject` for each of those in it; itself if there is none."""
+    if not given or not any(id(leaf) in given for leaf in pytree.tree_leaves(value)):
+        return value
+
+    def known(leaf: Any) -> Any:
+        return GivenObject(given[id(leaf)]) if id(leaf) in given else leaf
+
+    return pytree.tree_map(known, value)
 
 
 def _is_plain(items: list[Any]) -> bool:

@@ -63,10 +63,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a call is given: the lists and dictionaries in it are others at each call.
+    """What a call is given: the lists, dictionaries and objects in it are others at each call.
 
     Args:
-        name: `args` or `kwargs`, as the compiled call has them too.
+        name: `args`, `kwargs` or `objects`, as the compiled call has them too.
     """
 
     name: str

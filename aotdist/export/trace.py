@@ -85,6 +85,7 @@ def trace_call(
 
     with alone(), capturing(), ExitStack() as scope, disable(), collector_paused():
         captured = capture(UserCall(call.target, run, call.args, call.kwargs), settings, scope)
+        captured.arguments.refuse_objects("export", "pass its tensors, or close over it")
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
         tensors = [leaf for leaf in inputs if isinstance(leaf.value, torch.Tensor)]
         own = {id(leaf.value): position for position, (leaf, _) in reversed(list(enumerate(call.state)))}
@@ -126,6 +127,12 @@ def trace_call(
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
     returned = Returned.of(traced.facts)
+    if returned.shares:
+        raise UnsupportedProgram(
+            "the program returns an object, which it makes, in two places",
+            stage="export",
+            fix="return it once",
+        )
     if returned.checks:
         raise UnsupportedProgram(
             f"the program checks the data of a tensor (`{returned.checks[0].error}`), and an exported graph "

@@ -191,7 +191,7 @@ def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         return
     flat = pytree.tree_leaves((args, kwargs))
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat):
-        arguments, tensors = read_arguments(args, kwargs)
+        arguments, tensors, _ = read_arguments(args, kwargs)
         pairs = zip(arguments.tensor_paths(), tensors, strict=True)
         path = next(path for path, tensor in pairs if tensor.requires_grad)
         raise UnsupportedProgram(

@@ -268,7 +268,7 @@ def _print_arguments(printer: Printer, fit: Fit) -> None:
     printer.comment("arguments")
     args_spec, kwargs_spec = tree_children(arguments.spec)
     positional, keyword = tree_children(args_spec), tree_children(kwargs_spec)
-    if not all(spec.is_leaf() for spec in (*positional, *keyword)):
+    if not arguments.is_plain or not all(spec.is_leaf() for spec in (*positional, *keyword)):
         _print_nested_arguments(printer, fit)
         return
     tensors = iter(fit.variables)
@@ -295,8 +295,13 @@ def _print_arguments(printer: Printer, fit: Fit) -> None:
 
 def _print_nested_arguments(printer: Printer, fit: Fit) -> None:
     count = len(fit.arguments.tensor_paths())
-    printer.line(f"tensors = {printer.bind('match', fit.arguments.match)}(args, kwargs)")
-    _miss_unless(printer, ["tensors is not None"])
+    if fit.arguments.instances:
+        printer.line(f"matched = {printer.bind('match', fit.arguments.match_objects)}(args, kwargs)")
+        _miss_unless(printer, ["matched is not None"])
+        printer.line("tensors, objects = matched")
+    else:
+        printer.line(f"tensors = {printer.bind('match', fit.arguments.match)}(args, kwargs)")
+        _miss_unless(printer, ["tensors is not None"])
     if count:
         printer.spread("(", [*fit.variables[:count]], ",) = tensors")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, assert_never
 
@@ -14,6 +14,8 @@ from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
 from aotdist.capture.in_backward import BackwardChanges, KeptTensor, expect, forget
+from aotdist.capture.instances import GivenObject
+from aotdist.capture.objects import MadeObject, holds_objects, number_of
 from aotdist.capture.results import Read, Shown
 from aotdist.capture.source import Argument, Given, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
@@ -105,7 +107,9 @@ def action_printer(
 
     def make(idx: OutIdx) -> None:
         fact = epilogue.outputs[idx]
-        if idx in printed or (isinstance(fact, NotATensor) and isinstance(fact.value, Returned)):
+        if idx in printed or (
+            isinstance(fact, NotATensor) and isinstance(fact.value, (Returned, MadeObject))
+        ):
             return
         printed.add(idx)
         if isinstance(fact, NotATensor) and isinstance(fact.value, Read):
@@ -219,23 +223,33 @@ def print_return(
     printer: Printer, returned: Returned, outputs: Row[OutIdx, OutputFact], variables: Sequence[str]
 ) -> None:
     """Print the user's result, and what the program assigns; `variables` hold the inputs."""
-    positions = itertools.count()
+    names = (_name_of_output(idx, fact) for idx, fact in outputs.enumerate())
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(f"{printer.bind('require', require)}(o{position}, {printer.bind('CHECK', check)})")
     for shown in returned.shown:
         if not isinstance(outputs[OutIdx(shown.out)], IsInput):
             _print_shown(printer, shown)
-    result = _display(printer, returned.spec, positions)
+    result = _display(printer, returned.spec, names)
+    if returned.shares:  # objects in it may be in other places as well, which are assigned before
+        printer.line(f"result = {result}")
+        result = "result"
     for source, spec in returned.assigned:
-        value = _display(printer, spec, positions)
+        value = _display(printer, spec, names)
         printer.line(_assignment(source, value, binder(printer, variables)))
     for source, constant in returned.constants:
         printer.line(_assignment(source, _own(printer, constant), binder(printer, variables)))
     for source in returned.deleted:
         printer.line(f"del {source.expression(binder(printer, variables))}")
     for idx, path in returned.replaced:
-        printer.line(f"{variables[idx]}{path} = o{next(positions)}  # is replaced")
+        printer.line(f"{variables[idx]}{path} = {next(names)}  # is replaced")
     printer.line(f"return {result}")
+
+
+def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
+    """The variable of an output; of an object in its second place, that of the object."""
+    if isinstance(fact, NotATensor) and isinstance(fact.value, MadeObject):
+        return f"made_{fact.value.number}"
+    return f"o{idx}"
 
 
 def _assignment(source: Source, value: str, bind: Callable[[str, Any], str]) -> str:
@@ -278,7 +292,7 @@ def _own(printer: Printer, constant: Any) -> str:
 def _print_shown(printer: Printer, shown: Shown) -> None:
     """Print that an output gets its class and attributes."""
     values = [
-        f"{name!r}: {_display(printer, spec, itertools.count(first))}"
+        f"{name!r}: {_display(printer, spec, map('o{}'.format, itertools.count(first)))}"
         for name, spec, first in shown.attributes
     ]
     cls = printer.bind(shown.cls.__name__, shown.cls)
@@ -296,26 +310,34 @@ def binder(printer: Printer, variables: Sequence[str]) -> Callable[[str, Any], s
     return bind
 
 
-def _display(printer: Printer, spec: pytree.TreeSpec, positions: Any) -> str:
-    """The user's result as an expression: built-in containers are spelled out."""
+def _display(printer: Printer, spec: pytree.TreeSpec, names: Iterator[str]) -> str:
+    """The user's result as an expression, its leaves called `names`: built-in containers are spelled out."""
     if spec.is_leaf():
-        return f"o{next(positions)}"
+        return next(names)
     if spec.type in (tuple, list):
-        items = [_display(printer, child, positions) for child in tree_children(spec)]
+        items = [_display(printer, child, names) for child in tree_children(spec)]
         return sequence(items) if spec.type is tuple else f"[{', '.join(items)}]"
     if spec.type is dict:
         items = [
-            f"{_literal(printer, key)}: {_display(printer, child, positions)}"
+            f"{_literal(printer, key)}: {_display(printer, child, names)}"
             for key, child in zip(spec.context, tree_children(spec), strict=True)
         ]
         return f"{{{', '.join(items)}}}"
-    leaves = [f"o{next(positions)}" for _ in range(spec.num_leaves)]
-    unflatten, structure = printer.bind("unflatten", pytree.tree_unflatten), printer.bind("structure", spec)
-    return f"{unflatten}([{', '.join(leaves)}], {structure})"
+    if not holds_objects(spec):
+        leaves = [next(names) for _ in range(spec.num_leaves)]
+        unflatten = printer.bind("unflatten", pytree.tree_unflatten)
+        return f"{unflatten}([{', '.join(leaves)}], {printer.bind('structure', spec)})"
+    items = [_display(printer, child, names) for child in tree_children(spec)]
+    unflatten = printer.bind("unflatten", pytree.SUPPORTED_NODES[spec.type].unflatten_fn)
+    shown = f"{unflatten}([{', '.join(items)}], {printer.bind('context', spec.context)})"
+    number = number_of(spec)
+    return shown if number is None else f"(made_{number} := {shown})"
 
 
 def _literal(printer: Printer, value: Any) -> str:
     """`value` spelled out, where Python can, else a name for it."""
+    if isinstance(value, GivenObject):
+        return f"objects[{value.position}]"
     if isinstance(value, SYMBOLIC):
         return print_size(printer, expression(value))
     if type(value) in (list, tuple) and is_symbolic(value):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from aotdist.capture.arguments import ConstantLeaf
+from aotdist.capture.arguments import CodeLeaf, ConstantLeaf
 from aotdist.capture.modules import ModuleGuard
 from aotdist.runtime.artifact import Artifact
 
@@ -27,8 +27,11 @@ def _parts(artifact: Artifact) -> dict[str, str]:
     fit = artifact.fit
     parts = {f"{mode}": repr(value) for mode, value in fit.ambient._asdict().items()}
     for leaf in fit.arguments.leaves:
-        if isinstance(leaf, ConstantLeaf):
-            parts[f"`{leaf.path}`"] = repr(leaf.value)
+        if isinstance(leaf, (ConstantLeaf, CodeLeaf)):
+            is_code = isinstance(leaf, CodeLeaf)
+            parts[f"`{leaf.path}`"] = f"another {type(leaf.value).__name__}" if is_code else repr(leaf.value)
+    for instance in fit.arguments.instances:
+        parts[f"what `{instance.path}` holds"] = f"{instance.cls.__name__}: {instance.spec}"
     for slot, example in zip(fit.slots, fit.examples, strict=True):
         parts[f"`{slot.path}`"] = _describe(example)
     for _, holds in fit.holds:

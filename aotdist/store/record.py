@@ -63,6 +63,7 @@ def written(
     """
     captured, traced = compilation.captured, compilation.traced
     _refuse_symbols(compilation)
+    captured.arguments.refuse_objects("store", "pass its tensors, or close over it")
     values = Values(Live.of(captured, device_type), binaries)
     graphs = Graphs(values, traced.fake_mode)
     region = _region(compilation.region, values, graphs)

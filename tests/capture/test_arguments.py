@@ -45,7 +45,8 @@ def test_tensors_and_constants_are_told_apart():
 def test_unflatten_is_the_inverse():
     tensors = [torch.ones(1), torch.zeros(2)]
     arguments = read(tensors[0], [tensors[1], "text"], k=None)
-    args, kwargs = arguments.unflatten(tensors)
+    args, kwargs, objects = arguments.unflatten(tensors)
+    assert objects == []
     assert (
         args[0] is tensors[0] and args[1][0] is tensors[1] and args[1][1] == "text" and kwargs == {"k": None}
     )
@@ -76,7 +77,7 @@ def test_each_kind_of_constant(value):
     arguments = read(value)
     assert arguments.match((value,), {}) == []
     assert all(arguments.match((other,), {}) is None for other in CONSTANTS if other is not value)
-    ((given,), _) = arguments.unflatten([])
+    (given,), _, _ = arguments.unflatten([])
     assert given is value
 
 

@@ -117,12 +117,18 @@ def test_an_object_without_tensors_is_handed_on() -> None:
     assert aotdist.compile(lambda x: (x, SETTINGS), backend="fx")(torch.ones(2))[1] is SETTINGS
 
 
-def test_an_object_in_two_places_is_refused() -> None:
-    def program(x: torch.Tensor) -> list[Frozen]:
-        return [Frozen(x * 2)] * 2
+def test_an_object_in_two_places_is_one_object() -> None:
+    def program(x: torch.Tensor) -> list[Any]:
+        made = Frozen(x * 2)
+        return [made, {"again": (made, Frozen(x))}]
 
-    with pytest.raises(UnsupportedProgram, match="returns a Frozen .* in two places"):
-        aotdist.compile(program, backend="fx")(torch.ones(2))
+    compiled = aotdist.compile(program, backend="fx")
+    for x in (torch.ones(2), torch.zeros(2)):
+        first, rest = compiled(x)
+        again, other = rest["again"]
+        assert first is again
+        assert torch.equal(first.value, x * 2)
+        assert torch.equal(other.value, x)
 
 
 class Made(nn.Module):
@@ -166,10 +172,28 @@ def test_a_module_from_before_the_call_stays_itself() -> None:
         assert y.layer is made[0] is model.linear and isinstance(made[1].weight, nn.Parameter)
 
 
-class Names(dict):  # type: ignore[type-arg]
+class Names(dict[str, torch.Tensor]):
     """A class that no pytree knows, of a builtin's layout."""
 
 
+def test_an_object_has_items() -> None:
+    def program(x: torch.Tensor) -> Names:
+        made = Names(x=x * 2)
+        made.note = x + 1  # type: ignore[attr-defined]
+        return made
+
+    compiled = aotdist.compile(program, backend="fx")
+    for x in (torch.ones(2), torch.zeros(2)):
+        made = compiled(x)
+        assert type(made) is Names
+        assert torch.equal(made["x"], x * 2)
+        assert torch.equal(made.note, x + 1)  # type: ignore[attr-defined]
+
+
+class Pair(tuple[torch.Tensor, ...]):
+    """Cannot be made empty, and filled."""
+
+
 def test_an_object_that_cannot_be_made_anew_is_refused() -> None:
-    with pytest.raises(UnsupportedProgram, match="returns a Names .* cannot be made anew"):
-        aotdist.compile(lambda x: Names(x=x * 2), backend="fx")(torch.ones(2))
+    with pytest.raises(UnsupportedProgram, match="makes a Pair .* cannot be made anew"):
+        aotdist.compile(lambda x: Pair([x * 2]), backend="fx")(torch.ones(2))
