@@ -107,11 +107,17 @@ class Arguments:
             UnsupportedProgram: there is some.
         """
         for leaf in self.leaves:
-            if not isinstance(leaf, (TensorLeaf, ConstantLeaf)):
-                kind = type(leaf.value).__name__ if isinstance(leaf, CodeLeaf) else "object"
-                raise UnsupportedProgram(
-                    f"`{leaf.path}` is a {kind}, neither a tensor nor a constant", stage=stage, fix=fix
-                )
+            match leaf:
+                case TensorLeaf() | ConstantLeaf():
+                    continue
+                case CodeLeaf(value=value):
+                    cls = type(value)
+                case ObjectLeaf(position=position):
+                    cls = self.instances[position].cls
+                case UnreadLeaf(cls=cls):
+                    pass
+            what = f"`{leaf.path}` is an instance of `{cls.__name__}`, neither a tensor nor a constant"
+            raise UnsupportedProgram(what, stage=stage, fix=fix)
 
     def tensor_paths(self) -> list[str]:
         """The paths of the tensor leaves."""

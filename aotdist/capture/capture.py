@@ -113,6 +113,10 @@ class Returned:
         found = [(place, type(value)) for place, value in self.constants if type(value) in (int, float)]
         return [place for place, kind in found if type(place.read_or(None)) is kind]
 
+    def places(self) -> list[Source]:
+        """Everything that is assigned, or deleted."""
+        return [*(place for place, _ in (*self.assigned, *self.constants)), *self.deleted]
+
     def first_checked(self) -> int:
         """Position of the first output that is checked."""
         num_assigned = sum(spec.num_leaves for _, spec in self.assigned)

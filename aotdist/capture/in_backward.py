@@ -8,8 +8,8 @@ An artifact is for calls that find what this one found, so that what the backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same
 from aotdist.capture.hidden import is_traced
-from aotdist.capture.reassign import Reassignments, assign
-from aotdist.capture.source import ABSENT, Source
+from aotdist.capture.reassign import Reassignments, assign, is_plain
+from aotdist.capture.source import ABSENT, Source, Spot
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx
 from aotdist.subclasses.protocol import Recipe, recipe_of
@@ -37,6 +37,14 @@ class KeptTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class AnyTensor:
+    """Stands for a tensor that a backward finds somewhere."""
+
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardChanges:
     """What one backward changes.
 
@@ -44,9 +52,9 @@ class BackwardChanges:
         grown: lists, and what is appended.
         added: places of whole numbers, and what is added to them.
         assigned: places that are assigned constants, tensors, or containers of some, and these.
-        expected: what some of these may hold when the backward begins: what they are assigned may be made of
-            that.
+        expected: what some of these may hold when the backward begins: what it changes may be made of that.
         deleted: places that hold nothing afterwards.
+        found: what these places and lists held at capture.
         kept: recipes of the tensors among these values, for which `KeptTensor` stands.
     """
 
@@ -55,12 +63,13 @@ class BackwardChanges:
     assigned: tuple[tuple[Source, Any], ...] = ()
     expected: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
     deleted: tuple[Source, ...] = ()
+    found: tuple[tuple[Source, Any], ...] = ()
     kept: tuple[Recipe, ...] = ()
 
     @classmethod
     def of(cls, changes: Iterable[tuple[Source, Any, Any]], kept: Sequence[torch.Tensor]) -> BackwardChanges:
         """Those of a backward, given place, value before and value after; of arguments, there are none."""
-        grown, added, assigned, expected, deleted = [], [], [], [], []
+        grown, added, assigned, expected, deleted, found = [], [], [], [], [], []
         seen: set[tuple[int, Any]] = set()
         for place, before, value in changes:
             if place.is_of_argument or place.spot() in seen or is_same(before, value):
@@ -68,6 +77,8 @@ class BackwardChanges:
             seen.add(place.spot())
             if place.is_grown_list:
                 grown.append((place.whole(), tuple(value)))
+                held = place.whole().whole_list()
+                found.append((held, held.read()[: -len(value)]))
                 continue
             if (step := _step(before, value)) is not None:
                 added.append((place, step))
@@ -78,11 +89,23 @@ class BackwardChanges:
                 assigned.append((place, value))
             if before is ABSENT or is_constant(before):
                 expected.append((place, (before,)))
-        changed = map(tuple, (grown, added, assigned, expected, deleted))
-        return cls(*changed, kept=tuple(map(recipe_of, kept)))
+            found.append((place, before))
+        return cls(
+            grown=tuple(grown),
+            added=tuple(added),
+            assigned=tuple(assigned),
+            expected=tuple(expected),
+            deleted=tuple(deleted),
+            found=tuple((place, _marked(value)) for place, value in found if not _has(value, SYMBOLIC)),
+            kept=tuple(map(recipe_of, kept)),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.grown or self.added or self.assigned or self.deleted)
+
+    def places(self) -> list[Source]:
+        """Everything that it changes, or looks at."""
+        return [*self.changed(), *(place for place, _ in self.expected)]
 
     def counts(self) -> list[Source]:
         """Places where a whole number may have been added to."""
@@ -90,18 +113,60 @@ class BackwardChanges:
 
     def has_symbols(self) -> bool:
         """Whether a symbol is assigned: what the backward makes of a number is no sum with a constant."""
-        leaves = pytree.tree_leaves([value for _, value in (*self.assigned, *self.grown)], is_leaf=is_leaf)
-        return any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+        return _has([value for _, value in (*self.assigned, *self.grown)], SYMBOLIC)
 
-    def after(self, second: BackwardChanges) -> BackwardChanges:
-        """These, given what the same backward changes when it runs once more: a flag that is up stays up."""
-        logged, again = ([items for _, items in changes.grown] for changes in (self, second))
-        kept = tuple((place, value) for place, value in self.assigned if _has_kept(value))
-        if logged != again or second.added or second.assigned != kept or second.deleted:
-            return self
-        left = {place.spot(): value for place, value in self.assigned}
-        expected = tuple((place, (*known, left.get(place.spot(), ABSENT))) for place, known in self.expected)
-        return replace(self, expected=expected)
+    def left(self, kept: Sequence[Any]) -> list[tuple[Source, Any]]:
+        """The places that it assigns or appends to, and what it leaves there, given the tensors it keeps."""
+        lists = [(place.whole_list(), [*place.read(), *_another(new, kept)]) for place, new in self.grown]
+        others = [(place, _another(value, kept)) for place, value in self.assigned]
+        return [*lists, *others, *((place, ABSENT) for place in self.deleted)]
+
+    def only_where_found(self) -> BackwardChanges:
+        """These, for backwards that find what this one found: what it changes may be made of that."""
+        return replace(self, expected=tuple((place, (value,)) for place, value in self.found))
+
+    def after(self, second: BackwardChanges, left: Mapping[Spot, Any]) -> BackwardChanges:
+        """These, given what the same backward changes when it runs once more.
+
+        If that is the same, a list that it appends to may hold anything, and a flag that it puts up be up.
+
+        Args:
+            second: what it changes then.
+            left: what it then leaves where these leave something.
+        """
+        found = _by_spot(self.found)
+        appended = _by_spot((place.whole_list(), items) for place, items in second.grown)
+        grown, ends = [], list(self.assigned)
+        for place, items in self.grown:
+            whole = place.whole_list()
+            if _agree(appended.get(whole.spot()), items):
+                grown.append((place, items))
+            else:
+                ends.append((whole, [*found.get(whole.spot(), ()), *items]))
+        value_at = {**_by_spot(ends), **{place.spot(): ABSENT for place in self.deleted}}
+        does_the_same = all(_agree(left[spot], value) for spot, value in value_at.items())
+        if not (does_the_same and second.changes_no_more_than(self)):
+            return self.only_where_found()
+        expected = tuple(
+            (place, (value, value_at[place.spot()]))
+            for place, value in self.found
+            if place.spot() in value_at and not _has(value, AnyTensor)
+        )
+        return replace(self, grown=tuple(grown), assigned=tuple(ends), expected=expected)
+
+    def changes_no_more_than(self, other: BackwardChanges) -> bool:
+        """Whether it adds the same to numbers, and changes no place or list that the other one does not."""
+        spots = {place.spot() for place in other.changed()}
+        lists = {place.spot()[0] for place in other.changed() if place.is_whole_list}
+        ours = (place.spot() for place in self.changed())
+        known = all(spot in spots or spot[0] in lists for spot in ours)
+        return known and _by_spot(self.added) == _by_spot(other.added)
+
+    def changed(self) -> Iterator[Source]:
+        """The places that it changes: lists that it appends to as a whole."""
+        yield from (place.whole_list() for place, _ in self.grown)
+        yield from (place for place, _ in (*self.added, *self.assigned))
+        yield from self.deleted
 
     def repeat(self, kept: Sequence[Any]) -> None:
         """Change the same again, with these tensors.
@@ -120,7 +185,7 @@ class BackwardChanges:
         for place in self.deleted:
             forget(place)
 
-    def found(self) -> tuple[torch.Tensor, ...]:
+    def tensors_left(self) -> tuple[torch.Tensor, ...]:
         """What a backward keeps that has just run, where it is."""
         if not self.kept:
             return ()
@@ -161,8 +226,10 @@ class InBackward:
         """Places where symbols stand for numbers."""
         self.symbols: set[str] = set()
         """The names of those that a backward finds there: other numbers, for all it knows, than are left."""
-        self._found_by_second: Sequence[tuple[Source, Any]] | None = None
-        self._second = NOTHING
+        self._first: tuple[BackwardChanges, Sequence[Any]] | None = None
+        """What a backward changes, and the tensors that it keeps, while it is run once more."""
+        self._second: tuple[BackwardChanges, dict[Spot, Any]] = NOTHING, {}
+        """What it changes then, and leaves where it left something before."""
         self.whole = NOTHING
         """What the backward of all results changes."""
         self.of_some: dict[frozenset[NodeOutIdx], BackwardChanges] = {}
@@ -191,10 +258,12 @@ class InBackward:
             changes = self.changes(choice or ())
             with changes.undone():
                 yield
-                self.kept = changes.found()
+                self.kept = changes.tensors_left()
             return
-        undo = assign([*self._left, *self._other_symbols(env), *(self._found_by_second or ())])
-        try:
+        with ExitStack() as stack:
+            stack.callback(assign([*self._left, *self._other_symbols(env)]))
+            left_by_first = [] if self._first is None else self._first[0].left(self._first[1])
+            stack.callback(assign(left_by_first))
             watched = self._environment.reassignments()
             try:
                 yield
@@ -204,14 +273,14 @@ class InBackward:
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
                 ]
+                if self._first is None:
+                    self._note(choice, changes)
+                else:
+                    values = (_named(place.read_or(ABSENT), self.kept) for place, _ in left_by_first)
+                    spots = (place.spot() for place, _ in left_by_first)
+                    self._second = changes, dict(zip(spots, values, strict=True))
             finally:
                 watched.roll_back()
-        finally:
-            undo()
-        if self._found_by_second is None:
-            self._note(choice, changes)
-        else:
-            self._second = changes
 
     def _note(self, choice: Collection[NodeOutIdx] | None, changes: BackwardChanges) -> None:
         if choice is None:
@@ -233,17 +302,16 @@ class InBackward:
             computes_the_same: runs it once more, where it has run before: is what it computes the same?
         """
         first = self.whole if choice is None else self.of_some[frozenset(choice)]
-        if not first.expected:
+        if not first.found:
             return
-        left = [(place, _another(value, kept)) for place, value in first.assigned]
-        self._found_by_second = [*left, *((place, ABSENT) for place in first.deleted)]
+        self._first = first, kept
         try:
-            if computes_the_same():
-                self._note(choice, first.after(self._second))
+            alike = computes_the_same()
+            self._note(choice, first.after(*self._second) if alike else first.only_where_found())
         except Exception:  # the user's code expects to find something else: only that is known then
-            return
+            self._note(choice, first.only_where_found())
         finally:
-            self._found_by_second = None
+            self._first = None
 
     def _other_symbols(self, env: ShapeEnv | None) -> Generator[tuple[Source, Any]]:
         left = {place.spot(): value for place, value in self._left}
@@ -276,8 +344,8 @@ def expect(place: Source, known: Sequence[Any]) -> None:
     Raises:
         UnsupportedProgram: it does not.
     """
-    found = place.read_or(ABSENT)
-    if not any(_is_like(found, value) for value in known):
+    found = _marked(place.read_or(ABSENT))
+    if not any(_agree(found, _marked(value)) for value in known):
         said, left = ("nothing" if value is ABSENT else repr(value) for value in (found, known[0]))
         raise UnsupportedProgram(
             f"the backward changes `{place.path}`, and finds {said} in it where its forward left {left}",
@@ -311,43 +379,56 @@ def _without_tensors(
     changes: Iterator[tuple[Source, Any, Any]],
 ) -> tuple[list[tuple[Source, Any, Any]], tuple[torch.Tensor, ...]]:
     """Changes with `KeptTensor` in the place of tensors, and these."""
-    positions: dict[int, int] = {}
-    kept: list[torch.Tensor] = []
+    found = list(changes)
+    leaves = pytree.tree_leaves([value for _, _, value in found], is_leaf=is_leaf)
+    kept = tuple({id(leaf): leaf for leaf in leaves if is_traced(leaf)}.values())
+    return [(place, before, _named(value, kept)) for place, before, value in found], kept
+
+
+def _named(value: Any, kept: Sequence[torch.Tensor]) -> Any:
+    """`value` with `KeptTensor` in the place of these tensors."""
+    positions = {id(tensor): position for position, tensor in enumerate(kept)}
 
     def named(leaf: Any) -> Any:
-        if not is_traced(leaf):
-            return leaf
-        if id(leaf) not in positions:
-            positions[id(leaf)] = len(kept)
-            kept.append(leaf)
-        return KeptTensor(positions[id(leaf)])
+        return KeptTensor(positions[id(leaf)]) if id(leaf) in positions else leaf
 
-    found = [
-        (place, before, pytree.tree_map(named, value, is_leaf=is_leaf)) for place, before, value in changes
-    ]
-    return found, tuple(kept)
+    return pytree.tree_map(named, value, is_leaf=is_leaf)
 
 
-def _has_kept(value: Any) -> bool:
-    return any(isinstance(leaf, KeptTensor) for leaf in pytree.tree_leaves(value))
+def _has(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value, is_leaf=is_leaf))
 
 
-def _is_like(found: Any, known: Any) -> bool:
-    """Whether it is the same; any tensors are, where some are kept."""
-    if not _has_kept(known):
-        return is_same(found, known)
-    pairs, specs = zip(*map(pytree.tree_flatten, (found, known)), strict=True)
-    return specs[0] == specs[1] and all(
-        isinstance(one, torch.Tensor) if isinstance(other, KeptTensor) else is_same(one, other)
-        for one, other in zip(*pairs, strict=True)
-    )
+def _marked(value: Any) -> Any:
+    """`value` with marks in the place of tensors: not to hold them, and any others will do."""
+    kinds = (torch.Tensor, KeptTensor)
+    return pytree.tree_map_only(kinds, lambda _: AnyTensor(), value, is_leaf=is_leaf)
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two values are the same, or containers of the same."""
+    leaves, specs = zip(*(pytree.tree_flatten(value, is_leaf=is_leaf) for value in (one, other)), strict=True)
+    return specs[0] == specs[1] and all(map(_is_same_leaf, *leaves))
+
+
+def _is_same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, (KeptTensor, AnyTensor)):
+        return one == other
+    return is_same(one, other)
+
+
+def _by_spot(pairs: Iterable[tuple[Source, Any]]) -> dict[Spot, Any]:
+    return {place.spot(): value for place, value in pairs}
 
 
 def _refuse_hidden(watched: Reassignments) -> None:
-    for path in watched.hidden():
+    for path, value in watched.hidden():
+        if is_plain(value):
+            what = f"puts tensors that it computes in `{path}`, beside others that it finds there"
+            fix = "append them to a list; or keep them in places of their own"
+        else:
+            what = f"keeps a tensor in an object that is no container: `{path}` is assigned it"
+            fix = "keep the tensor itself, or a list, tuple or dictionary of tensors and constants"
         raise UnsupportedProgram(
-            "the backward (a hook, an autograd function) keeps a tensor in an object that is no container: "
-            f"`{path}` is assigned it",
-            stage="joint",
-            fix="keep the tensor itself, or a list, tuple or dictionary of tensors and constants",
+            f"the backward (a hook, an autograd function) {what}", stage="joint", fix=fix
         )

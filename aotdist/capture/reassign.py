@@ -20,7 +20,7 @@ from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.reach import Reached
-from aotdist.capture.source import ABSENT, Applied, Source
+from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import SYMBOLIC, pytree
 
@@ -132,7 +132,7 @@ class Reassignments:
                 _refuse_deletion(place, before, value)
                 shown = _with_given(value, given)
                 self._refuse_hidden(place.path, shown)
-                repeats = _is_plain(shown) if place.is_whole_list else shows_traced(shown)
+                repeats = is_plain(shown) if place.is_whole_list else shows_traced(shown)
                 if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
                     value = shown
                     found.append((place, value))
@@ -207,13 +207,13 @@ class Reassignments:
             self.roll_back()
             raise
 
-    def hidden(self) -> Iterator[str]:
-        """Places that hold tensors of the trace in what is not made anew at every call."""
+    def hidden(self) -> Iterator[tuple[str, Any]]:
+        """Places that hold tensors of the trace in what is not made anew at every call, and that."""
         for watched in self._watched:
             for place, _, value in watched.changed():
                 shown = shows_traced(value) and not self._is_data(value, tensors=True)
                 if shown or self._hiding(value):
-                    yield place.path
+                    yield place.path, value
 
     def _refuse_hidden(self, path: str, value: Any) -> None:
         for hiding in self._hiding(value):
@@ -253,14 +253,14 @@ def _with_given(value: Any, given: Mapping[int, int]) -> Any:
     return pytree.tree_map(known, value)
 
 
-def _is_plain(items: list[Any]) -> bool:
-    """Whether there is nothing in a list but tensors, some of them of the program or not, and constants."""
-    return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(items))
+def is_plain(value: Any) -> bool:
+    """Whether there is nothing in a container but tensors, of the program or not, and constants."""
+    return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
     gone = [before] if value is ABSENT else []
-    if place.is_whole_list and not _is_plain(value):
+    if place.is_whole_list and not is_plain(value):
         now = set(map(id, value))
         gone = [item for item in before if id(item) not in now]
     if any(isinstance(item, torch.Tensor) for item in gone):
@@ -304,8 +304,13 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
 
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
-    """`container`, itself written at each call, unless it is another one each time: one of an argument."""
-    place = source if source.is_of_argument else Source(source.path, container)
+    """`container`, written where a call finds it, if that may be another one at each."""
+    if source.is_of_argument:
+        place = source
+    elif source.steps in ((), (Attribute("__dict__"),)):
+        place = Source(source.path, container)
+    else:
+        place = Source(source.path, Held(source, container))
     if isinstance(container, dict):
         return _Dictionary(place, container, dict(container))
     return _List(place, container, list(container))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -45,6 +45,8 @@ class Applied:
 _WHOLE = slice(None)
 
 Step: TypeAlias = Attribute | Item | Applied
+Spot: TypeAlias = tuple[int, Any]
+"""What holds a place, by identity, and its key there; see `Source.spot`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,28 @@ class Given:
     """
 
     name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Where a place begins that lies in an object or a container which is found at another place.
+
+    There may be another one at each call (`self.state = State()`), so it is looked up at the beginning: what
+    the program assigns is assigned there.
+
+    Args:
+        source: where it is found.
+        example: what was found in the call which is captured.
+    """
+
+    source: Source
+    example: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.example is other.example
+
+    def __hash__(self) -> int:
+        return id(self.example)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +170,7 @@ class Source:
 
     def read(self) -> Any:
         """What is there now."""
-        value: Any = self.root.example if isinstance(self.root, Argument) else self.root
+        value: Any = self.root.example if isinstance(self.root, (Argument, Held)) else self.root
         for step in self.steps:
             match step:
                 case Attribute(name=name):
@@ -186,7 +210,7 @@ class Source:
             case Applied():
                 raise TypeError(f"{self.path} is computed, not a place")
 
-    def spot(self) -> tuple[int, Any]:
+    def spot(self) -> Spot:
         """What two sources of one place have in common, however they are spelled: what holds it, and its key.
 
         Raises:
@@ -213,7 +237,8 @@ class Source:
 
     def expression(self, bind: Callable[[str, Any], str]) -> str:
         """Python source that reads the place; `bind(hint, value)` names an object in its globals."""
-        text = bind(_owner_hint(self.path, self.root), self.root)
+        first = self.root.example if isinstance(self.root, Held) else self.root
+        text = bind(_owner_hint(self.path, first), self.root)
         for step in self.steps:
             match step:
                 case Attribute(name=name):
@@ -223,6 +248,11 @@ class Source:
                 case Applied(function=function):
                     text = f"{bind(function.__name__, function)}({text})"
         return text
+
+
+def held_in(places: Iterable[Source]) -> list[Held]:
+    """Objects and containers that are found elsewhere, in which `places` lie; each once."""
+    return list(dict.fromkeys(place.root for place in places if isinstance(place.root, Held)))
 
 
 def _owner_hint(path: str, root: Any) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
 
+from aotdist.capture.capture import Captured
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.modules import ModuleGuard
 from aotdist.capture.reach import constants_but
-from aotdist.capture.source import Source
+from aotdist.capture.source import Source, held_in
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.layer import Call
@@ -324,9 +325,15 @@ def fit_of(compilation: Compilation) -> Fit:
         constants=tuple(
             (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
         ),
-        identities=environment.reached.identities,
+        identities=(*environment.reached.identities, *_written_in_backward(captured)),
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
     )
+
+
+def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:
+    """Objects and containers that a backward writes: those of the capture, so a call must find the same."""
+    for held in held_in(captured.in_backward.whole.places()):
+        yield held.source, held.example
 
 
 def _sources(compilation: Compilation) -> tuple[Source, ...]:

@@ -16,7 +16,7 @@ from aotdist.capture.ambient import Ambient, ambient
 from aotdist.capture.arguments import Arguments, ConstantLeaf
 from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
-from aotdist.capture.source import Source
+from aotdist.capture.source import Held, Source, held_in
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.put import take
@@ -161,17 +161,19 @@ def print_call(
         for function, argument in fit.prepare:
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
-        with _missing_places_miss(printer) if fit.reads_places() else nullcontext():
+        held = held_in([*returned.places(), *(count.place for count in fit.counts)])
+        with _missing_places_miss(printer) if held or fit.reads_places() else nullcontext():
             _print_sources(printer, fit)
+            _print_held(printer, fit, held)
             _print_bases(printer, fit)
-            _print_counts(printer, fit)
+            _print_counts(printer, fit, held)
             printer.comment("does this artifact fit?")
             _miss_unless(printer, _conditions(printer, fit))
         primals = fit.primal_variables()
         _print_sizes(printer, fit, primals)
         printer.comment("run")
         _print_what_comes_first(printer, plans, primals)
-        bind = binder(printer, fit.variables)
+        bind = binder(printer, fit.variables, held)
         do = action_printer(printer, plans.epilogue, primals, fit.ambient, bind)
         for idx in plans.epilogue.early:
             do(idx)
@@ -192,7 +194,7 @@ def print_call(
                 do(action)
         else:
             print_steps(printer, gates, primals, do)
-        print_return(printer, returned, plans.epilogue.outputs, fit.variables)
+        print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
 
 
 def _print_given(
@@ -323,9 +325,17 @@ def _print_sources(printer: Printer, fit: Fit) -> None:
         printer.line(f"{name} = {source.expression(bind)}")
 
 
-def _print_counts(printer: Printer, fit: Fit) -> None:
-    """Bind the symbol of each number that the program finds and changes."""
+def _print_held(printer: Printer, fit: Fit, held: Sequence[Held]) -> None:
     bind = binder(printer, fit.variables)
+    if held:
+        printer.comment("what is written, besides tensors")
+    for position, each in enumerate(held):
+        printer.line(f"held_{position} = {each.source.expression(bind)}")
+
+
+def _print_counts(printer: Printer, fit: Fit, held: Sequence[Held]) -> None:
+    """Bind the symbol of each number that the program finds and changes."""
+    bind = binder(printer, fit.variables, held)
     for count in fit.counts:
         printer.line(f"{count.name} = {count.place.expression(bind)}")
 

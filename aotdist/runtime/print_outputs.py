@@ -17,7 +17,7 @@ from aotdist.capture.in_backward import BackwardChanges, KeptTensor, expect, for
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.objects import MadeObject, holds_objects, number_of
 from aotdist.capture.results import Read, Shown
-from aotdist.capture.source import Argument, Given, Source
+from aotdist.capture.source import Argument, Given, Held, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
@@ -220,9 +220,21 @@ def _in_grad_mode(grad: bool, view: Callable[..., Any], base: Any, *args: Any, *
 
 
 def print_return(
-    printer: Printer, returned: Returned, outputs: Row[OutIdx, OutputFact], variables: Sequence[str]
+    printer: Printer,
+    returned: Returned,
+    outputs: Row[OutIdx, OutputFact],
+    variables: Sequence[str],
+    bind: Callable[[str, Any], str],
 ) -> None:
-    """Print the user's result, and what the program assigns; `variables` hold the inputs."""
+    """Print the user's result, and what the program assigns.
+
+    Args:
+        printer: where to print.
+        returned: how the result is put together, and what is assigned.
+        outputs: what the outputs are.
+        variables: hold the inputs.
+        bind: names the object that a place begins at.
+    """
     names = (_name_of_output(idx, fact) for idx, fact in outputs.enumerate())
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(f"{printer.bind('require', require)}(o{position}, {printer.bind('CHECK', check)})")
@@ -235,11 +247,11 @@ def print_return(
         result = "result"
     for source, spec in returned.assigned:
         value = _display(printer, spec, names)
-        printer.line(_assignment(source, value, binder(printer, variables)))
+        printer.line(_assignment(source, value, bind))
     for source, constant in returned.constants:
-        printer.line(_assignment(source, _own(printer, constant), binder(printer, variables)))
+        printer.line(_assignment(source, _own(printer, constant), bind))
     for source in returned.deleted:
-        printer.line(f"del {source.expression(binder(printer, variables))}")
+        printer.line(f"del {source.expression(bind)}")
     for idx, path in returned.replaced:
         printer.line(f"{variables[idx]}{path} = {next(names)}  # is replaced")
     printer.line(f"return {result}")
@@ -259,17 +271,21 @@ def _assignment(source: Source, value: str, bind: Callable[[str, Any], str]) -> 
 
 
 def print_changes(printer: Printer, changes: BackwardChanges) -> None:
-    """Print what a backward changes in Python."""
+    """Print what a backward changes in Python: in the objects of the capture, which are those of the call."""
+
+    def bind(hint: str, value: Any) -> str:
+        return printer.bind(hint, value.example if isinstance(value, Held) else value)
+
     for place, known in changes.expected:
         bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
         printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
     for place, items in changes.grown:
         values = ", ".join(_own(printer, item) for item in items)
-        printer.line(f"{place.expression(printer.bind)}.extend([{values}])  # {place.path} grows")
+        printer.line(f"{place.expression(bind)}.extend([{values}])  # {place.path} grows")
     for place, step in changes.added:
-        printer.line(f"{place.expression(printer.bind)} += {step}  # {place.path} is counted in")
+        printer.line(f"{place.expression(bind)} += {step}  # {place.path} is counted in")
     for place, value in changes.assigned:
-        printer.line(_assignment(place, _own(printer, value), printer.bind))
+        printer.line(_assignment(place, _own(printer, value), bind))
     for place in changes.deleted:
         printer.line(f"{printer.bind('forget', forget)}({printer.bind(place.path, place)})")
 
@@ -299,12 +315,17 @@ def _print_shown(printer: Printer, shown: Shown) -> None:
     printer.line(f"{printer.bind('show_as', show_as)}(o{shown.out}, {cls}, {{{', '.join(values)}}})")
 
 
-def binder(printer: Printer, variables: Sequence[str]) -> Callable[[str, Any], str]:
+def binder(
+    printer: Printer, variables: Sequence[str], held: Sequence[Held] = ()
+) -> Callable[[str, Any], str]:
     """What names the objects that places begin at: a global, the variable of an argument, or all of them."""
+    names = {each: f"held_{position}" for position, each in enumerate(held)}
 
     def bind(hint: str, value: Any) -> str:
         if isinstance(value, Given):
             return value.name
+        if isinstance(value, Held):
+            return names[value]
         return variables[value.position] if isinstance(value, Argument) else printer.bind(hint, value)
 
     return bind

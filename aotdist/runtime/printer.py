@@ -25,7 +25,7 @@ _OWN_NAMES = frozenset(
     }
 )
 """Names of printed functions, of their variables, and of what they call; the user may have such names too."""
-_OWN_NUMBERED = re.compile(r"(?:constant_|kept_|o|t)\d+")
+_OWN_NUMBERED = re.compile(r"(?:constant_|held_|kept_|made_|o|t)\d+")
 
 
 class Printer:

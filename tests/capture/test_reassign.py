@@ -132,6 +132,66 @@ def test_a_list_that_grows(empties):
     assert len(compiled_call(models[1]).artifacts) == (1 if empties else 3)
 
 
+class Counting:
+    """What holds the places of the next test: an object in an object, with a list and a dictionary."""
+
+    def __init__(self) -> None:
+        self.steps, self.hidden = 0, torch.zeros(3)
+        self.seen: list[Any] = []
+        self.table = {"n": 0, "last": torch.zeros(3)}
+
+
+def counts_in_what_it_finds(holder: Any, x: torch.Tensor) -> torch.Tensor:
+    holder.state.steps += 1
+    holder.state.hidden = holder.state.hidden + x
+    holder.state.seen.append(x * 2)
+    holder.state.table["n"] += 2
+    holder.state.table["last"] = x * holder.state.table["n"]
+    return x * holder.state.steps
+
+
+def in_a_module() -> tuple[Any, Callable[..., Any]]:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = Counting()
+
+        forward = counts_in_what_it_finds
+
+    module = Holding()
+    return module, module
+
+
+def in_a_closure() -> tuple[Any, Callable[..., Any]]:
+    holder = types.SimpleNamespace(state=Counting())
+    return holder, lambda x: counts_in_what_it_finds(holder, x)
+
+
+def in_an_object_of_a_list() -> tuple[Any, Callable[..., Any]]:
+    holders = [types.SimpleNamespace(state=Counting())]
+    return holders[0], lambda x: counts_in_what_it_finds(holders[0], x)
+
+
+@pytest.mark.parametrize("build", [in_a_module, in_a_closure, in_an_object_of_a_list])
+def test_what_holds_a_place_may_be_replaced_between_calls(build):
+    """Each call assigns where it finds the object, the list, the dictionary: not in those of the capture."""
+    (theirs, eager), (ours, function) = build(), build()
+    function = aotdist.compile(function, backend="fx")
+    kept: list[list[Counting]] = [[theirs.state], [ours.state]]
+    for call in range(8):
+        x = torch.full((3,), call + 1.0)
+        assert torch.equal(eager(x), function(x))
+        for holder, states in zip((theirs, ours), kept, strict=True):
+            if call == 2:
+                holder.state = Counting()
+                states.append(holder.state)
+            elif call == 4:
+                holder.state.seen, holder.state.table = [], dict(holder.state.table)
+            elif call == 5:
+                holder.state = states[0]
+        assert repr([vars(state) for state in kept[0]]) == repr([vars(state) for state in kept[1]])
+
+
 def test_a_key_that_did_not_exist():
     def build():
         model = Stateful(lambda m, x: m.table.__setitem__("new", x * 2))

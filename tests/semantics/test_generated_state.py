@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -184,7 +184,15 @@ def test_in_forwards(statements: list[str], how_often: list[int]) -> None:
     run(statements, how_often)
 
 
+TAKES_OUT_AND_APPENDS = [
+    HOOK.format(k=1, change="m.items.append('here')", value="None"),
+    "y = y * m.linear.weight.sum()",
+    HOOK.format(k=2, change="m.items.clear()", value="None"),
+]
+
+
 @few
+@example(TAKES_OUT_AND_APPENDS, [0, 1, 2, 1, 1])
 @given(st.lists(st.one_of(*STATEMENTS, *IN_BACKWARDS), min_size=2, max_size=6), HOW_OFTEN)
 def test_in_forwards_and_backwards(statements: list[str], how_often: list[int]) -> None:
     run(statements, how_often)

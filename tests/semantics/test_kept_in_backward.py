@@ -416,3 +416,98 @@ def test_some_of_many_results() -> None:
     with pytest.raises(UnsupportedProgram, match="of the 5 results only some get a gradient"):
         losses[0].backward()
     assert len(ours.log) == 1
+
+
+def removes_the_oldest(log: list[Any], grad: torch.Tensor) -> None:
+    log.append(grad)
+    if len(log) > 2:
+        log.pop(0)
+
+
+def starts_anew(log: list[Any], grad: torch.Tensor) -> None:
+    log.clear()
+    log.append(grad)
+
+
+def only_the_first(log: list[Any], grad: torch.Tensor) -> None:
+    if not log:
+        log.append(grad)
+
+
+def only_a_few(log: list[Any], grad: torch.Tensor) -> None:
+    if len(log) < 3:
+        log.append(len(grad))
+
+
+def keeps_the_last_beside_it(log: list[Any], grad: torch.Tensor) -> None:
+    log[:] = [*log[-1:], grad]
+
+
+def turns_around(log: list[Any], grad: torch.Tensor) -> None:
+    log.append(len(log))
+    log.reverse()
+
+
+def in_front(log: list[Any], grad: torch.Tensor) -> None:
+    log.insert(0, "heard")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        removes_the_oldest,
+        starts_anew,
+        only_the_first,
+        only_a_few,
+        keeps_the_last_beside_it,
+        turns_around,
+        in_front,
+    ],
+)
+@pytest.mark.parametrize("how_often", [(1, 1, 1, 1), (2, 3, 1, 2)], ids=repr)
+def test_a_list_that_does_not_only_grow(
+    change: Callable[[list[Any], torch.Tensor], None], how_often: tuple[int, ...]
+) -> None:
+    """What a hook does may depend on what it finds: eager's, or refused where it finds something else."""
+
+    def step(module: Keeping, x: torch.Tensor) -> torch.Tensor:
+        y = x * module.weight
+        y.register_hook(lambda grad: change(module.log, grad))
+        return y.sin().sum()
+
+    eager, ours = pair(step)
+    for times in how_often:
+        expected, loss = eager(inputs()), ours(inputs())
+        for k in range(times):
+            expected.backward(retain_graph=k + 1 < times)
+            try:
+                loss.backward(retain_graph=k + 1 < times)
+            except UnsupportedProgram as error:
+                assert k and "where its forward left" in str(error)
+                return
+            assert state(ours) == state(eager)
+
+
+def test_what_is_beside_others_in_a_list_is_refused() -> None:
+    def step(module: Keeping, x: torch.Tensor) -> torch.Tensor:
+        y = x * module.weight
+        y.register_hook(lambda grad: module.log.insert(0, grad))
+        return y.sum()
+
+    module = aotdist.compile(Keeping(step), backend="fx")
+    module(inputs()).backward()
+    with pytest.raises(UnsupportedProgram, match=r"in `log`, beside others that it finds(.|\n)*append"):
+        module(inputs())
+    assert len(module.log) == 1
+
+
+def test_a_list_that_is_replaced_between_calls() -> None:
+    eager, ours = pair(appends)
+    for call in range(4):
+        old = [module.log for module in (eager, ours)]
+        for module in (eager, ours):
+            if call % 2:
+                module.log = []
+            module(inputs()).backward()
+        assert state(ours) == state(eager)
+        assert len(old[0]) == len(old[1])
