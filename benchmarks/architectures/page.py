@@ -36,9 +36,8 @@ elements a token): each is trained with its own loss, and generates, if it can. 
 - **compile**: seconds of the first step beyond the others. **step / eager**: forward and backward, the median
   of rounds in which both took turns. The machine was shared: read times to a tenth.
 - **generation**: three tokens, drawn at random, with the model's own cache. Tokens, logits and the state of
-  the random numbers are compared. A cache is an object that `aotdist.compile` refuses as an argument:
-  **told** is with `Settings(is_compiling=True)` and caches registered as pytrees, by transformers' own
-  `register_dynamic_cache_export_support()`; **no cache** with `use_cache=False`, where that knows none.
+  the random numbers are compared. **told** is with `Settings(is_compiling=True)`, as in training; **no
+  cache** with `use_cache=False`, where the cache is refused.
 """
 
 _BESIDE = "Seconds of compiling, and a step's ratio to eager, to those of `aot_eager`."

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import set_seed
-from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 import aotdist
 from aotdist.errors import AotdistError
@@ -156,7 +155,6 @@ def fill(job: Job) -> Found:
 
 def _told_generation(job: Job) -> Half:
     """Generation as aotdist proposes it where it refuses it otherwise."""
-    register_dynamic_cache_export_support()
     told = {"is_compiling": True}
     half = _attempt(lambda half: _generate(job, half, **told))
     if not half.failure:

@@ -475,7 +475,11 @@ def test_a_list_that_does_not_only_grow(
         y.register_hook(lambda grad: change(module.log, grad))
         return y.sin().sum()
 
-    eager, ours = pair(step)
+    _run_until_refused(*pair(step), how_often)
+
+
+def _run_until_refused(eager: Keeping, ours: Keeping, how_often: tuple[int, ...]) -> None:
+    """Each forward, and as many backwards; only one that is not the first of its forward may be refused."""
     for times in how_often:
         expected, loss = eager(inputs()), ours(inputs())
         for k in range(times):
