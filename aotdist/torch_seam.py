@@ -718,6 +718,13 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """The types of numbers that are not known before a call."""
 
 
+def number_kind(value: Any) -> type[int] | type[float] | None:
+    """Whether a value is a whole number or a float, known or not; None if it is neither."""
+    if type(value) in (int, torch.SymInt):
+        return int
+    return float if type(value) in (float, torch.SymFloat) else None
+
+
 def shape_env() -> ShapeEnv:
     """Keeps symbols, and what a trace decides by them. Equal sizes do not share a symbol: `s0`, `s1`, ..."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

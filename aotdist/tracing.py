@@ -59,6 +59,7 @@ class Job:
         settings: how to compile.
         symbolic: try symbolic sizes, if the call, settings or marks ask for them.
         counts: places of numbers that symbols are to stand for.
+        counted: such numbers among the arguments, by path.
     """
 
     call: UserCall
@@ -66,6 +67,7 @@ class Job:
     settings: Settings
     symbolic: bool = True
     counts: tuple[Source, ...] = ()
+    counted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
     found = _trace_over_bases(job, times)
     returned = found.returned()
     counts = [*returned.counts(), *found.captured.in_backward.whole.counts()]
-    if job.symbolic and counts:
-        return _counting(replace(job, counts=tuple(_distinct_places(counts))), times, found)
+    if job.symbolic and (counts or returned.counted):
+        counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
+        return _counting(counting, times, found)
     if returned.constants and not returned.deleted:
         return _set_up(job, times, found, on_failure)
     return found
@@ -145,6 +148,8 @@ def _is_exact(traced: Traced) -> bool:
 def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
     """Whether results and assignments that are no tensors are the same, but for symbols."""
     ours, theirs = _assigned(symbolic), _assigned(facts)
+    if len(_results(symbolic)) != len(_results(facts)):
+        return False
     pairs = list(zip(_results(symbolic), _results(facts), strict=True))
     # What is assigned the number that it holds anyway shows as an assignment with symbols only.
     pairs += [(ours[place], theirs[place]) for place in ours.keys() & theirs.keys()]
@@ -152,8 +157,9 @@ def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
         return False
     for one, other in pairs:
         (leaves, spec), (other_leaves, other_spec) = map(pytree.tree_flatten, (one, other))
-        constants = [(a, b) for a, b in zip(leaves, other_leaves, strict=False) if is_constant(b)]
-        if spec != other_spec or not all(_is_as(a, b) for a, b in constants):
+        pairs_of_leaves = zip(leaves, other_leaves, strict=False)
+        numbers = [(a, b) for a, b in pairs_of_leaves if is_constant(b) or isinstance(b, SYMBOLIC)]
+        if spec != other_spec or not all(_is_as(a, b) for a, b in numbers):
             return False
     return True
 
@@ -189,9 +195,10 @@ def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
     return found
 
 
-def _is_as(symbolic: Any, constant: Any) -> bool:
-    """Whether a constant is what the symbolic number is in the call that is traced."""
-    return is_constant(constant) and same_constant(hint(symbolic), constant)
+def _is_as(symbolic: Any, known: Any) -> bool:
+    """Whether a constant, or a number made of sizes, is what the symbolic number is in the call at hand."""
+    known = hint(known) if isinstance(known, SYMBOLIC) else known
+    return is_constant(known) and same_constant(hint(symbolic), known)
 
 
 def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall:
@@ -275,7 +282,7 @@ def _trace_with_any_sizes(
         return _trace(job, times, bases, inputs)
     except _FailsWithSymbols as failure:
         failure.before.roll_back()
-        if job.counts:
+        if job.counts or job.counted:
             raise
         traced = _trace(replace(job, symbolic=False), times, bases, inputs)
         reason = str(failure.__cause__).partition("\n")[0]
@@ -333,7 +340,8 @@ def _trace(
     """
     with ExitStack() as scope:
         with times.stage("capture"):
-            captured = capture(job.call, job.settings, scope)
+            captured = capture(job.call, job.settings, scope, job.counted)
+            counts = (*job.counts, *captured.arguments.counts())
             captured.in_backward.counts = job.counts
             before = captured.environment.reassignments()
             scope.enter_context(before.undone_on_failure())
@@ -348,7 +356,7 @@ def _trace(
                 _broken_up_in_trace(job.backend, job.settings),
                 functional_rng=job.settings.functional_rng,
                 backward_autocast=_backward_autocast(job.settings),
-                symbolic=bool(dims or job.counts),
+                symbolic=bool(dims or counts),
                 fakes=fakes,
             )
             times.counting(recorder.num_nodes)
@@ -356,7 +364,7 @@ def _trace(
             if job.backend.name == "fx" and not dims:  # compilers make kernels of the other path
                 scope.enter_context(fast_paths_on())
             try:
-                with quiet_fakes() if dims or job.counts else nullcontext():
+                with quiet_fakes() if dims or counts else nullcontext():
                     traced = trace(
                         program,
                         recorder,
@@ -364,7 +372,7 @@ def _trace(
                         name_closed_over=captured.name_closed_over,
                         bases=bases,
                         dims=dims,
-                        counts=job.counts,
+                        counts=counts,
                         cuts=captured.ambient.grad and not job.backend.owns_cut,
                         again=not captured.environment.rules,
                         in_python=captured.in_backward,
@@ -376,7 +384,7 @@ def _trace(
             except AotdistError:
                 raise
             except Exception as error:
-                if not (dims or job.counts):
+                if not (dims or counts):
                     raise
                 raise _FailsWithSymbols(before) from error
     captured.in_backward.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from aotdist.capture.instances import (
     make_instance,
     state_of,
 )
+from aotdist.capture.source import Source
 from aotdist.capture.unreadable import Unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam import pytree, tree_children
@@ -37,6 +38,15 @@ class ConstantLeaf:
 
     path: str
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class NumberLeaf:
+    """A number that the program counts in, whatever it is: `position` among these of the call."""
+
+    path: str
+    position: int
+    kind: type[int] | type[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,11 @@ class UnreadLeaf:
     cls: type
 
 
-Leaf: TypeAlias = TensorLeaf | ConstantLeaf | CodeLeaf | ObjectLeaf | UnreadLeaf
+Leaf: TypeAlias = TensorLeaf | ConstantLeaf | NumberLeaf | CodeLeaf | ObjectLeaf | UnreadLeaf
+
+
+class Numbers(list[Any]):
+    """The numbers of a call that its program counts in; symbols, while it is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +103,13 @@ class Arguments:
         spec: pytree structure of `(args, kwargs)`.
         leaves: what stands at each leaf, in pytree order; then at each leaf of the instances.
         instances: the objects among them, each once, those that are met in others behind these.
+        numbers: the numbers among them that are counted in.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     instances: tuple[Instance, ...] = ()
+    numbers: Numbers = field(default_factory=Numbers, compare=False)
 
     @property
     def is_plain(self) -> bool:
@@ -108,7 +124,7 @@ class Arguments:
         """
         for leaf in self.leaves:
             match leaf:
-                case TensorLeaf() | ConstantLeaf():
+                case TensorLeaf() | ConstantLeaf() | NumberLeaf():
                     continue
                 case CodeLeaf(value=value):
                     cls = type(value)
@@ -122,6 +138,11 @@ class Arguments:
     def tensor_paths(self) -> list[str]:
         """The paths of the tensor leaves."""
         return [leaf.path for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
+
+    def counts(self) -> list[Source]:
+        """Where the numbers are that the program counts in."""
+        leaves = [leaf for leaf in self.leaves if isinstance(leaf, NumberLeaf)]
+        return [Source(leaf.path, self.numbers).item(leaf.position, leaf.path) for leaf in leaves]
 
     def code(self) -> Iterator[tuple[str, Any]]:
         """Paths of modules, functions and classes, and these; the classes of objects are among them."""
@@ -142,29 +163,28 @@ class Arguments:
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """The tensors of another call with this structure and these constants, or None."""
-        matched = self.match_objects(args, kwargs)
+        matched = self.match_all(args, kwargs)
         return None if matched is None else matched[0]
 
-    def match_objects(
+    def match_all(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[torch.Tensor], list[Any]] | None:
-        """The same, and the objects."""
+    ) -> tuple[list[torch.Tensor], list[Any], list[int | float]] | None:
+        """The same, the objects, and the numbers that the program counts in."""
         values, spec = pytree.tree_flatten((args, self._in_order(kwargs)), is_leaf=is_leaf)
         if spec != self.spec:
             return None
-        tensors: list[torch.Tensor] = []
         met = _Met()
         leaves = iter(self.leaves)
-        if not all(_fits(next(leaves), value, tensors, met) for value in values):
+        if not all(_fits(next(leaves), value, met) for value in values):
             return None
         for position, instance in enumerate(self.instances):
             held = met.objects[position]
             values, spec = pytree.tree_flatten(state_of(held), is_leaf=is_leaf)
             if type(held) is not instance.cls or spec != instance.spec:
                 return None
-            if not all(_fits(next(leaves), value, tensors, met) for value in values):
+            if not all(_fits(next(leaves), value, met) for value in values):
                 return None
-        return tensors, met.objects
+        return met.tensors, met.objects, met.numbers
 
     def _in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """`kwargs` in the order in which the first call gave them: keyword arguments have names for that."""
@@ -177,6 +197,8 @@ class Arguments:
                 return next(tensors)
             case ConstantLeaf(value=value) | CodeLeaf(value=value):
                 return value
+            case NumberLeaf(position=position):
+                return self.numbers[position]
             case ObjectLeaf(position=position):
                 return made[position]
             case UnreadLeaf(path=path, cls=cls):
@@ -184,10 +206,12 @@ class Arguments:
 
 
 class _Met:
-    """The objects of one call, numbered in the order in which they are met."""
+    """What is met in one call, in order; an object once."""
 
     def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
+        self.numbers = Numbers()
         self._positions: dict[int, int] = {}
 
     def position(self, value: Any) -> int:
@@ -202,14 +226,17 @@ def _rebuilt(spec: pytree.TreeSpec, values: Iterator[Any]) -> Any:
     return pytree.tree_unflatten(list(itertools.islice(values, spec.num_leaves)), spec)
 
 
-def _fits(leaf: Leaf, value: Any, tensors: list[torch.Tensor], met: _Met) -> bool:
-    """Whether `value` is what stands at a leaf; a tensor is added to `tensors`."""
+def _fits(leaf: Leaf, value: Any, met: _Met) -> bool:
+    """Whether `value` is what stands at a leaf; it is noted then."""
     match leaf:
         case TensorLeaf():
             if not isinstance(value, torch.Tensor):
                 return False
-            tensors.append(value)
+            met.tensors.append(value)
             return True
+        case NumberLeaf(kind=kind):
+            met.numbers.append(value)
+            return type(value) is kind
         case ConstantLeaf(value=constant):
             return same_constant(constant, value)
         case CodeLeaf(value=code):
@@ -221,24 +248,26 @@ def _fits(leaf: Leaf, value: Any, tensors: list[torch.Tensor], met: _Met) -> boo
 
 
 def read_arguments(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], counted: Container[str] = ()
 ) -> tuple[Arguments, list[torch.Tensor], list[Any]]:
     """The structure of a call, its tensors, and its objects.
+
+    Args:
+        args: positional arguments.
+        kwargs: the others.
+        counted: paths of numbers that may be any.
 
     Raises:
         UnsupportedProgram: a leaf is none of tensor, constant, object and code.
     """
     met, paths = _Met(), list[str]()
     leaves: list[Leaf] = []
-    tensors: list[torch.Tensor] = []
 
     def read(pairs: Sequence[tuple[str, Any]], *, of_instance: bool) -> None:
         for path, value in pairs:
-            leaf = _leaf(path, value, met, of_instance=of_instance)
+            leaf = _leaf(path, value, met, counted, of_instance=of_instance)
             leaves.append(leaf)
-            if isinstance(leaf, TensorLeaf):
-                tensors.append(value)
-            elif isinstance(leaf, ObjectLeaf) and leaf.position == len(paths):
+            if isinstance(leaf, ObjectLeaf) and leaf.position == len(paths):
                 paths.append(path)
 
     pairs, spec = _named_leaves((args, dict(kwargs)), _path)
@@ -249,12 +278,17 @@ def read_arguments(
         pairs, state = _named_leaves(state_of(held), functools.partial(_path_in, path))
         read(pairs, of_instance=True)
         instances.append(Instance(path, type(held), state))
-    return Arguments(spec, tuple(leaves), tuple(instances)), tensors, met.objects
+    arguments = Arguments(spec, tuple(leaves), tuple(instances), met.numbers)
+    return arguments, met.tensors, met.objects
 
 
-def _leaf(path: str, value: Any, met: _Met, *, of_instance: bool) -> Leaf:
+def _leaf(path: str, value: Any, met: _Met, counted: Container[str], *, of_instance: bool) -> Leaf:
     if isinstance(value, torch.Tensor):
+        met.tensors.append(value)
         return TensorLeaf(path)
+    if path in counted and type(value) in (int, float):
+        met.numbers.append(value)
+        return NumberLeaf(path, len(met.numbers) - 1, type(value))
     if is_constant(value):
         return ConstantLeaf(path, value)
     if is_code(value):

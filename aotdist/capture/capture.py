@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ from aotdist.torch_seam import (
     class_functions_on,
     hearing_of_checks,
     marked_dims,
+    number_kind,
     pytree,
     said_to_be_compiling,
 )
@@ -97,6 +98,7 @@ class Returned:
         shown: classes and attributes of outputs; what the attributes hold are the outputs after the checked.
         checks: what is raised if one of the outputs after those that replace attributes is false.
         shares: whether an object that the program makes is in several places.
+        counted: numbers among the arguments, by path, that are assigned others of their type.
     """
 
     spec: pytree.TreeSpec
@@ -107,11 +109,12 @@ class Returned:
     shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
     shares: bool = False
+    counted: tuple[str, ...] = ()
 
     def counts(self) -> list[Source]:
-        """Places where the program finds a number, and leaves another of its type."""
-        found = [(place, type(value)) for place, value in self.constants if type(value) in (int, float)]
-        return [place for place, kind in found if type(place.read_or(None)) is kind]
+        """Places, but for arguments, where the program finds a number, and leaves another of its type."""
+        found = [(place, number_kind(value)) for place, value in self.constants]
+        return [place for place, kind in found if kind and type(place.read_or(None)) is kind]
 
     def places(self) -> list[Source]:
         """Everything that is assigned, or deleted."""
@@ -240,19 +243,22 @@ def environment_of(
     return Environment(reached, modules, tuple(state_tensors(modules)), tuple(claims))
 
 
-def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> Captured:
+def capture(
+    call: UserCall, settings: Settings, scope: contextlib.ExitStack, counted: Container[str] = ()
+) -> Captured:
     """Describe one call as a program.
 
     Args:
         call: the call.
         settings: how to compile.
+        counted: numbers among its arguments, by path, that may be any.
         scope: from when the program runs until this closes, stand-ins hang in the modules and their
             hooks are replaced. It must outlast the backward, whose hooks may run a forward again.
 
     Raises:
         UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
     """
-    arguments, tensors, objects = read_arguments(call.args, call.kwargs)
+    arguments, tensors, objects = read_arguments(call.args, call.kwargs, counted)
     num_args = len(tensors)
     environment = environment_of(call.target, _places(arguments, tensors), arguments.code())
     _refuse_reached(arguments, objects, environment.reached)
@@ -266,8 +272,8 @@ def capture(call: UserCall, settings: Settings, scope: contextlib.ExitStack) -> 
         scope.enter_context(no_results_kept(environment.reached.caches))
         scope.enter_context(hearing_of_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
-        given = GivenContainers(inner_args, inner_kwargs, inner_objects)
-        changes = _Changes(given, checks, in_backward)
+        in_backward.watch_given = functools.partial(GivenContainers, inner_args, inner_kwargs, inner_objects)
+        changes = _Changes(in_backward.watch_given(), checks, in_backward)
         return _call(environment, run, changes, flat, examples, settings, keeps=not call.differentiates)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
@@ -380,7 +386,17 @@ def _call(
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
     checks = tuple(changes.checks.made)
     shares = any(isinstance(out, MadeObject) for out in outs)
-    how = Returned(spec, places, tuple(constants), deleted, tuple(replaced), tuple(shown), checks, shares)
+    how = Returned(
+        spec,
+        places,
+        constants=tuple(constants),
+        deleted=deleted,
+        replaced=tuple(replaced),
+        shown=tuple(shown),
+        checks=checks,
+        shares=shares,
+        counted=tuple(changes.given.counted),
+    )
     return [*outs, how]
 
 

@@ -6,8 +6,9 @@ the program makes and puts into them are made anew at every call (`aotdist.captu
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.source import ABSENT, Given, Source
 from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam import SYMBOLIC, number_kind, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class GivenContainers:
         for position, (path, value) in enumerate(objects):
             found += _watched_object(Source("objects", Given("objects")).item(position, path), value)
         # What lies deeper first: it may have left what it lay in.
+        self.counted: list[str] = []
+        """Numbers, by path, in the place of which `assigned` finds others of their type."""
         self._watched = sorted(found, key=lambda each: -len(each.place.steps))
 
     def assigned(self, made: dict[int, int]) -> list[tuple[Source, Any]]:
@@ -109,11 +112,23 @@ class GivenContainers:
                     stage="capture",
                     fix="return what is left, or take the items out outside",
                 )
-            for key, value in list(now.items() if isinstance(now, dict) else enumerate(now)):
+            for key, value in list(_entries(now)):
                 then = before.get(key, ABSENT) if isinstance(before, dict) else before[key]
-                if not is_same(value, then):
-                    found.append((watched.entry(key), self._checked(watched.entry(key), value, made)))
+                if is_same(value, then):
+                    continue
+                entry = watched.entry(key)
+                found.append((entry, self._checked(entry, value, made)))
+                if (kind := number_kind(value)) is not None and type(then) is kind:
+                    self.counted.append(entry.path)
         return found
+
+    def changed(self) -> Iterator[str]:
+        """Paths of the containers and objects in which something else is found now."""
+        for watched in self._watched:
+            now, before = map(_entries, (watched.now(), watched.before))
+            pairs = itertools.zip_longest(now, before, fillvalue=(ABSENT, None))
+            if not all(key == known and is_same(value, then) for (key, value), (known, then) in pairs):
+                yield watched.place.path
 
     def deleted(self) -> list[Source]:
         """Places of dictionaries and objects that hold nothing any more."""
@@ -128,7 +143,8 @@ class GivenContainers:
     def _checked(self, place: Source, value: Any, made: dict[int, int]) -> Any:
         value = taken_apart(value, (), made, self.positions, anew=True)
         for leaf in pytree.tree_leaves(value, is_leaf=is_leaf):
-            if not isinstance(leaf, (torch.Tensor, GivenObject, MadeObject)) and not is_constant(leaf):
+            known = (torch.Tensor, GivenObject, MadeObject, *SYMBOLIC)
+            if not isinstance(leaf, known) and not is_constant(leaf):
                 kind = type(leaf).__name__
                 raise UnsupportedProgram(
                     f"`{place.path}` is assigned an instance of `{kind}` in the compiled function",
@@ -136,6 +152,10 @@ class GivenContainers:
                     fix="assign tensors and constants",
                 )
         return value
+
+
+def _entries(held: dict[Any, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    return held.items() if isinstance(held, dict) else enumerate(held)
 
 
 def _place(key: int | str) -> Source:
@@ -152,7 +172,7 @@ def _watched(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
     elif type(value) in pytree.SUPPORTED_NODES and not isinstance(value, tuple):
         yield from _watched_attributes(place, value)
     if isinstance(value, (list, dict, tuple)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        for key, inner in _entries(value):
             yield from _watched(place.item(key), inner)
 
 
@@ -160,7 +180,7 @@ def _watched_object(place: Source, value: Any) -> Iterator[_Attributes | _Items]
     yield from _watched_attributes(place, value)
     if (items := items_of(value)) is not None:
         yield _Items(place, value, items)
-        for key, inner in items.items() if isinstance(items, dict) else enumerate(items):
+        for key, inner in _entries(items):
             yield from _watched(place.item(key), inner)
 
 

@@ -26,6 +26,7 @@ from aotdist.torch_seam import SYMBOLIC, hint, new_count, pytree, symbols_in
 
 if TYPE_CHECKING:
     from aotdist.capture.capture import Environment
+    from aotdist.capture.given import GivenContainers
     from aotdist.torch_seam import ShapeEnv
 
 
@@ -222,6 +223,8 @@ class InBackward:
     def __init__(self, environment: Environment | None) -> None:
         self._environment = environment
         self._left: Sequence[tuple[Source, Any]] = ()
+        self.watch_given: Callable[[], GivenContainers] | None = None
+        """Watches what the trace was given, from now on."""
         self.counts: Sequence[Source] = ()
         """Places where symbols stand for numbers."""
         self.symbols: set[str] = set()
@@ -265,8 +268,10 @@ class InBackward:
             left_by_first = [] if self._first is None else self._first[0].left(self._first[1])
             stack.callback(assign(left_by_first))
             watched = self._environment.reassignments()
+            given = self.watch_given() if self.watch_given is not None else None
             try:
                 yield
+                _refuse_given(given)
                 _refuse_hidden(watched)
                 found, self.kept = _without_tensors(watched.changed_data(tensors=True))
                 changes = BackwardChanges.of(found, self.kept)
@@ -324,7 +329,7 @@ class InBackward:
 
     def close(self) -> None:
         """Let go of what the trace reached."""
-        self._environment, self._left, self.counts = None, (), ()
+        self._environment, self.watch_given, self._left, self.counts = None, None, (), ()
         self.kept = self.replaced = ()
 
     def beyond(self) -> InBackward:
@@ -419,6 +424,15 @@ def _is_same_leaf(one: Any, other: Any) -> bool:
 
 def _by_spot(pairs: Iterable[tuple[Source, Any]]) -> dict[Spot, Any]:
     return {place.spot(): value for place, value in pairs}
+
+
+def _refuse_given(given: GivenContainers | None) -> None:
+    for path in given.changed() if given is not None else ():
+        raise UnsupportedProgram(
+            f"the backward (a hook, an autograd function) changes `{path}`, which the call is given",
+            stage="joint",
+            fix="let it change what the function closes over, or what hangs on a module of it",
+        )
 
 
 def _refuse_hidden(watched: Reassignments) -> None:

@@ -21,7 +21,7 @@ from aotdist.capture.constants import is_constant, is_leaf
 from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.instances import GivenObject, fill_instance, is_instance, make_instance, state_of
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import pytree, tree_children
+from aotdist.torch_seam import SYMBOLIC, pytree, tree_children
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
@@ -170,4 +170,4 @@ def _refused(cls: type, how: str, way_out: str) -> UnsupportedProgram:
 
 
 def _may_be_taken_apart(value: Any) -> bool:
-    return not (is_constant(value) or isinstance(value, _WHOLE))
+    return not (is_constant(value) or isinstance(value, (*_WHOLE, *SYMBOLIC)))

@@ -10,6 +10,7 @@ from typing import Any, assert_never
 import torch
 
 from aotdist.capture.ambient import Ambient
+from aotdist.capture.arguments import Numbers
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
@@ -326,6 +327,8 @@ def binder(
             return value.name
         if isinstance(value, Held):
             return names[value]
+        if isinstance(value, Numbers):
+            return "numbers"
         return variables[value.position] if isinstance(value, Argument) else printer.bind(hint, value)
 
     return bind

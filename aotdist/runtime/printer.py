@@ -19,7 +19,7 @@ _WIDTH = 100
 _OWN_NAMES = frozenset(
     {
         *("Node", "call", "region", "args", "kwargs", "ctx"),
-        *("given", "matched", "objects", "results", "rng", "symbols", "tensors", "values"),
+        *("given", "matched", "numbers", "objects", "results", "rng", "symbols", "tensors", "values"),
         *("abs", "float", "int", "len", "list", "max", "min", "pow", "round", "staticmethod", "type"),
         *("AttributeError", "IndexError", "KeyError"),
     }

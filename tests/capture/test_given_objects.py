@@ -354,3 +354,89 @@ def test_symbolic_sizes() -> None:
         x = torch.arange(float(length))
         assert seen(compiled(mine, x)) == seen(cache_step(theirs, x))
     assert len(compiled_call(compiled).artifacts) <= 3
+
+
+@dataclasses.dataclass
+class Progress:
+    hidden: torch.Tensor
+    steps: int = 0
+    seen: dict[str, int] = dataclasses.field(default_factory=lambda: {"rows": 0})
+    log: list[Any] = dataclasses.field(default_factory=list)
+
+
+def progress(state: Progress, x: torch.Tensor) -> torch.Tensor:
+    state.steps += 1
+    state.seen["rows"] += x.shape[0]
+    state.hidden = state.hidden + x.sum() * state.steps
+    return x + state.seen["rows"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_numbers_that_are_counted_in_are_compiled_once(dynamic: bool) -> None:
+    compiled = aotdist.compile(progress, backend="fx", settings={"dynamic": dynamic})
+    mine, theirs = Progress(torch.zeros(())), Progress(torch.zeros(()))
+    for call in range(5):
+        x = torch.linspace(1, 2, 3 + call * dynamic)
+        assert seen(compiled(mine, x)) == seen(progress(theirs, x))
+        assert repr(mine) == repr(theirs)
+    assert len(compiled_call(compiled).artifacts) == 1
+
+
+def test_so_are_those_in_dictionaries_and_lists_that_are_given() -> None:
+    def step(state: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+        state["n"] += 2
+        state["more"][0] = state["more"][0] * 2 + 1
+        return x * state["n"] + state["more"][0]
+
+    compiled = aotdist.compile(step, backend="fx")
+    mine, theirs = ({"n": 0, "more": [1, "text"]} for _ in range(2))
+    for _ in range(5):
+        x = torch.randn(3)
+        assert torch.equal(compiled(mine, x), step(theirs, x))
+        assert mine == theirs
+    assert len(compiled_call(compiled).artifacts) == 1
+    mine["n"] = 0.5  # type: ignore[assignment]
+    assert torch.equal(compiled(mine, x), step({**theirs, "n": 0.5, "more": [*theirs["more"]]}, x))
+
+
+def test_a_number_that_decides_is_part_of_the_signature() -> None:
+    def step(state: Progress, x: torch.Tensor) -> torch.Tensor:
+        state.steps += 1
+        return x * 2 if state.steps < 3 else -x
+
+    compiled = aotdist.compile(step, backend="fx")
+    mine, theirs = Progress(torch.zeros(())), Progress(torch.zeros(()))
+    for _ in range(5):
+        assert seen(compiled(mine, torch.ones(2))) == seen(step(theirs, torch.ones(2)))
+    assert mine.steps == 5
+
+
+def counts(state: Progress, grad: torch.Tensor) -> None:
+    state.steps += 1
+
+
+def keeps(state: Progress, grad: torch.Tensor) -> None:
+    state.hidden = grad
+
+
+def logs(state: Progress, grad: torch.Tensor) -> None:
+    state.log.append(grad.norm())
+
+
+def looks_up(state: Progress, grad: torch.Tensor) -> None:
+    state.seen.setdefault("gradients", 1)
+
+
+@pytest.mark.parametrize("hook", [counts, keeps, logs, looks_up])
+def test_a_backward_that_changes_what_is_given_is_refused(
+    hook: Callable[[Progress, torch.Tensor], None],
+) -> None:
+    def step(state: Progress, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.register_hook(lambda grad: hook(state, grad))
+        return y.sum()
+
+    state = Progress(torch.zeros(2))
+    with pytest.raises(UnsupportedProgram, match=r"changes `state.*`, which the call is given"):
+        aotdist.compile(step, backend="fx")(state=state, x=torch.ones(2, requires_grad=True))
+    assert repr(state) == repr(Progress(torch.zeros(2)))

@@ -132,6 +132,24 @@ def test_a_list_that_grows(empties):
     assert len(compiled_call(models[1]).artifacts) == (1 if empties else 3)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_are_counted(dynamic):
+    def step(model: Stateful, x: torch.Tensor) -> None:
+        model.rows = model.rows + x.shape[0]
+        model.steps = model.steps + model.rows
+
+    models = [Stateful(step), Stateful(step)]
+    models[0].rows = models[1].rows = 0
+    aotdist.compile(models[1], backend="fx", settings={"dynamic": dynamic})
+    for call in range(4):
+        for model in models:
+            model(torch.ones(3 + call * dynamic, 3)).sum().backward()
+        assert type(models[1].rows) is int
+        assert models[0].rows == models[1].rows
+        assert torch.equal(models[0].steps, models[1].steps)
+    assert len(compiled_call(models[1]).artifacts) == 1
+
+
 class Counting:
     """What holds the places of the next test: an object in an object, with a list and a dictionary."""
 

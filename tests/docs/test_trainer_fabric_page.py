@@ -117,9 +117,11 @@ def test_padding_needs_another_word(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("default")
-def test_generation_runs_as_it_was_written(tmp_path: Path) -> None:
-    models = [trainer(tmp_path, compiled=compiled).model for compiled in (False, True)]
+def test_generation_is_two_programs_for_all_lengths(tmp_path: Path) -> None:
+    settings = {"dynamic": True}
+    models = [trainer(tmp_path, compiled=compiled, settings=settings).model for compiled in (False, True)]
     start = torch.arange(6)[None]
-    with aotdist.disable():
-        eager, compiled = (m.generate(start, max_new_tokens=4, do_sample=False) for m in models)
+    how = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    eager, compiled = (m.eval().generate(start, **how) for m in models)
     assert torch.equal(eager, compiled)
+    assert len(models[1].graphs) == 2

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+import aotdist
 from tests.ranks.harness import World
 from tests.subclasses.fsdp_models import (
     Block,
@@ -273,3 +274,22 @@ def crossing_case(policy: dict[str, Any]) -> None:
 def test_an_input_of_several_units(world2: World, name: str) -> None:
     """Its gradients meet inside of each unit first; one that a unit does not use gets zeros from there."""
     world2.run(crossing_case, PRECISIONS[name])
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch) * 2
+
+
+def given_case() -> None:
+    eager, given = (seeded(lambda: shard_blocks(Net(), line(2))) for _ in range(2))
+    compiled = aotdist.compile(loss_of, backend="fx")
+    for step in range(2):
+        expected, loss = loss_of(eager, tokens(step)), compiled(given, tokens(step))
+        assert same_bits(expected, loss)
+        expected.backward()
+        loss.backward()
+        assert not (names := different_grads(eager, given)), (step, names)
+
+
+def test_a_sharded_model_is_an_argument(world2: World) -> None:
+    world2.run(given_case)
