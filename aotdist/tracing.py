@@ -94,7 +94,7 @@ class TracedCall:
 def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
     """Trace the program; once more, where it changes what it finds in Python, and would fit this call only.
 
-    With symbols for numbers that it counts in. Else as the next call will find what it leaves: flags that say
+    With symbols for numbers that it counts in; and as the next call will find what it leaves: flags that say
     that something was set up. Where the program is then another one, the trace is for this call.
 
     Args:
@@ -107,10 +107,17 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
     counts = [*returned.counts(), *found.captured.in_backward.whole.counts()]
     if job.symbolic and (counts or returned.counted):
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
-        return _counting(counting, times, found)
-    if returned.constants and not returned.deleted:
+        if (symbolic := _counting(counting, times, found)) is not found:
+            job, found = counting, symbolic
+    if _flags(job, found) and not returned.deleted:
         return _set_up(job, times, found, on_failure)
     return found
+
+
+def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
+    """What the program assigns besides what it counts in."""
+    counts = {place.spot() for place in job.counts}
+    return [(place, value) for place, value in found.returned().constants if place.spot() not in counts]
 
 
 def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
@@ -204,10 +211,10 @@ def _is_as(symbolic: Any, known: Any) -> bool:
 def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall:
     """The trace of the call that finds what this one leaves, if it is of the same program; else `found`."""
     with ExitStack() as otherwise:
-        otherwise.callback(assign(found.returned().constants))
+        otherwise.callback(assign(_flags(job, found)))
         try:
             later = _trace_over_bases(job, times)
-            if later.returned().constants or not _is_same_program(later.traced, found.traced):
+            if _flags(job, later) or not _is_same_program(later.traced, found.traced):
                 return found
         except Exception:  # the program's own: it may refuse to be called twice
             return found

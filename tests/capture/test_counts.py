@@ -239,6 +239,28 @@ def test_what_sets_itself_up_is_compiled_once() -> None:
     assert len(compiled_call(module).artifacts) == 1
 
 
+@pytest.mark.parametrize("counts_too", [False, True])
+def test_a_number_that_is_set_up_is_compiled_once(counts_too: bool) -> None:
+    """Beside a flag, and beside a number that is counted in."""
+
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] < 5:
+            module.shift = 0
+        module.text = "set up"
+        if counts_too:
+            module.steps += 1
+        return module.linear(x) * (module.shift + 1)
+
+    modules = [Counting(program), aotdist.compile(Counting(program), backend="fx")]
+    for module in modules:
+        module.shift = 2
+    modules[1].load_state_dict(modules[0].state_dict())
+    for _ in range(3):
+        assert torch.equal(*(module(torch.ones(2, 4)) for module in modules))
+        assert [modules[1].steps, modules[1].shift] == [modules[0].steps, 0]
+    assert len(compiled_call(modules[1]).artifacts) == 1
+
+
 def test_a_program_may_refuse_to_be_called_twice() -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
         if module.initialised:
