@@ -85,9 +85,9 @@ class GivenContainers:
         found += [each for name, value in kwargs.items() for each in _watched(_place(name), value)]
         for position, (path, value) in enumerate(objects):
             found += _watched_object(Source("objects", Given("objects")).item(position, path), value)
-        # What lies deeper first: it may have left what it lay in.
         self.counted: list[str] = []
         """Numbers, by path, in the place of which `assigned` finds others of their type."""
+        # What lies deeper first: it may have left what it lay in.
         self._watched = sorted(found, key=lambda each: -len(each.place.steps))
 
     def assigned(self, made: dict[int, int]) -> list[tuple[Source, Any]]:
