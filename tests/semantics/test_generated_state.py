@@ -69,7 +69,7 @@ VALUES = (
     "y + len(m.items)",
     "y + m.total",
     "y * m.linear.weight.sum() if m.n > 2 else y",
-    "y + (m.option or 0)",
+    "y + (0 if m.option is None else m.option)",
     "y + m.pair[0]",
     "y * m.child.n",
     "y / (1 + abs(m.n))",
