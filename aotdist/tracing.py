@@ -155,9 +155,10 @@ def _is_exact(traced: Traced) -> bool:
 def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
     """Whether results and assignments that are no tensors are the same, but for symbols."""
     ours, theirs = _assigned(symbolic), _assigned(facts)
-    if len(_results(symbolic)) != len(_results(facts)):
+    results, other_results = _results(symbolic), _results(facts)
+    if len(results) != len(other_results):
         return False
-    pairs = list(zip(_results(symbolic), _results(facts), strict=True))
+    pairs = list(zip(results, other_results, strict=True))
     # What is assigned the number that it holds anyway shows as an assignment with symbols only.
     pairs += [(ours[place], theirs[place]) for place in ours.keys() & theirs.keys()]
     if theirs.keys() - ours.keys():

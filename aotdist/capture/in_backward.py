@@ -71,7 +71,7 @@ class BackwardChanges:
     def of(cls, changes: Iterable[tuple[Source, Any, Any]], kept: Sequence[torch.Tensor]) -> BackwardChanges:
         """Those of a backward, given place, value before and value after; of arguments, there are none."""
         grown, added, assigned, expected, deleted, found = [], [], [], [], [], []
-        seen: set[tuple[int, Any]] = set()
+        seen: set[Spot] = set()
         for place, before, value in changes:
             if place.is_of_argument or place.spot() in seen or is_same(before, value):
                 continue
@@ -103,10 +103,6 @@ class BackwardChanges:
 
     def __bool__(self) -> bool:
         return bool(self.grown or self.added or self.assigned or self.deleted)
-
-    def places(self) -> list[Source]:
-        """Everything that it changes, or looks at."""
-        return [*self.changed(), *(place for place, _ in self.expected)]
 
     def counts(self) -> list[Source]:
         """Places where a whole number may have been added to."""

@@ -332,7 +332,7 @@ def fit_of(compilation: Compilation) -> Fit:
 
 def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:
     """Objects and containers that a backward writes: those of the capture, so a call must find the same."""
-    for held in held_in(captured.in_backward.whole.places()):
+    for held in held_in(captured.in_backward.whole.changed()):
         yield held.source, held.example
 
 
