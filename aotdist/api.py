@@ -31,14 +31,10 @@ from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
-from aotdist.torch_seam import (
-    compiled_call_of,
-    mark_dims,
-    set_compiled_call,
-    tapes_off,
-    uncompiled_call,
-    under_transform,
-)
+from aotdist.torch_seam.dynamo import tapes_off
+from aotdist.torch_seam.modes import under_transform
+from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call, uncompiled_call
+from aotdist.torch_seam.tensors import mark_dims
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])

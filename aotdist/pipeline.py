@@ -40,10 +40,7 @@ from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
-from aotdist.torch_seam import (
-    class_functions_off,
-    users_modes_off,
-)
+from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.tracing import Job, trace_call
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 
 from aotdist.program import PrimalIdx, Row
-from aotdist.torch_seam import SYMBOLIC, expression
+from aotdist.torch_seam.symbols import SYMBOLIC, expression
 
 T = TypeVar("T")
 

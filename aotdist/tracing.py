@@ -35,18 +35,12 @@ from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
 from aotdist.report.stage_times import StageTimes
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import (
-    SYMBOLIC,
-    autocast_off,
-    autocast_only,
-    computes_exactly,
-    fast_paths_on,
-    hint,
-    is_fake,
-    pytree,
-    quiet_fakes,
-    symbols_in,
-)
+from aotdist.torch_seam.ambient import autocast_off, autocast_only
+from aotdist.torch_seam.control_flow import fast_paths_on
+from aotdist.torch_seam.functional import is_fake
+from aotdist.torch_seam.modes import quiet_fakes
+from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint, symbols_in
+from aotdist.torch_seam.trees import pytree
 
 
 @dataclass(frozen=True, slots=True)

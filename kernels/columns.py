@@ -25,7 +25,7 @@ from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import is_reducing, obstacle
 from aotdist.kernels.splitting import call_like, empty_like
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 aten = torch.ops.aten
 

@@ -22,7 +22,8 @@ from aotdist.kernels.rule import (
     operand,
     val_of,
 )
-from aotdist.torch_seam import OpOverload, hint
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.symbols import hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -35,7 +35,7 @@ from aotdist.kernels.traffic import bytes_moved
 from aotdist.kernels.tuning import Tuned, Tuner, likeness
 from aotdist.kernels.uses import num_elements
 from aotdist.program import Graph
-from aotdist.torch_seam import graph_module
+from aotdist.torch_seam.proxies import graph_module
 
 
 @dataclass(frozen=True, slots=True)

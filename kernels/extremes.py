@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 _ATEN = torch.ops.aten
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload, argument_names
+from aotdist.torch_seam.operators import OpOverload, argument_names
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from aotdist.kernels.rule import View, val_of
 from aotdist.kernels.rules import rule_of
 from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.program import Graph
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 
 def overwritten(graph: Graph, schedule: Schedule, fixed: Sequence[Node]) -> dict[Node, Node]:

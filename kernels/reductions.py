@@ -24,7 +24,7 @@ from aotdist.kernels.rule import (
     val_of,
 )
 from aotdist.kernels.rule import cast as converted
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 aten = torch.ops.aten
 

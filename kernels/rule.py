@@ -14,7 +14,7 @@ from aotdist.kernels.index import Index, number
 from aotdist.kernels.ir import Constant, Expr, Position, held
 from aotdist.kernels.polynomial import Whole, at_most, is_below
 from aotdist.kernels.symbols import natural, whole
-from aotdist.torch_seam import SYMBOLIC, quotient_of
+from aotdist.torch_seam.symbols import SYMBOLIC, quotient_of
 
 
 class NotEmitted(Exception):

@@ -15,7 +15,7 @@ from aotdist.kernels.ir import Constant, Expr
 from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
 from aotdist.kernels.spelling import TYPES
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 _TABLES = (elementwise.RULES, views.RULES, shaping.RULES, reductions.RULES)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 aten = torch.ops.aten
 

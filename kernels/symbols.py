@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.polynomial import NotProved, Whole, symbol
-from aotdist.torch_seam import expression, hint, least_of, products_of, surely_equal, symbols_in
+from aotdist.torch_seam.symbols import expression, hint, least_of, products_of, surely_equal, symbols_in
 
 _known: WeakKeyDictionary[Any, dict[Any, Whole]] = WeakKeyDictionary()
 """By the environment that keeps the symbols, and the expression: most are asked for often."""

@@ -14,7 +14,7 @@ from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, View, val_of
 from aotdist.kernels.rules import is_reducing, obstacle, rule_of
 from aotdist.kernels.space import Group, Place
-from aotdist.torch_seam import SYMBOLIC, hint
+from aotdist.torch_seam.symbols import SYMBOLIC, hint
 
 Reads: TypeAlias = list[tuple[Node, Point]]
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from aotdist.kernels.index import Index, flat, number, unflat
 from aotdist.kernels.rule import View, broadcast, from_start, number_of, sizes_of, val_of
 from aotdist.kernels.symbols import natural
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 aten = torch.ops.aten
 Indices = tuple[Index, ...]

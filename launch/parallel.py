@@ -29,7 +29,8 @@ from torch.distributed.tensor.parallel import (
 from aotdist.errors import AotdistError, BadSettings
 from aotdist.launch.config import JobOptions, ParallelOptions
 from aotdist.launch.model import Decoder
-from aotdist.torch_seam import PrefixStore, flatten_axes
+from aotdist.torch_seam.dtensor import flatten_axes
+from aotdist.torch_seam.groups import PrefixStore
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from aotdist.errors import BadSettings
 from aotdist.launch.config import ProfileOptions
 from aotdist.report.lanes import STEP_MARK
 from aotdist.report.profile import profile_of, torch_profiler
-from aotdist.torch_seam import dump_memory_snapshot, record_memory_history
+from aotdist.torch_seam.profiling import dump_memory_snapshot, record_memory_history
 
 PROFILE_FOLDER = "profile"
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Constant, Wrapper, WrapperRule
-from aotdist.torch_seam import (
+from aotdist.torch_seam.dtensor import (
     dtensor_spec,
     dtensor_traced,
     finished,

@@ -31,15 +31,9 @@ from torch.distributed.tensor import DTensor
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.float8_tensor import E4M3, Float8Tensor, amax_of, on_local, quantise, scale_for
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import (
-    local_part,
-    local_tensor,
-    make_dtensor,
-    pytree,
-    retyped_spec,
-    writes_arguments,
-    written_by,
-)
+from aotdist.torch_seam.dtensor import local_part, local_tensor, make_dtensor, retyped_spec
+from aotdist.torch_seam.operators import writes_arguments, written_by
+from aotdist.torch_seam.trees import pytree
 
 aten = torch.ops.aten
 

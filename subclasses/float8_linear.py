@@ -27,7 +27,8 @@ from aotdist.subclasses.float8_tensor import (
     scale_for,
     settled,
 )
-from aotdist.torch_seam import in_backward, local_part
+from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.dtensor import local_part
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
 """Rows of an amax history."""

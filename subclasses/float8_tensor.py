@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import local_part, local_tensor, make_dtensor, retyped_spec
+from aotdist.torch_seam.dtensor import local_part, local_tensor, make_dtensor, retyped_spec
 
 aten = torch.ops.aten
 

@@ -60,15 +60,14 @@ from aotdist.subclasses.fsdp_refusals import refuse, refuse_accumulation_inside_
 from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
 from aotdist.subclasses.fsdp_unshard import new_accumulator
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import (
+from aotdist.torch_seam.autograd import (
     call_after_backward,
-    fsdp_state,
     hooks_of_gradient,
     in_backward,
-    local_part,
-    local_tensor,
     set_hooks_of_gradient,
 )
+from aotdist.torch_seam.dtensor import local_part, local_tensor
+from aotdist.torch_seam.fsdp import fsdp_state
 
 
 class _FsdpRule:

@@ -26,7 +26,9 @@ from aotdist.subclasses.fsdp_unshard import (
     Unshard,
 )
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam import as_parameter, in_backward, map_tensors, replace_differentiable, to_device
+from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.fsdp import map_tensors, replace_differentiable, to_device
+from aotdist.torch_seam.tensors import as_parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp_units import groups, outermost
 from aotdist.subclasses.fsdp_unshard import arguments_of_extension
 from aotdist.subclasses.protocol import is_wrapper
-from aotdist.torch_seam import fsdp_default_comms, fsdp_groups, fsdp_state, local_tensor
+from aotdist.torch_seam.dtensor import local_tensor
+from aotdist.torch_seam.fsdp import fsdp_default_comms, fsdp_groups, fsdp_state
 
 
 def refuse(root: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from aotdist.subclasses.fsdp_unshard import ShardedParam
-from aotdist.torch_seam import fsdp_groups, fsdp_state
+from aotdist.torch_seam.fsdp import fsdp_groups, fsdp_state
 
 
 def outermost(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from aotdist.subclasses.protocol import Annotate, Policy
-from aotdist.torch_seam import fsdp_divide_factors, fsdp_unsharded_spec, local_tensor, make_dtensor
+from aotdist.torch_seam.dtensor import local_tensor, make_dtensor
+from aotdist.torch_seam.fsdp import fsdp_divide_factors, fsdp_unsharded_spec
 
 _c10d = torch.ops._c10d_functional
 

@@ -23,13 +23,9 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import (
-    OpOverload,
-    dispatches,
-    flatten_protocol,
-    is_traceable_wrapper_subclass,
-    stands_for_another,
-)
+from aotdist.torch_seam.classes import dispatches, flatten_protocol, is_traceable_wrapper_subclass
+from aotdist.torch_seam.functional import stands_for_another
+from aotdist.torch_seam.operators import OpOverload
 
 _SPECIALISTS = (
     "aotdist.subclasses.dtensor",

@@ -45,7 +45,8 @@ from aotdist.subclasses.sparse24_packing import (
     bytes_of_cutlass_words,
     cutlass_words,
 )
-from aotdist.torch_seam import OpOverload, local_part
+from aotdist.torch_seam.dtensor import local_part
+from aotdist.torch_seam.operators import OpOverload
 
 _PARTS = ("packed", "meta", "packed_t", "meta_t")
 _aten = torch.ops.aten

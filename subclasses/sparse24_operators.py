@@ -29,7 +29,8 @@ from aotdist.subclasses.sparse24_packing import (
     unpack,
 )
 from aotdist.subclasses.sparse24_slots import choose_by_slots, compress_by_slots
-from aotdist.torch_seam import OpOverload, views_unnoticed
+from aotdist.torch_seam.functional import views_unnoticed
+from aotdist.torch_seam.operators import OpOverload
 
 Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]
 

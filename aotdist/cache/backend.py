@@ -20,7 +20,8 @@ from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.store.live import NOTHING_LIVE
 from aotdist.store.values import Json, Values
-from aotdist.torch_seam import FakeTensor, FakeTensorMode, inductor_config
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
+from aotdist.torch_seam.inductor import inductor_config
 
 
 def caching(backend: Backend, settings: Settings) -> Backend:

@@ -17,13 +17,9 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.store.archive import version_of
-from aotdist.torch_seam import (
-    OpOverload,
-    fills_uninitialized_memory,
-    inductor_extensions,
-    inductor_options,
-    kernel_choices,
-)
+from aotdist.torch_seam.ambient import fills_uninitialized_memory, kernel_choices
+from aotdist.torch_seam.inductor import inductor_extensions, inductor_options
+from aotdist.torch_seam.operators import OpOverload
 
 _VARIABLES = ("CXX", "CPATH", "CPLUS_INCLUDE_PATH", "OMP_NUM_THREADS", "CONDA_PREFIX")
 """That a C++ compiler, or Inductor when it calls one, looks at."""

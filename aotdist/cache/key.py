@@ -20,15 +20,10 @@ from aotdist.settings import Settings
 from aotdist.store.graphs import META, Graphs
 from aotdist.store.live import NOTHING_LIVE
 from aotdist.store.values import Json, Values
-from aotdist.torch_seam import (
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    StorageWeakRef,
-    argument_names,
-    schema_of,
-    size_of_group,
-)
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
+from aotdist.torch_seam.groups import size_of_group
+from aotdist.torch_seam.operators import OpOverload, argument_names, schema_of
+from aotdist.torch_seam.tensors import StorageWeakRef
 
 _FOR_PEOPLE = ("original_aten", "stack_trace", "from_node", "nn_module_stack")
 """What nodes carry that decides nothing but what kernels are called."""

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
-from aotdist.torch_seam import dynamo_locks, in_thread_of_engine
+from aotdist.torch_seam.autograd import in_thread_of_engine
+from aotdist.torch_seam.dynamo import dynamo_locks
 
 _compiles = threading.RLock()
 _captures = threading.RLock()

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import choose_kernels, device_of_context, dtensor_dispatch, kernel_choices
+from aotdist.torch_seam.ambient import choose_kernels, device_of_context, kernel_choices
+from aotdist.torch_seam.dtensor import dtensor_dispatch
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _WORDS = {

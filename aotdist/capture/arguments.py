@@ -22,7 +22,7 @@ from aotdist.capture.instances import (
 from aotdist.capture.source import Source
 from aotdist.capture.unreadable import Unreadable
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import pytree, tree_children
+from aotdist.torch_seam.trees import pytree, tree_children
 
 
 @dataclass(frozen=True, slots=True)

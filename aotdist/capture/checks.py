@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from aotdist.subclasses.protocol import is_real, is_wrapper
-from aotdist.torch_seam import raise_check, under_transform
+from aotdist.torch_seam.modes import under_transform
+from aotdist.torch_seam.patches import raise_check
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import FakeTensorMode, mode_of_fake
+from aotdist.torch_seam.functional import FakeTensorMode, mode_of_fake
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.source import ABSENT, Given, Source
 from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import SYMBOLIC, number_kind, pytree
+from aotdist.torch_seam.symbols import SYMBOLIC, number_kind
+from aotdist.torch_seam.trees import pytree
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from aotdist.capture.constants import is_constant
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_wrapper
-from aotdist.torch_seam import FunctionalTensor, given_attributes, is_disguised
+from aotdist.torch_seam.functional import FunctionalTensor, given_attributes, is_disguised
 
 _assign: Callable[[Any, str, Any], None] = object.__setattr__
 """The class may have a `__setattr__` of its own."""

@@ -19,7 +19,8 @@ from aotdist.capture.constants import is_constant
 from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import is_fake, pytree
+from aotdist.torch_seam.functional import is_fake
+from aotdist.torch_seam.trees import pytree
 
 _NOT_ENTERED = (type, types.ModuleType)
 _CONTAINERS = (list, tuple, dict, set, frozenset)

@@ -22,12 +22,13 @@ from aotdist.capture.source import ABSENT, Source, Spot
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx
 from aotdist.subclasses.protocol import Recipe, recipe_of
-from aotdist.torch_seam import SYMBOLIC, hint, new_count, pytree, symbols_in
+from aotdist.torch_seam.symbols import SYMBOLIC, hint, new_count, symbols_in
+from aotdist.torch_seam.trees import pytree
 
 if TYPE_CHECKING:
     from aotdist.capture.capture import Environment
     from aotdist.capture.given import GivenContainers
-    from aotdist.torch_seam import ShapeEnv
+    from aotdist.torch_seam.symbols import ShapeEnv
 
 
 @dataclass(frozen=True, slots=True)

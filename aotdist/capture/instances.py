@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of
 from aotdist.capture.unreadable import is_unreadable
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 _CODE = (
     nn.Module,

@@ -22,7 +22,7 @@ from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import global_module_hooks
+from aotdist.torch_seam.modules import global_module_hooks
 
 _HOOKS = (
     "_forward_hooks",

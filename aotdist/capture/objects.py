@@ -21,7 +21,8 @@ from aotdist.capture.constants import is_constant, is_leaf
 from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.instances import GivenObject, fill_instance, is_instance, make_instance, state_of
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import SYMBOLIC, pytree, tree_children
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree, tree_children
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)

@@ -22,7 +22,8 @@ from aotdist.capture.instances import GivenObject
 from aotdist.capture.reach import Reached
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import SYMBOLIC, pytree
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

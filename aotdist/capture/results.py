@@ -14,7 +14,7 @@ from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.reach import Reached
 from aotdist.capture.source import Source
 from aotdist.subclasses.protocol import is_real, is_wrapper
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from aotdist.codegen.graph_copy import copied
 from aotdist.program import GRADIENT_ROLES, Graph
-from aotdist.torch_seam import HigherOrderOperator
+from aotdist.torch_seam.operators import HigherOrderOperator
 
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)

@@ -16,7 +16,8 @@ from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.triton import TritonBackend
 from aotdist.errors import BadSettings
 from aotdist.program import Graph
-from aotdist.torch_seam import OpOverload, tracing_context
+from aotdist.torch_seam.inductor import tracing_context
+from aotdist.torch_seam.operators import OpOverload
 
 __all__ = ["Backend", "BoxedCall", "CallableBackend", "Compiler", "Emission", "Emitted", "Kind", "resolve"]
 

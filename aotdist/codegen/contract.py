@@ -10,7 +10,8 @@ import torch
 
 from aotdist.program import Graph
 from aotdist.settings import Settings
-from aotdist.torch_seam import FakeTensorMode, OpOverload
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.operators import OpOverload
 
 Kind = Literal["inference", "forward", "backward"]
 """Which program a graph is: one that is never differentiated, or one half of one that is."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from aotdist.errors import BadSettings
-from aotdist.torch_seam import find_cpp_compiler
+from aotdist.torch_seam.inductor import find_cpp_compiler
 
 _PROBE = """
 #include <Python.h>

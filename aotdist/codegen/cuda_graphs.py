@@ -27,7 +27,7 @@ from aotdist.codegen.recordable import recorded_device
 from aotdist.codegen.recorder import CudaRecorder, Recorder
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
-from aotdist.torch_seam import StorageWeakRef, another_storage, copy_each
+from aotdist.torch_seam.tensors import StorageWeakRef, another_storage, copy_each
 
 RECORDER: Recorder = CudaRecorder()
 """Tests put one here that needs no GPU."""

@@ -10,7 +10,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from aotdist.torch_seam import FakeTensor, OpOverload, record_on_fakes
+from aotdist.torch_seam.functional import FakeTensor
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.proxies import record_on_fakes
 
 
 def decompose(

@@ -21,7 +21,9 @@ from aotdist.codegen.marks import with_marks
 from aotdist.codegen.numbers import numbers_apart
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
-from aotdist.torch_seam import FakeTensorMode, no_modes, surely_equal
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.symbols import surely_equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from aotdist.codegen.tensor_text import tensor_text
 from aotdist.codegen.unbind import rejoin_selects
 from aotdist.errors import InternalError
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import OpOverload, RecordFunctionFast, inference_rnn, native_callable, training_rnn
+from aotdist.torch_seam.operators import OpOverload, inference_rnn, native_callable, training_rnn
+from aotdist.torch_seam.profiling import RecordFunctionFast
 
 
 @dataclass(frozen=True, slots=True)

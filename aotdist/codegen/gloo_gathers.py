@@ -15,7 +15,8 @@ from torch.fx import Node
 from aotdist.codegen.graph_copy import copied
 from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
-from aotdist.torch_seam import runs_on_gloo, spell_number
+from aotdist.torch_seam.groups import runs_on_gloo
+from aotdist.torch_seam.symbols import spell_number
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default

@@ -7,7 +7,7 @@ import copy
 from torch.fx import GraphModule
 
 from aotdist.program import Graph
-from aotdist.torch_seam import graph_module
+from aotdist.torch_seam.proxies import graph_module
 
 
 def copied(graph: Graph) -> GraphModule:

@@ -24,11 +24,10 @@ from aotdist.codegen.provenance import restore_provenance
 from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph
-from aotdist.torch_seam import (
-    FakeTensor,
-    FakeTensorMode,
+from aotdist.torch_seam.ambient import autocast_off
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
+from aotdist.torch_seam.inductor import (
     TracingContext,
-    autocast_off,
     compile_with_inductor,
     constants_allowed,
     cpp_kernels_batched,

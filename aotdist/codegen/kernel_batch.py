@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from aotdist.codegen.cpp_units import CppKernel, entry_name, unit_source
-from aotdist.torch_seam import compile_threads, load_cpp_kernel, submit_cpp_module
+from aotdist.torch_seam.inductor import compile_threads, load_cpp_kernel, submit_cpp_module
 
 KERNELS_PER_UNIT = 8
 """A unit costs 0.46 s and each kernel in it 0.065 s: eight keep the fixed half from dominating."""

@@ -17,7 +17,8 @@ from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
-from aotdist.torch_seam import OpOverload, RecordFunctionFast, is_profiling
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.profiling import RecordFunctionFast, is_profiling
 
 GRAPH_MARK = "aotdist graph "
 """Begins the mark around a graph that runs; its number and its name follow: `7: Llama forward`."""

@@ -28,7 +28,9 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_random
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import FakeTensorMode, OpOverload, no_modes
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import OpOverload
 
 _ATEN = torch.ops.aten
 _NUMBERS = Slot("primal", "numbers")

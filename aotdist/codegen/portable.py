@@ -22,7 +22,7 @@ import torch
 
 from aotdist.codegen.contract import Emitted, Portable, Strides
 from aotdist.codegen.python_source import load_function
-from aotdist.torch_seam import extension_module
+from aotdist.torch_seam.inductor import extension_module
 
 _ENTRY, _LIBRARY_CALLS, _COMPILES = "call", "extern_kernels", "async_compile"
 _OPERATOR = re.compile(r"\btorch\.ops((?:\.\w+)+)")

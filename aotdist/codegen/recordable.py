@@ -11,7 +11,7 @@ from torch.fx import Node
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.program import Graph
-from aotdist.torch_seam import OpOverload, written_arguments
+from aotdist.torch_seam.operators import OpOverload, written_arguments
 
 
 @dataclass(frozen=True, slots=True)

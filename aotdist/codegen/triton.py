@@ -38,7 +38,7 @@ from aotdist.passes.linear_cross_entropy import MADE_OF
 from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import operators_made_of_others
-from aotdist.torch_seam import inductor_decompositions
+from aotdist.torch_seam.inductor import inductor_decompositions
 
 __all__ = [
     "TARGETS",

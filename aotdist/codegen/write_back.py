@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aotdist.program import Graph
-from aotdist.torch_seam import surely_equal
+from aotdist.torch_seam.symbols import surely_equal
 
 _COPY = torch.ops.aten.copy_.default
 

@@ -15,7 +15,8 @@ from torch.autograd.graph import GradientEdge
 
 from aotdist.convention.naming import another_name, with_history_of
 from aotdist.convention.put import put
-from aotdist.torch_seam import OpOverload, failing_in_backward
+from aotdist.torch_seam.autograd import failing_in_backward
+from aotdist.torch_seam.operators import OpOverload
 
 _ATEN = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.convention.philox import MANTISSA, Stream
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 Rule: TypeAlias = Callable[..., Any]
 """`rule(stream, *args, **kwargs)`: what the operator returns, its generator left out; the layout is free."""

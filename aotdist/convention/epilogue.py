@@ -284,7 +284,8 @@ def _from_function(
 ) -> torch.Tensor:
     root = log.root(outs[idx], set(map(id, outs)))
     # Where nothing has a history, nothing tells what a function made: the view is made again.
-    return log.as_made(root.made[number].tensor) if root.made else replay(root.base, steps, (), {})
+    value = log.as_made(root.made[number].tensor) if root.made else replay(root.base, steps, (), {})
+    return value.clone()  # the view that is made of it knows whose memory it shows; the value is the numbers
 
 
 def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:

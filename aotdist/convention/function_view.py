@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.put import put
-from aotdist.torch_seam import set_creation_meta
+from aotdist.torch_seam.autograd import set_creation_meta
 
 
 class _FunctionView(torch.autograd.Function):

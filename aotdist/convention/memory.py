@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from aotdist.torch_seam import storage_id
+from aotdist.torch_seam.tensors import storage_id
 
 _Steps: TypeAlias = tuple[tuple[int, int], ...]
 """Stride in bytes and highest index of each dimension, of the bytes of an element too."""

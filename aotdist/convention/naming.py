@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
-from aotdist.torch_seam import history_of
+from aotdist.torch_seam.autograd import history_of
 
 
 class _Named(torch.autograd.Function):

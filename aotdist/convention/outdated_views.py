@@ -15,7 +15,8 @@ from aotdist.capture.origins import Origins
 from aotdist.convention.changes import Change
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep
-from aotdist.torch_seam import creation_meta, set_creation_meta, swap_histories
+from aotdist.torch_seam.autograd import creation_meta, set_creation_meta
+from aotdist.torch_seam.swaps import swap_histories
 
 
 def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:

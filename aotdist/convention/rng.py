@@ -23,15 +23,10 @@ from aotdist.convention.philox import Stream
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.program import PlainIdx, Program, Row, Slot
-from aotdist.torch_seam import (
-    FakeTensorMode,
-    OpOverload,
-    TorchDispatchMode,
-    argument_names,
-    is_operator,
-    pytree,
-    with_defaults,
-)
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.modes import TorchDispatchMode
+from aotdist.torch_seam.operators import OpOverload, argument_names, is_operator, with_defaults
+from aotdist.torch_seam.trees import pytree
 
 SLOTS = (Slot("rng", "seed"), Slot("rng", "offset"))
 """The inputs that decide all random numbers."""

@@ -17,7 +17,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import storage_id
+from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)

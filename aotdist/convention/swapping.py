@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from aotdist.torch_seam import swap_contents, use_count
+from aotdist.torch_seam.swaps import swap_contents, use_count
 
 
 @dataclass(frozen=True, slots=True)

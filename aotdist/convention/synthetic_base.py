@@ -30,7 +30,7 @@ from aotdist.convention.layer import Call
 from aotdist.convention.memory import start_of
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, recipe_of
-from aotdist.torch_seam import storage_id
+from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper
-from aotdist.torch_seam import preserved_version, set_version
+from aotdist.torch_seam.tensors import preserved_version, set_version
 
 
 def uncounted(target: torch.Tensor) -> AbstractContextManager[None]:

@@ -34,24 +34,21 @@ from aotdist.subclasses.protocol import (
     plain_tensors,
     wrapper_rule,
 )
-from aotdist.torch_seam import (
-    FunctionalTensor,
+from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
+from aotdist.torch_seam.functional import FunctionalTensor, memory_of
+from aotdist.torch_seam.modes import TorchDispatchMode, torch_functions_off
+from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
-    TorchDispatchMode,
     broken_up,
-    has_history_of_its_own,
-    history_of,
     is_left_whole_in_inference,
     is_operator,
     makes_views,
-    memory_of,
     out_names,
     out_of_place,
-    storage_id,
-    torch_functions_off,
     written_by,
 )
+from aotdist.torch_seam.tensors import storage_id
 
 _DETACH = torch.ops.aten.detach.default
 _LIKE_ANOTHER = {

@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 from aotdist.capture.constants import is_constant
 from aotdist.dynamo.names import as_written, distinct
 from aotdist.dynamo.replay import Replay
-from aotdist.torch_seam import dynamo_source, expression, hint, is_open, is_wrapped_number
+from aotdist.torch_seam.dynamo import dynamo_source, is_wrapped_number
+from aotdist.torch_seam.symbols import expression, hint, is_open
 
 Kind = Literal["tensors", "size", "integer", "float", "other"]
 

@@ -15,7 +15,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.dynamo.graph import DynamoGraph
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import dynamo_frame
+from aotdist.torch_seam.dynamo import dynamo_frame
 
 _numbers = itertools.count()
 

@@ -15,7 +15,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import compile_graph
 from aotdist.errors import UnsupportedProgram
 from aotdist.settings import Settings, settings_of
-from aotdist.torch_seam import compiling_tapes, forget_tapes
+from aotdist.torch_seam.dynamo import compiling_tapes, forget_tapes
 
 
 @dataclass(frozen=True, slots=True)

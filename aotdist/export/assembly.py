@@ -28,7 +28,9 @@ from aotdist.facts import (
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.sizes import is_symbolic
-from aotdist.torch_seam import SYMBOLIC, no_modes, operator_name, spell_number
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import operator_name
+from aotdist.torch_seam.symbols import SYMBOLIC, spell_number
 
 
 class Assembly:

@@ -17,7 +17,8 @@ from aotdist.export.signature import GraphSignature, signature_of
 from aotdist.export.trace import TracedCall, trace_call
 from aotdist.facts import DataWritten
 from aotdist.settings import Settings
-from aotdist.torch_seam import OpOverload, pytree
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.trees import pytree
 
 
 def aot_export_module(

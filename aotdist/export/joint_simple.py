@@ -13,7 +13,9 @@ from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call
 from aotdist.export.trace import TracedCall, trace_call
 from aotdist.facts import DataWritten, IsInput, ViewOfInput, ViewOfIntermediate, ViewOfOutput
-from aotdist.torch_seam import OpOverload, TreeSpec, call_with_primals_and_tangents, pytree, tree_children
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.proxies import call_with_primals_and_tangents
+from aotdist.torch_seam.trees import TreeSpec, pytree, tree_children
 
 
 def aot_export_joint_simple(

@@ -11,7 +11,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.facts import IsInput, ViewOfInput
 from aotdist.joint.trace import Traced
 from aotdist.subclasses.protocol import Plain, is_real, recipe_of
-from aotdist.torch_seam import is_fake
+from aotdist.torch_seam.functional import is_fake
 
 
 def refuse_example(path: str, example: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.export.call import Input
 from aotdist.export.trace import TracedCall
-from aotdist.torch_seam import TreeSpec
+from aotdist.torch_seam.trees import TreeSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from aotdist.joint.trace import Traced, trace
 from aotdist.partition.builder import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings
-from aotdist.torch_seam import OpOverload, active_fake_mode
+from aotdist.torch_seam.inductor import active_fake_mode
+from aotdist.torch_seam.operators import OpOverload
 
 _STATIC = Settings()
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.freezing.folding import constant_nodes
 from aotdist.passes.editing import emit
-from aotdist.torch_seam import OpOverload, argument_names
+from aotdist.torch_seam.operators import OpOverload, argument_names
 
 _ATEN = torch.ops.aten
 

@@ -19,7 +19,8 @@ from aotdist.freezing.folding import constant_nodes
 from aotdist.partition.storage import storage_root
 from aotdist.partition.traits import is_view
 from aotdist.passes.editing import emit
-from aotdist.torch_seam import OpOverload, no_modes
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import OpOverload
 
 _ATEN = torch.ops.aten
 _CONVOLUTION = _ATEN.convolution.default

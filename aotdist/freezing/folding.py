@@ -20,7 +20,10 @@ from aotdist.freezing.state import FrozenState
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.storage import storage_root, value_bytes
 from aotdist.partition.traits import is_collective, is_effectful, is_wait
-from aotdist.torch_seam import OpOverload, autocast_off, graph_module, storage_id
+from aotdist.torch_seam.ambient import autocast_off
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.proxies import graph_module
+from aotdist.torch_seam.tensors import storage_id
 
 FREE_BYTES = 2**20
 """A constant may take so much memory whatever it is made of."""

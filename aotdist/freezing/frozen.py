@@ -23,7 +23,7 @@ from aotdist.freezing.state import FrozenState
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings, settings_of
 from aotdist.subclasses.protocol import container_rule, module_rules
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 
 class Frozen(Compiled):

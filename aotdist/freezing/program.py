@@ -26,7 +26,8 @@ from aotdist.freezing.state import FrozenState
 from aotdist.program import OutIdx
 from aotdist.settings import Settings
 from aotdist.sizes import Expression, evaluate
-from aotdist.torch_seam import TreeSpec, is_fake, pytree
+from aotdist.torch_seam.functional import is_fake
+from aotdist.torch_seam.trees import TreeSpec, pytree
 
 
 @dataclass(frozen=True, slots=True)

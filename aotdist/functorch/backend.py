@@ -21,7 +21,7 @@ from aotdist.passes.run import run_passes
 from aotdist.program import Graph, Slot
 from aotdist.settings import Settings
 from aotdist.sizes import concrete
-from aotdist.torch_seam import tracing_context
+from aotdist.torch_seam.inductor import tracing_context
 
 
 @dataclass(frozen=True, slots=True)

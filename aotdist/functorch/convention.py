@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import call_with_primals_and_tangents
+from aotdist.torch_seam.proxies import call_with_primals_and_tangents
 
 
 @dataclass(frozen=True, slots=True)

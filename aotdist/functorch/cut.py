@@ -21,7 +21,8 @@ from aotdist.partition.storage import storage_root
 from aotdist.partition.traits import is_view
 from aotdist.passes.collectives import collectives
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import SYMBOLIC, graph_module
+from aotdist.torch_seam.proxies import graph_module
+from aotdist.torch_seam.symbols import SYMBOLIC
 
 
 class Cut:

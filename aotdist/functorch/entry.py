@@ -18,7 +18,7 @@ from aotdist.functorch.partitions import PartitionFn, default_partition
 from aotdist.passes.order import PASS_NAMES
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 
 def _refuse(**options: tuple[bool, str]) -> None:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from aotdist.joint.proxies import Recorder
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import Recipe, plain_tensors, recipe_of
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 
 from aotdist.facts import OutputFact, ViewOfIntermediate
 from aotdist.program import NodeOutIdx
-from aotdist.torch_seam import nodes_behind, result_size, takes_gradients_of
+from aotdist.torch_seam.autograd import nodes_behind, result_size, takes_gradients_of
 
 
 @dataclass(frozen=True, slots=True)

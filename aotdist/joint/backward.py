@@ -38,7 +38,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     tangent_recipe,
 )
-from aotdist.torch_seam import (
+from aotdist.torch_seam.autograd import (
     REENTRANT_CHECKPOINT,
     custom_functions,
     hear_of_gradient,

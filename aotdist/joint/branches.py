@@ -20,7 +20,8 @@ from aotdist.joint.body import Argument, Body, Operand, closure, cut
 from aotdist.joint.failures import refusal
 from aotdist.joint.proxies import Recorder
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, recipe_of, tangent_recipe
-from aotdist.torch_seam import FunctionalTensor, functional_value, pytree
+from aotdist.torch_seam.functional import FunctionalTensor, functional_value
+from aotdist.torch_seam.trees import pytree
 
 _COND: Any = torch.ops.higher_order.cond
 

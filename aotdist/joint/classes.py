@@ -11,17 +11,10 @@ import torch
 from aotdist.capture.guise import Guises
 from aotdist.joint.proxies import Recorder
 from aotdist.subclasses.protocol import is_wrapper
-from aotdist.torch_seam import (
-    FakeTensor,
-    FunctionalTensor,
-    class_functions_off,
-    class_functions_on,
-    dispatches,
-    hearing_of_classes,
-    hears_of_functions,
-    pytree,
-    torch_functions_off,
-)
+from aotdist.torch_seam.classes import dispatches, hearing_of_classes, hears_of_functions
+from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor
+from aotdist.torch_seam.modes import class_functions_off, class_functions_on, torch_functions_off
+from aotdist.torch_seam.trees import pytree
 
 
 class Classes:

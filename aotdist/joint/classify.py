@@ -37,7 +37,7 @@ from aotdist.facts import (
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
-from aotdist.torch_seam import creation_meta, is_leaf_with_grad
+from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad
 
 
 class NodeOutputs:

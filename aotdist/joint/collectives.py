@@ -13,7 +13,8 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
-from aotdist.torch_seam import OpOverload, finished_work, group_name_of, is_operator, name_of_reduction
+from aotdist.torch_seam.groups import finished_work, group_name_of, name_of_reduction
+from aotdist.torch_seam.operators import OpOverload, is_operator
 
 _NAMESPACE = "c10d"
 _ALL_REDUCE, _BROADCAST = "c10d::allreduce_", "c10d::broadcast_"

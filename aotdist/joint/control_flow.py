@@ -18,14 +18,10 @@ from aotdist.joint.branches import Branches
 from aotdist.joint.failures import refusal
 from aotdist.joint.proxies import Recorder
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild
-from aotdist.torch_seam import (
-    FunctionalTensor,
-    HigherOrderOperator,
-    dense_rule,
-    functional_value,
-    pytree,
-    under_transform,
-)
+from aotdist.torch_seam.functional import FunctionalTensor, functional_value
+from aotdist.torch_seam.modes import under_transform
+from aotdist.torch_seam.operators import HigherOrderOperator, dense_rule
+from aotdist.torch_seam.trees import pytree
 
 _WHILE_LOOP: Any = torch.ops.higher_order.while_loop
 

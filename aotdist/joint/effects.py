@@ -72,17 +72,9 @@ from aotdist.subclasses.protocol import (
     refuse_unknown_subclass,
     same_layout,
 )
-from aotdist.torch_seam import (
-    custom_functions,
-    data_writes,
-    functional_value,
-    history_of,
-    is_leaf_with_grad,
-    metadata_written,
-    save_tensors,
-    storage_changes,
-    storage_id,
-)
+from aotdist.torch_seam.autograd import custom_functions, history_of, is_leaf_with_grad, save_tensors
+from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
+from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from aotdist.convention.view_log import ViewLog
 from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
 from aotdist.joint.inputs import Inputs
 from aotdist.program import OutIdx, PrimalIdx
-from aotdist.torch_seam import retains_grad, spent_history
+from aotdist.torch_seam.autograd import retains_grad, spent_history
 
 
 def spent_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:

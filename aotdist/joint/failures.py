@@ -13,11 +13,8 @@ from aotdist.convention.outdated_views import detached_since, reshaped_since
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
-from aotdist.torch_seam import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    ObjectsExchangedError,
-)
+from aotdist.torch_seam.functional import DataDependentOutputException, DynamicOutputShapeException
+from aotdist.torch_seam.groups import ObjectsExchangedError
 
 
 def refusal(what: str, fix: str) -> UnsupportedProgram:

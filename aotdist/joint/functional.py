@@ -22,29 +22,31 @@ from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
 from aotdist.joint.strided import Strided
 from aotdist.sizes import is_symbolic
-from aotdist.torch_seam import (
+from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
+    functional_storage_id,
+    functional_value,
+    is_functional_base,
+    keep_bases_of_views,
+    replace_functional_value,
+    second_shell,
+)
+from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
     broken_up,
-    functional_storage_id,
     functional_twin,
-    functional_value,
     handle_in_mode,
-    is_functional_base,
     is_left_whole_in_inference,
     is_operator,
-    keep_bases_of_views,
     out_names,
-    pytree,
-    replace_functional_value,
-    second_shell,
-    unknown_to_the_innermost_tracer,
     with_defaults,
     writes_arguments,
     written_by,
 )
+from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
+from aotdist.torch_seam.trees import pytree
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
 _CHECK = torch.ops.aten._linalg_check_errors.default

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload, functional_twin, written_arguments
+from aotdist.torch_seam.operators import OpOverload, functional_twin, written_arguments
 
 _SCALED = ("grad_scale", "found_inf")
 

@@ -37,17 +37,10 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     refuse_unknown_subclass,
 )
-from aotdist.torch_seam import (
-    FunctionalTensor,
-    as_parameter,
-    class_functions_off,
-    data_writes,
-    made_again,
-    nodes_behind,
-    part_of,
-    second_shell,
-    set_version,
-)
+from aotdist.torch_seam.autograd import nodes_behind
+from aotdist.torch_seam.functional import FunctionalTensor, data_writes, made_again, part_of, second_shell
+from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.tensors import as_parameter, set_version
 
 
 @dataclass(frozen=True, slots=True)

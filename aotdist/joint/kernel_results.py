@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload, python_kernels, suggest_memory_format
+from aotdist.torch_seam.modes import python_kernels
+from aotdist.torch_seam.operators import OpOverload, suggest_memory_format
 
 _ATEN = torch.ops.aten
 _GROUPED_MM = _ATEN._grouped_mm.default

@@ -16,7 +16,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from aotdist.torch_seam import autocast_off, is_operator, no_modes
+from aotdist.torch_seam.ambient import autocast_off
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import is_operator
 
 _MADE_BY = ("aten", "prims")
 """Namespaces whose operators compute from their arguments alone, but for those that draw random numbers."""

@@ -40,7 +40,8 @@ from aotdist.subclasses.protocol import (
     mixes_with_plain,
     recipe_of,
 )
-from aotdist.torch_seam import class_functions_off, custom_functions, is_once_differentiable
+from aotdist.torch_seam.autograd import custom_functions, is_once_differentiable
+from aotdist.torch_seam.modes import class_functions_off
 
 T = TypeVar("T")
 

@@ -23,14 +23,11 @@ from aotdist.joint.storages import Storages
 from aotdist.joint.written_views import WrittenViews
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import is_real
-from aotdist.torch_seam import (
-    FunctionalTensor,
-    HigherOrderOperator,
-    class_functions_are_on,
-    in_backward,
-    pytree,
-    rebind,
-)
+from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.functional import FunctionalTensor, rebind
+from aotdist.torch_seam.modes import class_functions_are_on
+from aotdist.torch_seam.operators import HigherOrderOperator
+from aotdist.torch_seam.trees import pytree
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data

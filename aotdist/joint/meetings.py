@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from aotdist.subclasses.protocol import is_wrapper, recipe_of, same_layout
-from aotdist.torch_seam import OpOverload, TorchDispatchMode
+from aotdist.torch_seam.modes import TorchDispatchMode
+from aotdist.torch_seam.operators import OpOverload
 
 _SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
 

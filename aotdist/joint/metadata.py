@@ -18,7 +18,8 @@ from aotdist.joint.failures import reshaped_unseen
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
-from aotdist.torch_seam import history_of, memory_of, sequence_nr
+from aotdist.torch_seam.autograd import history_of, sequence_nr
+from aotdist.torch_seam.functional import memory_of
 
 
 @dataclass(frozen=True, slots=True)

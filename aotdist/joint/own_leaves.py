@@ -19,7 +19,7 @@ from aotdist.joint.classify import NodeOutputs
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.metadata import forgotten
 from aotdist.program import Slot
-from aotdist.torch_seam import is_leaf_with_grad, nodes_behind
+from aotdist.torch_seam.autograd import is_leaf_with_grad, nodes_behind
 
 
 def refuse_uses_of_own_leaves(

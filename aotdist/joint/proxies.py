@@ -32,39 +32,28 @@ from aotdist.joint.random import Draws
 from aotdist.joint.recording import Recording
 from aotdist.program import Graph, Role, Slot
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
-from aotdist.torch_seam import (
+from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
+from aotdist.torch_seam.autograd import next_sequence_nr, running_node, saved_tensor_hooks_off
+from aotdist.torch_seam.control_flow import calling_to_be_traced
+from aotdist.torch_seam.functional import (
     FakeTensorMode,
     FunctionalTensor,
-    HigherOrderOperator,
-    OpOverload,
-    PythonKeyTracer,
-    TracingContext,
-    autocast_off,
-    calling_to_be_traced,
-    decomposing,
-    expression,
     fake_of_its_own,
     functional,
     functional_storage_id,
     functional_value,
-    graph_module,
-    hint,
     is_fake,
     is_functional_base,
-    next_sequence_nr,
-    no_modes,
-    no_objects_exchanged,
-    node_of,
-    own_autocast_cache,
-    pytree,
-    running_node,
-    saved_tensor_hooks_off,
     second_shell,
-    shape_env,
-    tracing,
-    track,
-    unwrapped,
 )
+from aotdist.torch_seam.groups import no_objects_exchanged
+from aotdist.torch_seam.inductor import TracingContext, tracing
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
+from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
+from aotdist.torch_seam.symbols import expression, hint, shape_env
+from aotdist.torch_seam.tensors import unwrapped
+from aotdist.torch_seam.trees import pytree
 
 Phase = Literal["forward", "backward"]
 

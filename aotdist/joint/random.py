@@ -18,15 +18,11 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
-from aotdist.torch_seam import (
-    HigherOrderOperator,
-    OpOverload,
-    default_generator_is,
-    generator_id,
-    hint,
-    no_modes,
-    pytree,
-)
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
+from aotdist.torch_seam.random import default_generator_is, generator_id
+from aotdist.torch_seam.symbols import hint
+from aotdist.torch_seam.trees import pytree
 
 
 class Draws:

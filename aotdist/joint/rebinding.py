@@ -17,18 +17,16 @@ from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
 from aotdist.joint.strided import Strided
-from aotdist.torch_seam import (
+from aotdist.torch_seam.functional import (
     FunctionalTensor,
-    OpOverload,
     functional_storage_id,
     functional_value,
-    no_modes,
-    out_names,
-    pytree,
     rebind,
     second_shell,
-    without_outs,
 )
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import OpOverload, out_names, without_outs
+from aotdist.torch_seam.trees import pytree
 
 _ATEN = torch.ops.aten
 

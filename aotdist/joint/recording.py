@@ -28,25 +28,26 @@ from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.kernel_results import fake_result
 from aotdist.joint.random import Draws
 from aotdist.joint.scalars import Scalars, current_scalars, needs_value
-from aotdist.torch_seam import (
-    SYMBOLIC,
-    FakeTensor,
+from aotdist.torch_seam.functional import FakeTensor, uncached_fake
+from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
-    ProxyTorchDispatchMode,
-    PythonKeyTracer,
     can_decompose,
-    decomposition_option,
     handle_in_mode,
     is_operator,
-    node_of,
-    pytree,
-    track,
-    track_number,
-    uncached_fake,
     whole_numbers,
     writes_arguments,
 )
+from aotdist.torch_seam.proxies import (
+    ProxyTorchDispatchMode,
+    PythonKeyTracer,
+    decomposition_option,
+    node_of,
+    track,
+    track_number,
+)
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree
 
 _PLAIN_NAMESPACES = ("aten", "_c10d_functional")
 _ASK_THE_GENERAL_MODE = (

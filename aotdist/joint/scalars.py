@@ -33,7 +33,9 @@ from torch.overrides import TorchFunctionMode
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint import known
 from aotdist.joint.failures import refusal
-from aotdist.torch_seam import Patch, pytree, torch_functions_off
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam.trees import pytree
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _KINDS: Mapping[torch.dtype, type] = {

@@ -22,14 +22,9 @@ from aotdist.joint.inputs import Inputs
 from aotdist.joint.strided import Strided
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import (
-    FunctionalTensor,
-    functional_storage_id,
-    functional_value,
-    no_modes,
-    storage_id,
-    torch_functions_off,
-)
+from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_id, functional_value
+from aotdist.torch_seam.modes import no_modes, torch_functions_off
+from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(slots=True)

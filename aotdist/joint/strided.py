@@ -17,10 +17,9 @@ import torch
 
 from aotdist.convention.memory import extent, shows
 from aotdist.joint.failures import refusal
-from aotdist.torch_seam import (
+from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
-    OpOverload,
     data_writes,
     functional_storage_id,
     functional_value,
@@ -29,6 +28,7 @@ from aotdist.torch_seam import (
     rebind,
     second_shell,
 )
+from aotdist.torch_seam.operators import OpOverload
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _AS_STRIDED_ = torch.ops.aten.as_strided_.default

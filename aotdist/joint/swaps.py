@@ -24,7 +24,8 @@ from aotdist.joint.inputs import Inputs
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.program import OutIdx
-from aotdist.torch_seam import swap_attributes, swap_contents, torch_functions_off, use_count
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.swaps import swap_attributes, swap_contents, use_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,20 +22,20 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx, Slot
 from aotdist.sizes import STATIC, Measure, Sizes, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe
-from aotdist.torch_seam import (
+from aotdist.torch_seam.symbols import (
     SYMBOLIC,
     expression,
     guards_of,
     is_open,
-    marked_dims,
     new_count,
     new_symbol,
     specialised_at,
     symbols_in,
 )
+from aotdist.torch_seam.tensors import marked_dims
 
 if TYPE_CHECKING:
-    from aotdist.torch_seam import ShapeEnv
+    from aotdist.torch_seam.symbols import ShapeEnv
 
 Dims = Mapping[int, AbstractSet[int]]
 """Which dimensions of a tensor may differ from call to call, by the identity of the tensor."""

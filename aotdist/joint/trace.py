@@ -33,7 +33,9 @@ from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.written_views import WrittenViews
 from aotdist.program import Graph, PrimalIdx, Program, Slot
-from aotdist.torch_seam import FakeTensorMode, class_functions_off, hearing_of_swaps
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.swaps import hearing_of_swaps
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.joint.inputs import Inputs
 from aotdist.program import PrimalIdx, Slot
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper
-from aotdist.torch_seam import history_of
+from aotdist.torch_seam.autograd import history_of
 
 
 class WrittenViews:

@@ -19,7 +19,9 @@ from torch.fx.node import map_arg
 
 from aotdist.partition.traits import is_size
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import graph_module, operator_name, spell_number
+from aotdist.torch_seam.operators import operator_name
+from aotdist.torch_seam.proxies import graph_module
+from aotdist.torch_seam.symbols import spell_number
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable
 from torch.fx import Node
 
 from aotdist.partition.traits import is_effectful, is_getitem, is_view, is_wait
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 
 def _aten(names: str) -> frozenset[str]:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful
 from aotdist.program import GRADIENT_ROLES, Graph, Slot
-from aotdist.torch_seam import surely_equal
+from aotdist.torch_seam.symbols import surely_equal
 
 _ADD = torch.ops.aten.add.Tensor
 

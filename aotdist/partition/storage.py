@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.partition.traits import is_view, is_wait
-from aotdist.torch_seam import hint
+from aotdist.torch_seam.symbols import hint
 
 _SCALAR_BYTES = 8
 """What a saved Python or symbolic number is taken to cost."""

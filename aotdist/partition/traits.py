@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam import SYMBOLIC, OpOverload
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.symbols import SYMBOLIC
 
 _COLLECTIVES = "_c10d_functional"
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

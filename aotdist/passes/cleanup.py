@@ -19,7 +19,7 @@ from aotdist.partition.storage import storage_root
 from aotdist.partition.traits import is_effectful, is_view
 from aotdist.passes.context import PassContext
 from aotdist.program import Graph
-from aotdist.torch_seam import surely_equal
+from aotdist.torch_seam.symbols import surely_equal
 
 _ATEN = torch.ops.aten
 

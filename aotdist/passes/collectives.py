@@ -11,7 +11,8 @@ from torch.fx import Node
 from aotdist.partition.storage import value_bytes
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.program import Graph
-from aotdist.torch_seam import OpOverload, argument_names, hint
+from aotdist.torch_seam.operators import OpOverload, argument_names
+from aotdist.torch_seam.symbols import hint
 
 _UNEVEN = frozenset({"all_to_all_single"})
 """Operators whose ranks may legitimately bring different element counts."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 

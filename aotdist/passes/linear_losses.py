@@ -19,7 +19,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from aotdist.passes.label_smoothing import MEAN, SUM, arriving_at, smoothed
-from aotdist.torch_seam import SYMBOLIC
+from aotdist.torch_seam.symbols import SYMBOLIC
 
 _ATEN = torch.ops.aten
 _SOFTMAX = _ATEN._log_softmax.default

@@ -15,7 +15,7 @@ from torch.fx import Node
 from aotdist.errors import InternalError
 from aotdist.partition.traits import is_collective, is_copy_back, is_wait
 from aotdist.program import Graph, Split
-from aotdist.torch_seam import OpOverload, writes_arguments
+from aotdist.torch_seam.operators import OpOverload, writes_arguments
 
 _NEIGHBOURS = 10
 

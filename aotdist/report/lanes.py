@@ -14,7 +14,7 @@ from typing import Any
 
 from aotdist.codegen.marks import GRAPH_MARK, MODULE_MARK, Communication, communications_of
 from aotdist.report.spans import Span, Stretches, minus, outermost, stretches, total, union, within
-from aotdist.torch_seam import group_words
+from aotdist.torch_seam.groups import group_words
 
 STEP_MARK = "aotdist step "
 """Begins the mark around a step; its number follows."""

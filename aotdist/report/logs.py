@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from aotdist.report.details import Details, details_of
 from aotdist.report.summary import report_of
 from aotdist.runtime.artifact import Artifact
-from aotdist.torch_seam import is_tracing, trace_artifacts
+from aotdist.torch_seam.dynamo import is_tracing, trace_artifacts
 
 log = logging.getLogger(__name__)
 

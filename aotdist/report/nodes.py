@@ -15,7 +15,7 @@ from aotdist.partition.traits import is_collective, is_getitem, is_view, is_wait
 from aotdist.passes.collectives import collectives
 from aotdist.program import Graph, Slot, Split
 from aotdist.report import words
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 
 @dataclass(frozen=True, slots=True)

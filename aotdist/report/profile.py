@@ -28,7 +28,7 @@ from aotdist.report.lanes import (
     lanes_of,
     seconds_exposed,
 )
-from aotdist.torch_seam import is_profiling
+from aotdist.torch_seam.profiling import is_profiling
 
 _MOST_ROWS = 8
 _PROCESS = "aotdist"

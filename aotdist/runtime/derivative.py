@@ -20,7 +20,7 @@ from aotdist.runtime.other_kinds import Arrived, Gradients
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided
 from aotdist.subclasses.protocol import Constant, plain_tensors
-from aotdist.torch_seam import failing_in_backward
+from aotdist.torch_seam.autograd import failing_in_backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from aotdist.runtime.other_kinds import Arrived
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import tangent_like
 from aotdist.subclasses.protocol import recipe_of
-from aotdist.torch_seam import FakeTensorMode, users_modes_off
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.modes import users_modes_off
 
 
 @dataclass(frozen=True)

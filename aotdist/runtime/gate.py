@@ -34,7 +34,7 @@ from aotdist.runtime.hooks import shield
 from aotdist.runtime.meeting import Meeting
 from aotdist.runtime.plan import Grads
 from aotdist.subclasses.protocol import Wrapper
-from aotdist.torch_seam import backward_task, hooks_of, node_base, runs_in_backward
+from aotdist.torch_seam.autograd import backward_task, hooks_of, node_base, runs_in_backward
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
 """What happens outside of the node: an input is written, results pass a gate, an output is made, or ended."""

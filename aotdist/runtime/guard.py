@@ -12,7 +12,8 @@ import torch
 from aotdist.convention.memory import share_memory
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import Constant, Recipe
-from aotdist.torch_seam import SYMBOLIC, TensorGuards, storage_id
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.tensors import TensorGuards, storage_id
 
 
 def tensor_check(examples: Sequence[torch.Tensor], recipes: Sequence[Recipe]) -> TensorGuards:

@@ -13,7 +13,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
 from aotdist.runtime.plan import NodePlan
 from aotdist.sizes import Expression, evaluate
-from aotdist.torch_seam import keeps_graph
+from aotdist.torch_seam.autograd import keeps_graph
 
 
 def held_by_name(

@@ -20,7 +20,7 @@ import torch
 
 from aotdist.convention.layer import Call
 from aotdist.program import NodeOutIdx, PrimalIdx
-from aotdist.torch_seam import (
+from aotdist.torch_seam.autograd import (
     call_after_backward,
     hooks_after_accumulation,
     hooks_of_gradient,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aotdist.torch_seam import backward_task
+from aotdist.torch_seam.autograd import backward_task
 
 
 @dataclass(slots=True)

@@ -21,7 +21,8 @@ from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.results import detached_views
 from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import any_autocast, autocast_off, class_functions_off
+from aotdist.torch_seam.ambient import any_autocast, autocast_off
+from aotdist.torch_seam.modes import class_functions_off
 
 
 def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: Mapping[str, int]) -> Call:

@@ -31,7 +31,7 @@ from aotdist.runtime.ranks import agree
 from aotdist.runtime.tangent import tangent_like
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import is_wrapper, process_groups
-from aotdist.torch_seam import users_modes_off
+from aotdist.torch_seam.modes import users_modes_off
 
 
 @dataclass(frozen=True)

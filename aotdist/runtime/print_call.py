@@ -43,7 +43,8 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     wrapper_rule,
 )
-from aotdist.torch_seam import hears_of_functions, tree_children
+from aotdist.torch_seam.classes import hears_of_functions
+from aotdist.torch_seam.trees import tree_children
 
 T = TypeVar("T")
 

@@ -24,7 +24,8 @@ from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
 from aotdist.sizes import Expression, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
-from aotdist.torch_seam import class_functions_off, keeps_graph, node_base
+from aotdist.torch_seam.autograd import keeps_graph, node_base
+from aotdist.torch_seam.modes import class_functions_off
 
 Watch: TypeAlias = AbstractContextManager[Any] | None
 """What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""

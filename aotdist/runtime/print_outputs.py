@@ -50,7 +50,8 @@ from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.sizes import concrete, is_symbolic
-from aotdist.torch_seam import SYMBOLIC, expression, pytree, tree_children
+from aotdist.torch_seam.symbols import SYMBOLIC, expression
+from aotdist.torch_seam.trees import pytree, tree_children
 
 
 def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from aotdist.convention.version import version_of
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot
-from aotdist.torch_seam import keeps_graph
+from aotdist.torch_seam.autograd import keeps_graph
 
 
 @dataclass(frozen=True, slots=True)

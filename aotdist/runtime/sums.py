@@ -10,7 +10,7 @@ import torch
 from aotdist.runtime.tangent import is_laid_out_as
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import Plain, Recipe, is_wrapper, leaves, rebuild, recipe_of
-from aotdist.torch_seam import TorchDispatchMode
+from aotdist.torch_seam.modes import TorchDispatchMode
 
 
 class _Beneath(TorchDispatchMode):

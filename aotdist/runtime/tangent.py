@@ -22,7 +22,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     wrapper_rule,
 )
-from aotdist.torch_seam import class_functions_off
+from aotdist.torch_seam.modes import class_functions_off
 
 
 class OtherKind(UnsupportedProgram):

@@ -17,7 +17,7 @@ from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.errors import UnsupportedProgram
 from aotdist.step.held import refill
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 _ABSENT = object()
 _CONTAINERS = (dict, list, set, deque)

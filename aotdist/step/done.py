@@ -11,7 +11,7 @@ import torch
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.scalars import TracedNumber
 from aotdist.step.held import Held, Place
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
 """In which tensors Python's numbers travel, whole."""

@@ -22,7 +22,8 @@ from aotdist.step.held import Held
 from aotdist.step.questions import Questions
 from aotdist.step.recipe import Recipe, detached
 from aotdist.step.scaling import Scaling
-from aotdist.torch_seam import node_here, pytree
+from aotdist.torch_seam.proxies import node_here
+from aotdist.torch_seam.trees import pytree
 
 
 class MakesState(Exception):

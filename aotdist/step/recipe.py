@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
 """A largest norm of all gradients, or what is called with the optimizer's parameters."""

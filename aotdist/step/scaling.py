@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from aotdist.torch_seam import scaler_state, takes_scale
+from aotdist.torch_seam.optimizers import scaler_state, takes_scale
 
 
 class Scaling:

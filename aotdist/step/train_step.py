@@ -21,7 +21,8 @@ from aotdist.step.held import Held, held_by, hyperparameters
 from aotdist.step.program import MakesState, Now, StepProgram
 from aotdist.step.recipe import Clip, Recipe
 from aotdist.subclasses.protocol import container_rule
-from aotdist.torch_seam import has_grad_hooks, has_scaled, note_step, optimizer_hooks, scaler_state
+from aotdist.torch_seam.autograd import has_grad_hooks
+from aotdist.torch_seam.optimizers import has_scaled, note_step, optimizer_hooks, scaler_state
 
 _VARYING = frozenset({"lr"})
 """Hyperparameters that differ from call to call, before one is seen to."""

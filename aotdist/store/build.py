@@ -28,7 +28,10 @@ from aotdist.store.ranks import merged
 from aotdist.store.record import written
 from aotdist.store.values import Json
 from aotdist.subclasses.protocol import container_rule, module_rules
-from aotdist.torch_seam import OpOverload, fake_world, hearing_of_autocast, uncompiled_call
+from aotdist.torch_seam.groups import fake_world
+from aotdist.torch_seam.modules import uncompiled_call
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.patches import hearing_of_autocast
 
 T = TypeVar("T")
 

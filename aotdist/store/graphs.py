@@ -14,7 +14,10 @@ from aotdist.errors import BadArtifact, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.store.kinds import NodeAt, Shape
 from aotdist.store.values import Json, Values
-from aotdist.torch_seam import FakeTensorMode, OpOverload, argument_names, graph_module, is_open
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.operators import OpOverload, argument_names
+from aotdist.torch_seam.proxies import graph_module
+from aotdist.torch_seam.symbols import is_open
 
 META = (
     *("phase", "source", "module", "seq_nr", "function", "unit", "grad", "serial", "draws", "policy"),

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist.capture.capture import Captured
 from aotdist.capture.source import Item, Source
 from aotdist.errors import SignatureMismatch
 from aotdist.subclasses.protocol import Constant, Recipe, Wrapper, recipe_of
-from aotdist.torch_seam import DeviceMesh, mesh_of_context, parts_of_mesh, world_group_name
+from aotdist.torch_seam.dtensor import mesh_of_context, parts_of_mesh
+from aotdist.torch_seam.groups import world_group_name
 
 _DICTIONARIES = ("", "_parameters", "_buffers")
 """The dictionaries of a module that hold tensors: its attributes, parameters and buffers."""

@@ -16,7 +16,7 @@ from aotdist.runtime.compilation import Compilation
 from aotdist.store.archive import Archive, check_versions, open_archive
 from aotdist.store.record import read, settings_of
 from aotdist.store.values import Json
-from aotdist.torch_seam import class_functions_off
+from aotdist.torch_seam.modes import class_functions_off
 
 
 @dataclass(frozen=True, slots=True)

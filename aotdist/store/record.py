@@ -41,7 +41,7 @@ from aotdist.store.graphs import Graphs
 from aotdist.store.live import NOTHING_LIVE, Live
 from aotdist.store.signature import check_same, signature_of, steady_path, storages_of
 from aotdist.store.values import Json, Values
-from aotdist.torch_seam import FakeTensorMode
+from aotdist.torch_seam.functional import FakeTensorMode
 
 _LOADED = "the program was loaded from an artifact, which holds no such backward"
 _AGAIN = Again((), {}, _LOADED)

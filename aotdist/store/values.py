@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist.capture.source import Source
 from aotdist.codegen.triton import Packed
@@ -22,18 +23,10 @@ from aotdist.errors import BadArtifact, UnsupportedProgram
 from aotdist.program import Row
 from aotdist.store.kinds import CLASSES, FUNCTIONS, NAMES_OF_FUNCTIONS
 from aotdist.store.live import Live, MeshName, class_named
-from aotdist.torch_seam import (
-    CreationMeta,
-    DeviceMesh,
-    HigherOrderOperator,
-    OpOverload,
-    TreeSpec,
-    layout_kinds,
-    operator_named,
-    pytree,
-    tree_children,
-    tree_of,
-)
+from aotdist.torch_seam.autograd import CreationMeta
+from aotdist.torch_seam.dtensor import layout_kinds
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, operator_named
+from aotdist.torch_seam.trees import TreeSpec, pytree, tree_children, tree_of
 
 Json: TypeAlias = Any
 """What the `json` module reads and writes."""

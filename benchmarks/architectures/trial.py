@@ -20,7 +20,7 @@ from transformers import set_seed
 
 import aotdist
 from aotdist.errors import AotdistError
-from aotdist.torch_seam import said_to_be_compiling
+from aotdist.torch_seam.control_flow import said_to_be_compiling
 from benchmarks.architectures.making import make, make_batch
 from benchmarks.architectures.vocabulary import Found, Half, Way
 from benchmarks.timing import Contender, Pace, take_turns

@@ -13,7 +13,7 @@ import aotdist
 from aotdist.codegen.contract import Decompositions, Emission, Emitted, Kind
 from aotdist.codegen.triton import TritonBackend
 from aotdist.program import Graph
-from aotdist.torch_seam import hint
+from aotdist.torch_seam.symbols import hint
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from aotdist.partition.storage import storage_root, value_bytes
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import OpOverload, writes_arguments
+from aotdist.torch_seam.operators import OpOverload, writes_arguments
 
 
 def most_bytes_alive(graph: Graph, handed_over: Container[Slot] = ()) -> int:

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from aotdist.launch.checkpoints.manifest import BadCheckpoint, Manifest, spell_tensor
 from aotdist.launch.state import TrainState
-from aotdist.torch_seam import local_part, pytree
+from aotdist.torch_seam.dtensor import local_part
+from aotdist.torch_seam.trees import pytree
 
 _OWN = "rank"
 """Where the tensors stand that each rank has for itself."""

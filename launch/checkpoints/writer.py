@@ -33,7 +33,7 @@ from aotdist.launch.checkpoints.manifest import (
     partial_folder,
     spell_tensor,
 )
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 _METADATA_FILE = ".metadata"
 """PyTorch's own index of the tensors, which its `finish` writes."""

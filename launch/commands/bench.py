@@ -21,7 +21,8 @@ from aotdist.errors import BadSettings
 from aotdist.launch.commands.build import maker_named
 from aotdist.settings import Settings
 from aotdist.store.build import Made, called_by
-from aotdist.torch_seam import local_part, pytree
+from aotdist.torch_seam.dtensor import local_part
+from aotdist.torch_seam.trees import pytree
 
 _DESCRIPTION = """\
 Run one step of a model or function (forward, and backward of the sum of its results) as it is, through

@@ -14,7 +14,7 @@ from torch import nn
 import aotdist
 from aotdist import tracing
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.artifacts.programs import Made
 
 

@@ -14,7 +14,7 @@ from aotdist.pipeline import compilation_of, loaded_together
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
 from aotdist.store.record import read, written
-from aotdist.torch_seam import class_functions_off
+from aotdist.torch_seam.modes import class_functions_off
 from tests.semantics.meshes import mesh as mesh
 from tests.semantics.test_metadata_writes import *  # noqa: F403
 from tests.semantics.test_modules import *  # noqa: F403

@@ -15,7 +15,8 @@ from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.store.live import Live
 from aotdist.store.values import Values
 from aotdist.subclasses.protocol import Plain
-from aotdist.torch_seam import CreationMeta, pytree
+from aotdist.torch_seam.autograd import CreationMeta
+from aotdist.torch_seam.trees import pytree
 
 
 @pytest.fixture

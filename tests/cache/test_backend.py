@@ -18,7 +18,8 @@ from aotdist.codegen.backend import resolve
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.settings import Settings
-from aotdist.torch_seam import inductor_config, pytree
+from aotdist.torch_seam.inductor import inductor_config
+from aotdist.torch_seam.trees import pytree
 from tests.artifacts.programs import PROGRAMS
 from tests.cache import cases_ranks
 from tests.cache.programs import folder_of, mlp, refuse_to_compile, same, settings_in, stepped, trained

@@ -8,7 +8,8 @@ import torch
 from aotdist.codegen.contract import Emission, Kind
 from aotdist.program import Graph, Role, Slot
 from aotdist.settings import Settings
-from aotdist.torch_seam import FakeTensorMode, make_fx
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.proxies import make_fx
 
 
 def captured(

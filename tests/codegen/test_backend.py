@@ -12,7 +12,8 @@ from aotdist.codegen.backend import Backend, BoxedCall, CallableBackend, Kind, r
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.errors import BadSettings
-from aotdist.torch_seam import FakeTensor, TracingContext
+from aotdist.torch_seam.functional import FakeTensor
+from aotdist.torch_seam.inductor import TracingContext
 from tests.codegen.captured import captured, emission
 
 ARGUMENT = torch.tensor([0.25, -1.5])

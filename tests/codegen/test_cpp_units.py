@@ -7,7 +7,7 @@ import torch
 
 from aotdist.codegen.cpp_units import CppKernel, entry_name, unit_source
 from aotdist.codegen.kernel_batch import KERNELS_PER_UNIT, KernelBatch, PendingKernel
-from aotdist.torch_seam import compile_threads
+from aotdist.torch_seam.inductor import compile_threads
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.errors import InternalError
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import TorchDispatchMode
+from aotdist.torch_seam.modes import TorchDispatchMode
 from tests.codegen.captured import branching, calls, captured, emission
 from tests.work import calls_of
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import aotdist
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import make_fx
+from aotdist.torch_seam.proxies import make_fx
 from tests.ranks.harness import World
 
 pytestmark = pytest.mark.ranks

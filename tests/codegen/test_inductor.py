@@ -17,7 +17,7 @@ from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import compile_with_inductor, inductor_config, inductor_counters
+from aotdist.torch_seam.inductor import compile_with_inductor, inductor_config, inductor_counters
 from tests.codegen.captured import branching, calls, captured, emission
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")

@@ -9,7 +9,7 @@ import torch
 
 from aotdist.codegen.unbind import rejoin_selects
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import make_fx
+from aotdist.torch_seam.proxies import make_fx
 
 
 def graph_of(fn: Callable[..., list[torch.Tensor]], x: torch.Tensor) -> Graph:

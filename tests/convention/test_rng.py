@@ -9,7 +9,8 @@ from aotdist.convention.draws import RULES
 from aotdist.convention.philox import PHILOX, Stream, philox_4x32
 from aotdist.convention.rng import functional_draw
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import OpOverload, pytree
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.trees import pytree
 
 FULL = 0xFFFFFFFF
 

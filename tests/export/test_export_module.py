@@ -14,7 +14,7 @@ from torch._functorch import aot_autograd as theirs
 import aotdist
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export import BackwardSignature, GraphSignature, aot_export_module
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.export.modules import CASES, Case, Linear, Normed, SameGradientTwice
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))

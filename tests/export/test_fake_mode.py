@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import aotdist
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export import aot_export_joint_simple, aot_export_module, load, save
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.export.modules import CASES, Case, Linear, Tied
 
 each_joint_case = pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import nn
 import aotdist
 from aotdist.errors import BadArtifact, BadSettings, UnsupportedProgram
 from aotdist.export import aot_export_joint_simple, aot_export_module, load, save
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.export.modules import CASES, Case, Linear
 
 each_case_and_kind = pytest.mark.parametrize(

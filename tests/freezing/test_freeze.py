@@ -16,7 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.freezing import folding
-from aotdist.torch_seam import fake_world, pytree
+from aotdist.torch_seam.groups import fake_world
+from aotdist.torch_seam.trees import pytree
 from tests.freezing.models import graph_of, resnet, targets
 
 fx = functools.partial(aotdist.freeze, backend="fx")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from aotdist.functorch import make_boxed_func
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 Compile = Callable[..., Callable[..., Any]]
 """What makes a compiled callable of a program's function, given compilers by keyword."""

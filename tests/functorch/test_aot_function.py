@@ -9,7 +9,8 @@ import torch
 import aotdist.functorch as ours
 from aotdist.api import CompiledFunction
 from aotdist.errors import BadSettings
-from aotdist.torch_seam import FakeTensor, TracingContext
+from aotdist.torch_seam.functional import FakeTensor
+from aotdist.torch_seam.inductor import TracingContext
 from tests.functorch.programs import PROGRAMS, Compilers, Program, assert_same, data, leaf, run
 
 their_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -10,7 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.proxies import Recorder
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import FunctionalTensor, OpOverload, functional, functional_value, no_modes
+from aotdist.torch_seam.functional import FunctionalTensor, functional, functional_value
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import OpOverload
 
 ATEN = torch.ops.aten
 X, Y = Slot("primal", "x"), Slot("primal", "y")

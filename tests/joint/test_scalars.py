@@ -14,7 +14,7 @@ import torch
 
 import aotdist
 from aotdist.joint.scalars import Scalars
-from aotdist.torch_seam import node_here
+from aotdist.torch_seam.proxies import node_here
 
 
 def traced(program: Callable[[Any, torch.Tensor], Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:

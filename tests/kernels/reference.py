@@ -10,7 +10,7 @@ import torch
 import aotdist
 from aotdist.codegen import triton
 from aotdist.kernels.emission import Fused
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 Outcome = tuple[list[torch.Tensor], list[torch.Tensor | None]]
 

@@ -13,7 +13,7 @@ import aotdist
 from aotdist.api import compiled_call
 from aotdist.errors import UnsupportedProgram
 from aotdist.runtime.artifact import Artifact, reference
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.semantics.observation import Around, Scene, assert_same, play
 from tests.semantics.programs import programs
 from tests.semantics.vocabulary import INPUTS, WRAPPERS

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.torch_seam import DTensor
 from benchmarks.timing import Pace
 from benchmarks.zoo.cell import Job, Training, difference
 from benchmarks.zoo.families import Size, make, make_batch

@@ -11,7 +11,8 @@ import torch
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.torch_seam import pytree, storage_id
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.torch_seam.trees import pytree
 from tests.op_db.samples import Case, Scene
 
 Sight: TypeAlias = dict[str, Any]

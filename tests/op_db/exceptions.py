@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.op_db.comparison import Outcome, Verdict, compare
 from tests.op_db.samples import Case, Walk
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 
 
 @dataclass(frozen=True)

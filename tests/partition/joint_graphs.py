@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from aotdist.program import Graph, Role, Slot
-from aotdist.torch_seam import FakeTensorMode, make_fx
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.proxies import make_fx
 
 Fn = Callable[..., Sequence[torch.Tensor]]
 

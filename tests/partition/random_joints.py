@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.fx import Node
 
 from aotdist.program import Graph, Role, Slot
-from aotdist.torch_seam import FakeTensorMode
+from aotdist.torch_seam.functional import FakeTensorMode
 
 ATEN = torch.ops.aten
 

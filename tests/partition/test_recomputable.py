@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aotdist.partition.recomputable import CREATIONS, MOVES, POINTWISE, RANDOM, REDUCTIONS
-from aotdist.torch_seam import OpOverload
+from aotdist.torch_seam.operators import OpOverload
 
 TABLES = {"pointwise": POINTWISE, "moves": MOVES, "creations": CREATIONS, "reductions": REDUCTIONS}
 

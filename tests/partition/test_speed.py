@@ -9,7 +9,7 @@ import torch
 from aotdist.partition import partition
 from aotdist.partition.policy import Policy
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam import FakeTensorMode
+from aotdist.torch_seam.functional import FakeTensorMode
 from tests.work import calls_of
 
 ATEN = torch.ops.aten

@@ -31,7 +31,11 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     tangent_recipe,
 )
-from aotdist.torch_seam import class_functions_off, hears_of_functions, history_of, pytree, storage_id
+from aotdist.torch_seam.autograd import history_of
+from aotdist.torch_seam.classes import hears_of_functions
+from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.torch_seam.trees import pytree
 
 P = ParamSpec("P")
 R = TypeVar("R")

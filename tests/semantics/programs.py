@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from aotdist.errors import AotdistError
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam import class_functions_off, storage_id
+from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.tensors import storage_id
 from tests.semantics.functions import OF_SEVERAL_RESULTS
 from tests.semantics.observation import Around, Scene, play
 from tests.semantics.vocabulary import (

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.semantics.meshes import sharded
 
 Step = Callable[..., Any]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import aotdist
-from aotdist.torch_seam import pytree
+from aotdist.torch_seam.trees import pytree
 from tests.semantics.functions import Detached
 from tests.semantics.makers import non_leaf, plain, two_non_leaf
 from tests.semantics.observation import Scene, same_as_eager

@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam import FakeTensorMode
+from aotdist.torch_seam.functional import FakeTensorMode
 from tests.semantics.makers import leaf, two
 from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
 

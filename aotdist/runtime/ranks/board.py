@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from aotdist import torch_seam
 from aotdist.errors import RankLost
-from aotdist.torch_seam import Store
+from aotdist.torch_seam import groups
+from aotdist.torch_seam.groups import Store
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ def board_of_this_process() -> Board | None:
         return None
     if dist.get_backend() == "fake":
         return None
-    store = torch_seam.default_store()
+    store = groups.default_store()
     return None if store is None else Board(store, dist.get_rank())
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from aotdist.torch_seam import PrefixStore, Store, TCPStore
+from aotdist.torch_seam.groups import PrefixStore, Store, TCPStore
 
 Pulse = Literal["alive", "dead", "unknown"]
 """`unknown`: the machine does not answer, or its answer proves nothing."""

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aotdist import torch_seam
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Party, party_key, spell
+from aotdist.torch_seam import groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def groups_with_peers() -> dict[str, Group]:
     """This rank's process groups by name, without those that have no peers: of one rank, or fake."""
     found: dict[str, Group] = {}
     made = Counter[Party]()
-    for name, party, backend in torch_seam.held_process_groups():
+    for name, party, backend in groups.held_process_groups():
         if len(party) > 1 and backend != "fake":
             found[name] = Group(name, party, made[party])
         made[party] += 1

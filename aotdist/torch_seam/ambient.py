@@ -1,0 +1,92 @@
+"""What is set around a call: devices, choices of kernels, autocast."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+
+def fills_uninitialized_memory() -> bool:
+    """Whether deterministic algorithms write to memory that `torch.empty` leaves as it is."""
+    return bool(torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
+
+
+def kernel_choices() -> tuple[bool, ...]:
+    """Which kernels operators may choose from.
+
+    Of attention: flash, memory-efficient, math, cuDNN's. Of convolutions and recurrent layers: oneDNN's and
+    cuDNN's.
+    """
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+    )
+
+
+def uses_onednn() -> bool:
+    """Whether operators may choose oneDNN's kernels."""
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
+def choose_kernels(choices: tuple[bool, ...]) -> None:
+    """Let operators choose from the kernels that `kernel_choices` told."""
+    setters = (
+        torch._C._set_sdp_use_flash,
+        torch._C._set_sdp_use_mem_efficient,
+        torch._C._set_sdp_use_math,
+        torch._C._set_sdp_use_cudnn,
+        torch._C._set_mkldnn_enabled,
+        torch._C._set_cudnn_enabled,
+    )
+    for choose, choice in zip(setters, choices, strict=True):
+        choose(choice)
+
+
+def device_of_context() -> torch.device | None:
+    """Where new tensors are made that nobody places, if a context or `torch.set_default_device` says so."""
+    # `torch.get_default_device` takes 5 us, and asks the modes of a trace as well.
+    num_modes = torch._C._len_torch_function_stack()
+    for position in reversed(range(num_modes)) if num_modes else ():
+        mode = torch._C._get_function_stack_at(position)
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+@contextmanager
+def own_autocast_cache() -> Generator[None]:
+    """The cast parameters that autocast keeps are those of this context alone; afterwards none are left."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def autocast_only(devices: Sequence[tuple[str, torch.dtype]]) -> Generator[None]:
+    """Autocast on for these devices, and off for all others."""
+    with ExitStack() as stack:
+        stack.enter_context(autocast_off())
+        for device, dtype in devices:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+def autocast_off() -> AbstractContextManager[Any]:
+    """Autocast disabled on every device, whatever is on outside."""
+    return torch._C._DisableAutocast()

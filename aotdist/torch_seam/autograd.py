@@ -1,0 +1,349 @@
+"""The autograd engine: histories, nodes, hooks, and running a backward."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# What autograd knows of how a view was made.
+from torch._C._autograd import CreationMeta as CreationMeta
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+from aotdist.torch_seam.modes import torch_functions_off
+
+
+def next_sequence_nr() -> int:
+    """The number that the next autograd node made by this thread will carry."""
+    return torch.autograd._get_sequence_nr()
+
+
+def takes_gradients_of(tensor: torch.Tensor) -> bool:
+    """Whether the node that made a tensor takes a gradient of its sizes.
+
+    The history of a view that was reshaped in place under `no_grad` may be that of before.
+    """
+    node = tensor.grad_fn
+    return node is not None and list(node._input_metadata[tensor.output_nr].shape) == list(tensor.size())
+
+
+def sequence_nr(node: Any) -> int:
+    """The number of an autograd node: no two that one thread makes have the same."""
+    return node._sequence_nr()
+
+
+def running_node() -> tuple[int | None, str]:
+    """Sequence number and name of the autograd node whose backward is running; None outside backward."""
+    node = torch._C._current_autograd_node()
+    return (None, "") if node is None else (node._sequence_nr(), node.name())
+
+
+def run_backward(
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor | GradientEdge],
+    tangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad(outs, wanted, tangents, allow_unused=True)`, without being a torch function.
+
+    The public one is overridable, so a torch-function mode is popped for as long as it runs.
+    """
+    return _engine_run_backward(
+        tuple(outs), tuple(tangents), retain_graph, create_graph, tuple(wanted), True, accumulate_grad=False
+    )
+
+
+def hear_of_gradient(leaf: torch.Tensor, hook: Callable[[Any], None]) -> Any:
+    """`leaf.register_hook(hook)`, without being a torch function."""
+    with torch_functions_off():
+        return leaf.register_hook(hook)
+
+
+def run_accumulating_backward(
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
+    _engine_run_backward(tuple(outs), tuple(tangents), retain_graph, False, (), True, accumulate_grad=True)
+    with torch_functions_off():  # the mode that traces refuses to read `.grad`
+        grads = tuple(leaf.grad for leaf in wanted)
+        for leaf in wanted:
+            leaf.grad = None
+    return grads
+
+
+REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""What autograd calls a checkpoint with `use_reentrant=True`."""
+
+
+@contextmanager
+def saved_tensor_hooks_off() -> Generator[None]:
+    """No hooks on saved tensors: a checkpoint around a call must not see what its capture saves."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def has_history_of_its_own(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that shows the memory of another has a history that replaying views would lose.
+
+    A user's `autograd.Function` made it, or it was written, and autograd does not know it as a view.
+    """
+    history = history_of(tensor)
+    return isinstance(history, torch.autograd.function.BackwardCFunction) or (
+        history is not None and not tensor._is_view()
+    )
+
+
+def history_of(tensor: torch.Tensor) -> Any | None:
+    """The autograd node that made a tensor, if autograd can tell."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view made under `no_grad`, of a base that was written since
+        return None
+
+
+def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad and nothing made it; False where autograd cannot tell."""
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
+def creation_meta(tensor: torch.Tensor) -> Any:
+    """What autograd knows of how a view was made: by which it decides what to say of a write."""
+    return torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else None
+
+
+def set_creation_meta(tensor: torch.Tensor, creation: Any) -> None:
+    """Let autograd know that of a view, if it is one."""
+    if creation is not None and tensor._is_view():
+        torch._C._autograd._set_creation_meta(tensor, creation)
+
+
+def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Names of the Python autograd functions in the history of `tensors`, each once."""
+    return list(dict.fromkeys(node.name() for node in _custom_nodes(tensors)))
+
+
+def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a Python autograd function is in the history of `tensors` that may tell None from zeros.
+
+    That takes several results; or a list operator after it, which sends None to some functions, and so zeros
+    beyond them. One of ours says that it does not by `passes_gradients_on`.
+    """
+    lists = [node for node in nodes_behind(tensors) if node.name().startswith("Foreach")]
+    nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]
+    return any(
+        node.name() != REENTRANT_CHECKPOINT and not getattr(node._forward_cls, "passes_gradients_on", False)
+        for node in (*nodes, *filter(_is_custom, _nodes_from(lists)))
+    )
+
+
+def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return list(filter(_is_custom, nodes_behind(tensors)))
+
+
+def _is_custom(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def result_size(tensor: torch.Tensor) -> torch.Size:
+    """The size of a tensor when its node made it."""
+    return torch.Size(tensor.grad_fn._input_metadata[tensor.output_nr].shape)  # type: ignore[union-attr]
+
+
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """The autograd nodes in the history of `tensors`, each once."""
+    return _nodes_from([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+
+
+def save_tensors(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a node in the history of `tensors` has saved some, which one backward frees for the next."""
+    return any(map(_saves_tensors, nodes_behind(tensors)))
+
+
+def _saves_tensors(node: Any) -> bool:
+    """Read raw: what a checkpoint saved is computed again when it is asked for."""
+    for name in _names_of_saved(type(node)):
+        raw = getattr(node, name)
+        if any(saved.data is not None for saved in (raw if isinstance(raw, tuple) else (raw,))):
+            return True
+    return False
+
+
+@functools.cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _nodes_from(nodes: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    pending = list(nodes)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        found.append(node)
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                pending.append(source)
+    return found
+
+
+def retains_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with history keeps its gradient (`retain_grad`)."""
+    with torch_functions_off():
+        return tensor.retains_grad
+
+
+def spent_history(tensor: torch.Tensor) -> str | None:
+    """What autograd says of a tensor on all of whose ways to leaves it has freed what it saved; else None."""
+    said = None
+    pending = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            return None
+        freed = _freed(node)
+        said = said or freed
+        sources = () if freed else [source for source, _ in node.next_functions if source is not None]
+        pending += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return said
+
+
+def _freed(node: Any) -> str | None:
+    """What autograd says when it is asked for what a node of its own saved, if that was freed."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                return str(error)
+    return None
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running: a forward inside it is a recomputation (checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Let the running backward call `call` when it is over, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def hooks_of_gradient(tensor: torch.Tensor) -> Any:
+    """What `register_hook` registered, if anything."""
+    return tensor._backward_hooks
+
+
+def with_hooks(positions: Iterable[int], tensors: Sequence[Any]) -> list[int]:
+    """Those of the positions whose tensors have hooks of either kind; 0.06 us each."""
+    return [k for k in positions if tensors[k]._backward_hooks or tensors[k]._post_accumulate_grad_hooks]
+
+
+def hooks_after_accumulation(leaf: torch.Tensor) -> Any:
+    """What `register_post_accumulate_grad_hook` registered, if anything."""
+    return leaf._post_accumulate_grad_hooks
+
+
+def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:
+    """Let what `hooks_of_gradient` returned be called, or nothing if `hooks` is None."""
+    leaf._backward_hooks = hooks
+
+
+def in_thread_of_engine() -> bool:
+    """Whether a backward runs in a thread of the autograd engine's own, not in the one that asked for it."""
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def has_grad_hooks(param: torch.Tensor) -> bool:
+    """Whether the user is called with this leaf's gradient, before or after it is accumulated."""
+    return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+class _Node(_SingleLevelFunction):
+    """What autograd's nodes of compiled programs are.
+
+    It is not `torch.autograd.Function`, whose `apply` first looks through every argument for what a
+    `torch.func` transform left behind: 10 us for 100. A compiled call under a transform does not get as far.
+    """
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        """What tells nodes apart on a tape that is compiled; it runs the backwards of ours as they are."""
+        cls = ctx._forward_cls
+        if not hasattr(cls.backward, "_torchdynamo_orig_callable"):
+            cls.backward = staticmethod(torch.compiler.disable(cls.backward))
+        return (ctx._autograd_function_id,)
+
+
+def node_base() -> type[Any]:
+    """The base of autograd's nodes of ours, whose `apply` is C++ alone."""
+    return _Node
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward was asked to keep what it saved (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:
+    """`tensor` as one that requires grad, and whose backward raises a `RuntimeError`."""
+    with torch.enable_grad():
+        return torch._C._functions.DelayedError(reason.encode(), 1)(tensor.detach().requires_grad_())
+
+
+def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the history of `tensors` ends at a function that is `@once_differentiable`."""
+    return any(node.name() == "torch::autograd::Error" for node in nodes_behind(tensors))
+
+
+def backward_task() -> int:
+    """A number for the running backward, different for each."""
+    return torch._C._current_graph_task_id()
+
+
+def runs_in_backward(leaf: torch.Tensor) -> bool:
+    """Whether the running backward will accumulate into `leaf`."""
+    return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+
+
+def hooks_of(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The hooks on a tensor with history: those that are there, and those that will be.
+
+    Without keeping the tensor alive: this is what `register_hook` makes for the first hook.
+    """
+    if tensor.grad_fn is not None and tensor._backward_hooks is None:
+        set_hooks(tensor, OrderedDict())
+    hooks: Any = tensor._backward_hooks
+    return hooks
+
+
+def set_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
+    """Let `register_hook` put the hooks of a tensor with history here."""
+    node = tensor.grad_fn  # that of a view whose base was written is made now, which forgets hooks
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)  # type: ignore[union-attr]

@@ -1,0 +1,127 @@
+"""Functions of PyTorch's that ask whether they are traced: control flow, checkpoints, fast paths."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction as _ReentrantCheckpoint
+from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
+from torch.utils.checkpoint import checkpoint
+
+from aotdist.torch_seam.classes import hears_of_functions
+from aotdist.torch_seam.patches import Patch, replaced
+from aotdist.torch_seam.trees import pytree
+
+_CONTROL_FLOW = frozenset(
+    {
+        "torch._higher_order_ops.cond",
+        "torch._higher_order_ops.while_loop",
+        "torch._higher_order_ops.utils",  # for `scan` and `map`
+        "torch.nn.attention.flex_attention",
+    }
+)
+
+
+def calling_to_be_traced() -> AbstractContextManager[None]:
+    """Functions of PyTorch's that cannot be traced as they are do in this thread what can.
+
+    `torch.cond` and its like call their operators with the functions that they are given; elsewhere they have
+    Dynamo trace these first. All of them ask whether Dynamo is at work already, and are told that it is.
+    Reentrant checkpoints, which start the autograd engine from within, recompute as the others do. Selective
+    ones keep what their policy says and compute the rest again, where they would keep all and tag it.
+    """
+    return _TRACES.made(True)
+
+
+def said_to_be_compiling() -> AbstractContextManager[None]:
+    """`torch.compiler.is_compiling()` is true; in all threads, as it is while Dynamo is at work."""
+    return replaced(torch.compiler, "_is_compiling_flag", True)
+
+
+def _hook_calls(tracing: bool) -> None:
+    torch.compiler.is_dynamo_compiling = _says_yes_to_control_flow if tracing else _asks_dynamo
+    _cond_module().cond_op = _cond_of_trees if tracing else torch.ops.higher_order.cond
+    checkpoints: Any = torch.utils.checkpoint
+    checkpoints.CheckpointFunction = _Recomputed if tracing else _ReentrantCheckpoint
+    checkpoints._is_compiling = _asks_for_tags if tracing else _checkpoint_is_compiling
+
+
+_TRACES = Patch[bool]("calls_to_be_traced", _hook_calls)
+
+
+def _asks_for_tags(*args: Any) -> bool:
+    return not _TRACES.said and _checkpoint_is_compiling(*args)
+
+
+class _Recomputed:
+    """What stands for `CheckpointFunction` in `torch.utils.checkpoint`."""
+
+    @staticmethod
+    def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not _TRACES.said:
+            return _ReentrantCheckpoint.apply(fn, preserve_rng_state, *args)
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # as it does: parameters get no gradient then
+                return fn(*args)
+        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+def _cond_module() -> Any:
+    from importlib import import_module
+
+    return import_module("torch._higher_order_ops.cond")  # the package has a function of that name
+
+
+def _cond_of_trees(
+    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
+) -> Any:
+    """The operator takes flat operands only; `torch.cond` takes trees, which Dynamo flattens elsewhere."""
+    flat, spec = pytree.tree_flatten(tuple(operands))
+    if spec == pytree.tree_structure((0,) * len(flat)):
+        return torch.ops.higher_order.cond(pred, true_fn, false_fn, operands)
+
+    def flattened(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *leaves: fn(*pytree.tree_unflatten(leaves, spec))
+
+    return torch.ops.higher_order.cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
+
+
+_asks_dynamo = torch.compiler.is_dynamo_compiling
+
+
+def _says_yes_to_control_flow() -> bool:
+    frame = inspect.currentframe()
+    asking = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
+    return bool(_TRACES.said and asking in _CONTROL_FLOW) or _asks_dynamo()
+
+
+_FAST_PATHS = {
+    module.forward.__code__ for module in (torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+}
+
+
+@contextmanager
+def fast_paths_on() -> Generator[None]:
+    """Let layers of transformers take their fast path in a trace, where eager would.
+
+    They ask whether a tensor hears of torch functions, and in a mode of ours all seem to. The whole encoder
+    is told so still: it would make nested tensors of masks.
+    """
+    asked = torch.overrides.has_torch_function
+
+    def has_torch_function(values: Sequence[Any]) -> bool:
+        if sys._getframe(1).f_code not in _FAST_PATHS:
+            return asked(values)
+        return any(hears_of_functions(type(value)) for value in values if isinstance(value, torch.Tensor))
+
+    torch.overrides.has_torch_function = has_torch_function
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = asked

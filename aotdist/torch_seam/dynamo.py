@@ -1,0 +1,107 @@
+"""Dynamo: its graphs, its tapes of backwards, and PyTorch's structured trace."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from aotdist.torch_seam.inductor import TracingContext
+
+
+def dynamo_source(placeholder: torch.fx.Node) -> str:
+    """Where Dynamo reads an input of a graph (`L['x']`), or an empty string."""
+    argument = placeholder.meta.get("grapharg")
+    source = None if argument is None else argument.source
+    return "" if source is None else source.name
+
+
+def is_wrapped_number(placeholder: torch.fx.Node) -> bool:
+    """Whether an input of a graph of Dynamo's is a Python number that is passed as a tensor."""
+    argument = placeholder.meta.get("grapharg")
+    return argument is not None and argument.pass_arg_as_tensor
+
+
+def dynamo_locks() -> tuple[threading.RLock, ...]:
+    """What a thread holds while Dynamo compiles in it; nothing before Dynamo is loaded."""
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return () if frames is None else (frames.compile_lock,)
+
+
+def dynamo_frame() -> str:
+    """What Dynamo compiles now: name of the function, number of the frame and of its compilation."""
+    from torch._dynamo import external_utils
+    from torch._guards import CompileContext
+
+    code = (TracingContext.get_traced_code() or [None])[0]
+    number = CompileContext.current_compile_id()
+    # Modules of PyTorch's own are called by a function of Dynamo's; tapes are modules made for it.
+    name = "forward" if code is None or code.co_filename == external_utils.__file__ else code.co_name
+    name = "backward" if name == "forward" and str(number).startswith("!") else name
+    return f"{name} [{number}]"
+
+
+_compilations = itertools.count()
+
+
+def is_tracing() -> bool:
+    """Whether somebody reads PyTorch's structured trace (`TORCH_TRACE` names a folder)."""
+    from torch._logging._internal import LazyTraceHandler, trace_log
+
+    # Without a folder a handler is there until the first message, which it is too late to make then.
+    unused = (isinstance(one, LazyTraceHandler) and one.root_dir is None for one in trace_log.handlers)
+    return not all(unused)
+
+
+def trace_artifacts(texts: Mapping[str, str]) -> None:
+    """Add texts, by name, to PyTorch's structured trace: to what Dynamo compiles now, or as a new frame.
+
+    The graphs of ahead-of-time compilation have names there that `tlparse` knows.
+    """
+    from torch._guards import CompileContext, CompileId
+    from torch._logging import trace_structured
+
+    number = CompileContext.current_compile_id()
+    if number is None:
+        number = CompileId(frame_id=next(_compilations), frame_compile_id=0)
+    for name, text in texts.items():
+        payload = functools.partial(str, text)
+        if name.endswith("_graph"):
+            trace_structured(f"aot_{name}", payload_fn=payload, compile_id=number)
+        else:
+            facts = functools.partial(dict, name=f"aotdist_{name}", encoding="string")
+            trace_structured("artifact", facts, payload_fn=payload, compile_id=number)
+
+
+def compiling_tapes(
+    compiler: Callable[[torch.fx.GraphModule], Any], *, dynamic: bool
+) -> AbstractContextManager[None]:
+    """Have `compiler` compile the backwards of this thread, each as one graph of what is on the tape.
+
+    Args:
+        compiler: from a graph to what is called in its place.
+        dynamic: whether one graph serves all sizes.
+    """
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd._enable(compiler, dynamic=dynamic)
+
+
+def forget_tapes() -> None:
+    """Forget the tapes that were compiled."""
+    torch._C._dynamo.compiled_autograd.clear_cache()
+
+
+def tapes_off() -> AbstractContextManager[None]:
+    """Backwards run as autograd runs them: a trace is not to be compiled."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
+        return nullcontext()
+    return compiled_autograd._disable()

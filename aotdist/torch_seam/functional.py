@@ -1,0 +1,194 @@
+"""Fake tensors, which have no data, and functional ones, whose writes are recorded."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+# Tensors without data, and what they raise when data is asked for.
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# Tensors whose writes are recorded.
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch._subclasses.functional_tensor import _detect_infra_mode
+from torch.utils._mode_utils import no_dispatch
+
+from aotdist.torch_seam.classes import dispatches
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.tensors import storage_id, unwrapped
+from aotdist.torch_seam.trees import pytree
+
+_COUNTS_WRITES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of `tensor`, on a storage that no other fake has: what tensors share is for traces to say."""
+    converter = mode.fake_tensor_converter.meta_converter
+    known, converter.storage_memo = converter.storage_memo, WeakValueDictionary()
+    try:
+        return mode.from_tensor(tensor, static_shapes=True)
+    finally:
+        converter.storage_memo = known
+
+
+def functional(fake: torch.Tensor) -> FunctionalTensor:
+    """A functional tensor around `fake`: writes to it are recorded, and never reach `fake`."""
+    return FunctionalTensor.to_functional(fake)
+
+
+def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
+    """Another functional tensor of the same memory, of which autograd does not know that."""
+    mode = _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    assert mode is not None, "functional tensors are made under their mode"
+    with mode:
+        return FunctionalTensor(tensor.elem, mode)
+
+
+def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
+    """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay."""
+    tensor.elem = other.elem
+    with torch_functions_off(), no_dispatch():
+        if tensor.dtype != other.dtype:
+            tensor.data = other
+            return
+        # `.data =` would make autograd forget the node that takes the gradient of a leaf.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_COUNTS_WRITES):
+            torch.ops.aten.set_.source_Tensor(tensor, other)
+
+
+def views_unnoticed() -> AbstractContextManager[Any]:
+    """Autograd notes no views in here: what shows all of a new tensor's memory is as good as new."""
+    return torch._C._ExcludeDispatchKeyGuard(_COUNTS_WRITES)
+
+
+def part_of(
+    memory: FunctionalTensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> FunctionalTensor:
+    """A functional tensor in the memory of a flat one, of which autograd does not know that.
+
+    Where `memory` is bytes and the part something else, `offset` counts bytes. `as_strided` comes first:
+    functionalisation writes through it only where no other view comes before.
+    """
+    with torch.no_grad():
+        if dtype == memory.dtype:
+            return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
+        count = dtype.itemsize
+        elements = memory.as_strided((*size, count), (*(step * count for step in stride), 1), offset)
+        return second_shell(elements.view(dtype).squeeze(-1))  # type: ignore[arg-type]
+
+
+def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The view of `base` that `view` is of its own."""
+    return view._view_func_unsafe(base)
+
+
+def functional_value(tensor: FunctionalTensor) -> torch.Tensor:
+    """The current fake value of a functional tensor, with every pending write applied."""
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def data_writes(tensor: FunctionalTensor) -> int:
+    """How many times the data of a functional tensor, or of a view of it, was written."""
+    return torch._functionalize_mutation_counter(tensor.elem)
+
+
+def storage_changes(tensor: FunctionalTensor) -> int:
+    """How many times the storage was resized or replaced (`resize_`, `set_`)."""
+    return torch._functionalize_storage_changed_counter(tensor.elem)
+
+
+def metadata_written(tensor: FunctionalTensor) -> bool:
+    """Whether size, stride or offset were written in place (`t_`, `unsqueeze_`)."""
+    return torch._functionalize_has_metadata_mutation(tensor.elem)
+
+
+def functional_storage_id(tensor: FunctionalTensor) -> int:
+    """A number that a functional tensor shares exactly with its views."""
+    return tensor.elem.untyped_storage()._cdata
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that two plain tensors, functional or not, share exactly when they share memory."""
+    return functional_storage_id(tensor) if isinstance(tensor, FunctionalTensor) else storage_id(tensor)
+
+
+def is_functional_base(tensor: FunctionalTensor) -> bool:
+    """Whether a functional tensor owns its memory, rather than being a view of another."""
+    return torch._is_functional_tensor_base(tensor.elem)
+
+
+@contextmanager
+def uncached_fake(tensor: torch.Tensor) -> Generator[None]:
+    """The mode of a fake tensor computes every result anew, instead of recalling its sizes and strides."""
+    if not isinstance(tensor, FakeTensor):
+        yield
+        return
+    mode = tensor.fake_mode
+    cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = cached
+
+
+def replace_functional_value(tensor: FunctionalTensor, value: torch.Tensor) -> None:
+    """Let a functional tensor that owns its memory hold `value` from now on."""
+    torch._functionalize_replace(tensor.elem, value)
+    torch._functionalize_commit_update(tensor.elem)
+
+
+def stands_for_another(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is one of a trace's own: functional (either shell of it) or fake.
+
+    `torch.func` transforms wrap tensors once more; then what is inside tells.
+    """
+    tensor = unwrapped(tensor)
+    if isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor):
+        return True
+    return is_disguised(tensor)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a bare fake: a trace shows its own in functional shells only."""
+    return isinstance(tensor, FakeTensor)
+
+
+def mode_of_fake(tensor: torch.Tensor) -> FakeTensorMode | None:
+    """The mode of a fake tensor; None of any other."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def is_disguised(tensor: torch.Tensor) -> bool:
+    """Whether a functional tensor shows the class of another (`aotdist.capture.guise`).
+
+    Operators on it are dispatched in Python, which its class knows nothing of.
+    """
+    return not dispatches(type(tensor)) and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+_OWN_ATTRIBUTES = frozenset({"elem", "_inference_mode_base", "_is_param"})
+
+
+def given_attributes(tensor: FunctionalTensor) -> dict[str, Any]:
+    """The attributes that a functional tensor has not from PyTorch, nor from `as_parameter`."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
+
+
+def keep_bases_of_views(mode: FunctionalTensorMode, args: Any) -> None:
+    """Let `mode` know the memory that an operator in inference mode may make views of.
+
+    It learns of what was made in inference mode; of anything else, torch 2.11 cannot make a view there.
+    """
+    for arg in pytree.tree_leaves(args):
+        if isinstance(arg, FunctionalTensor):
+            mode._storage_to_base.setdefault(arg.elem.untyped_storage(), arg)

@@ -1,0 +1,122 @@
+"""Process groups, the store that ranks met in, and worlds without other ranks."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+
+# Public classes that their public module re-exports in a way which type checkers call private.
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+
+from aotdist.torch_seam.dtensor import forget_shardings
+from aotdist.torch_seam.patches import replaced
+
+
+def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
+    """Whether collectives of tensors on `device` in this process group are gloo's."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group_name)._get_backend(device).name() == "gloo"
+
+
+def group_words(group_name: Any) -> str:
+    """A process group for a reader: its description, if its maker gave it one, and how many ranks it has."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        group = _resolve_process_group(group_name)
+    except (RuntimeError, ValueError):  # it was destroyed since
+        return f"group {group_name}"
+    description = group.group_desc
+    word = f"group {group_name}" if description in ("", "undefined") else description
+    return f"{word} ({group.size()} ranks)"
+
+
+def size_of_group(name: str) -> int:
+    """How many ranks a process group has, by what PyTorch calls it in this process."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(cast("Any", name)).size()
+
+
+class ObjectsExchangedError(RuntimeError):
+    """A traced program sends Python objects to its peers."""
+
+
+@contextmanager
+def no_objects_exchanged() -> Generator[None]:
+    """Collectives of Python objects (`all_gather_object`) raise `ObjectsExchangedError`."""
+    from torch.distributed import distributed_c10d
+
+    def refuse(*_: Any) -> Any:
+        raise ObjectsExchangedError
+
+    with replaced(distributed_c10d, "_object_to_tensor", refuse):
+        yield
+
+
+def default_store() -> Store | None:
+    """The store that `init_process_group` met in; None where ranks met without one (MPI)."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def group_name_of(group: Any) -> str:
+    """The name of a process group as an operator takes it: as an object of TorchScript's."""
+    return torch.distributed.ProcessGroup.unbox(group).group_name
+
+
+def name_of_reduction(reduction: Any) -> str:
+    """How functional collectives call a reduction that is an object of TorchScript's: `sum`."""
+    return torch.distributed.ReduceOp.RedOpType(reduction.op()).name.lower()
+
+
+def finished_work() -> Any:
+    """What a collective returns that is over."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+def held_process_groups() -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, global ranks and backend of each process group of this rank, in the order of creation."""
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world  # looked up now: tests that run ranks as threads replace it
+    return [
+        (world.pg_names[group], tuple(sorted(world.pg_group_ranks[group])), backend)
+        for group, (backend, _) in world.pg_map.items()
+    ]
+
+
+def fake_world(rank: int, world_size: int) -> AbstractContextManager[None]:
+    """A process group without other ranks, whose collectives do nothing; none at all for a world of one."""
+    return nullcontext() if world_size == 1 else _fake_world(rank, world_size)
+
+
+@contextmanager
+def _fake_world(rank: int, world_size: int) -> Generator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    forget_shardings()
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        forget_shardings()
+
+
+def world_group_name() -> str | None:
+    """The name of the group of all ranks; None where there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    world = torch.distributed.group.WORLD
+    return None if world is None else world.group_name

@@ -1,0 +1,305 @@
+"""Inductor: its passes, compiler, settings and C++ kernels."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+# Where backends look for the fake mode of a graph.
+from torch._guards import TracingContext as TracingContext
+from torch._guards import active_fake_mode as active_fake_mode
+from torch._guards import tracing as tracing
+
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.patches import Patch
+
+T = TypeVar("T")
+
+
+@contextmanager
+def tracing_context(fake_mode: FakeTensorMode | None) -> Generator[TracingContext]:
+    """Where compilers look for the fake mode, and where Inductor reports its output strides."""
+    context = TracingContext(fake_mode)
+    context.output_strides = []  # a list asks for the report
+    context.fakify_first_call = fake_mode is not None and fake_mode.shape_env is not None  # as symbols
+    with tracing(context):
+        yield context
+
+
+@contextmanager
+def shape_environment(fake_mode: FakeTensorMode | None) -> Generator[None]:
+    """Inductor keeps a graph in its cache only if the fake mode has a shape environment, if an empty one."""
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fake_mode.shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None
+
+
+@contextmanager
+def constants_allowed(fake_mode: FakeTensorMode | None) -> Generator[None]:
+    """Let operators take the tensors that a graph holds (`torch.tensor([1.0, 2.5])`) beside fake ones."""
+    if fake_mode is None:
+        yield
+        return
+    before, fake_mode.allow_non_fake_inputs = fake_mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        fake_mode.allow_non_fake_inputs = before
+
+
+def inductor_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
+    """The operators that Inductor has no lowering for, and what they are made of."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table, aten = dict(select_decomp_table()), torch.ops.aten
+    for op in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
+        if op in table:
+            table[op] = _after_lowerings(table[op])
+    return table
+
+
+def _after_lowerings(made: Callable[..., Any]) -> Callable[..., Any]:
+    """`made`, which asks for a module as an attribute, and trusts that somebody imported it (0.3 s)."""
+
+    @functools.wraps(made)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._inductor.lowering")
+        return made(*args, **kwargs)
+
+    return call
+
+
+def inductor_joint_passes(gm: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
+    """Inductor's rewrites of an uncut graph (attention patterns, constants, no-ops), in place.
+
+    The caller's tracing context says which fake mode new nodes are computed in.
+    """
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(TracingContext.get().fake_mode):
+        return _recursive_joint_graph_passes(gm, input_device=device)
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    static_ins: Sequence[int],
+    backward: bool,
+    inference: bool,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """One graph through Inductor; `gm` is changed. Without CUDA graphs: they would pin saved tensors."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    return compile_fx_inner(
+        gm,
+        examples,
+        static_input_idxs=static_ins,
+        is_backward=backward,
+        is_inference=inference,
+        cudagraphs=BoxedBool(False),
+    )
+
+
+def inductor_entry(compiled: Callable[..., Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What to call.
+
+    On CPU the generated function itself: Inductor's shell (profiler, autotuning) takes 3.2 us a call.
+    """
+    on_cpu = getattr(compiled, "device_types", None) == {"cpu"}
+    return compiled.current_callable if on_cpu else compiled
+
+
+def inductor_source(compiled: Callable[..., Any]) -> str:
+    """The module that Inductor generated, or nothing for a graph that it only interprets."""
+    return getattr(compiled, "source_code", "")
+
+
+def inductor_config(**options: Any) -> AbstractContextManager[Any]:
+    """Inductor's settings, changed for a while; `__` stands for a dot."""
+    from torch._inductor import config
+
+    return config.patch({name.replace("__", "."): value for name, value in options.items()})
+
+
+def inductor_counters() -> Mapping[str, int]:
+    """What Inductor counts: patterns that matched, graphs that its cache held."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]
+
+
+def inductor_config_is_per_thread() -> bool:
+    """Whether `inductor_config` holds for its own thread alone: from torch 2.13; before, for the process."""
+    from torch.utils import _config_module
+
+    return hasattr(_config_module, "ContextVar")
+
+
+def inductor_vector_isa_setting() -> bool | None:
+    """What the user says about the CPU's vector instructions; None to find out."""
+    from torch._inductor import config
+
+    return config.cpp.vec_isa_ok
+
+
+def find_cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use, if it runs at all."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError):
+        return None
+
+
+def compile_threads() -> int:
+    """How many compilers Inductor may run at a time."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return get_compile_threads()
+
+
+def submit_compilation(task: Callable[[], T]) -> Callable[[], T]:
+    """Run `task` on one of Inductor's compile threads, in this thread's context; call the result to wait."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    if compile_threads() <= 1:
+        value = task()
+        return lambda: value
+    return AsyncCompile.pool().submit(copy_context().run, task).result
+
+
+def submit_cpp_module(source: str) -> Callable[[], ModuleType]:
+    """Start building a Python extension called `kernel` as Inductor builds its kernels, through its cache."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return submit_compilation(lambda: CppPythonBindingsCodeCache.load_async(source, "cpu")())
+
+
+def load_cpp_kernel(argtypes: Sequence[str], source: str) -> Callable[..., Any]:
+    """One kernel built on its own, the way Inductor does it."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return CppPythonBindingsCodeCache.load_pybinding(argtypes, source)
+
+
+def precompile_cpp_headers() -> None:
+    """Choose the vector instructions and precompile the headers of kernels; both are kept."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    CppPythonBindingsCodeCache.load_async("#include <torch/csrc/inductor/cpp_prefix.h>\n", "cpu")
+
+
+def extension_module(path: Path) -> ModuleType:
+    """The Python extension in a file, called as Inductor calls those of kernels."""
+    # Kernels find torch's own `PyObject* -> data_ptr` through the environment; Inductor sets it as it loads.
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    spec = importlib.util.spec_from_file_location("kernel", path)
+    assert spec is not None and spec.loader is not None, "the name of the file ends as those of extensions do"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_OF_NO_CONSEQUENCE = re.compile(r"trace\.|worker_|compile_threads$|.*_cache$|.*cutlass_dir$")
+"""Settings of Inductor's that say how it works, and not what it generates."""
+
+
+def inductor_options() -> dict[str, Any]:
+    """Inductor's settings that what it generates depends on, as they are for this thread now."""
+    from torch._inductor import config
+
+    options = config.get_config_copy()  # type: ignore[attr-defined]  # the module is of a class of its own
+    return {name: value for name, value in options.items() if not _OF_NO_CONSEQUENCE.match(name)}
+
+
+def inductor_extensions() -> Iterator[tuple[Any, Any]]:
+    """Operators with what Inductor makes of each: PyTorch's own functions, and those that others registered.
+
+    What has not been imported, nobody has added to.
+    """
+    for module, tables in (
+        ("torch._inductor.lowering", ("lowerings",)),
+        ("torch._inductor.decomposition", ("decompositions", "extra_random_decomps")),
+    ):
+        for table in tables if module in sys.modules else ():
+            yield from getattr(sys.modules[module], table, {}).items()
+
+
+class CppKernelBatch(Protocol):
+    """Takes over the C++ kernels of one generated module."""
+
+    def add(self, argtypes: Sequence[str], source: str) -> Any | None:
+        """What the module's global for this kernel shall be; None leaves the kernel to Inductor."""
+        ...
+
+    def submit(self, scope: dict[str, Any]) -> None:
+        """The module, whose globals are `scope`, has named all its kernels."""
+        ...
+
+
+def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> AbstractContextManager[None]:
+    """Modules that Inductor generates or loads in this thread meanwhile leave their C++ kernels to batches.
+
+    Generated modules ask `torch._inductor.async_compile.AsyncCompile` for each kernel and then wait
+    for all. They look the class up when they run, so a subclass under that name hears both; other
+    threads that meet it meanwhile have no batch and get the original's behaviour.
+    """
+    return _KERNELS.made(make_batch)
+
+
+def _hook_kernels(batched: bool) -> None:
+    from torch._inductor import async_compile
+
+    original, batching = _async_compile_classes()
+    async_compile.AsyncCompile = batching if batched else original
+
+
+_KERNELS = Patch[Callable[[], CppKernelBatch]]("kernel_batches", _hook_kernels)
+
+
+@functools.cache
+def _async_compile_classes() -> tuple[type[Any], type[Any]]:
+    from torch._inductor.async_compile import AsyncCompile
+
+    class BatchingCompile(AsyncCompile):
+        def __init__(self) -> None:
+            super().__init__()
+            make_batch = _KERNELS.said
+            self._batch = None if make_batch is None else make_batch()
+
+        def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
+            taken = None if self._batch is None else self._batch.add(argtypes, source_code)
+            return super().cpp_pybinding(argtypes, source_code) if taken is None else taken
+
+        def wait(self, scope: dict[str, Any]) -> None:
+            if self._batch is not None:
+                self._batch.submit(scope)
+            super().wait(scope)
+
+    return AsyncCompile, BatchingCompile

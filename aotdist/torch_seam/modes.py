@@ -1,0 +1,80 @@
+"""Modes: who hears of what is called, and how to have nobody hear."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """Every dispatch mode off: real tensors can be inspected in the middle of a trace."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def users_modes_off() -> Generator[None]:
+    """Dispatch modes of the user's off: what counts operators (`FlopCounterMode`) is not to count a trace's.
+
+    Those that PyTorch traces with (fake tensors) stay, beneath them.
+    """
+    modes = torch.utils._python_dispatch
+    popped: list[Any] = []
+    while (count := torch._C._len_torch_dispatch_stack()) > 0:
+        if torch._C._get_dispatch_stack_at(count - 1).is_infra_mode():
+            break
+        popped.append(modes._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(popped):
+            modes._push_mode(mode)
+
+
+def torch_functions_off() -> AbstractContextManager[Any]:
+    """No torch-function mode, and no subclass, hears of what is called."""
+    return torch._C.DisableTorchFunction()
+
+
+def class_functions_off() -> AbstractContextManager[Any]:
+    """No `__torch_function__` of a subclass is called; those of modes are."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def class_functions_on() -> AbstractContextManager[Any]:
+    """Every `__torch_function__` is called, whatever was switched off around."""
+    return torch._C._EnableTorchFunction()
+
+
+def class_functions_are_on() -> bool:
+    """Whether a `__torch_function__` of a class is called."""
+    return torch._C._is_torch_function_enabled()
+
+
+def python_kernels() -> AbstractContextManager[None]:
+    """Kernels written in Python go before those in C++, some of which make numbers of symbolic sizes."""
+    return enable_python_dispatcher()
+
+
+@contextmanager
+def quiet_fakes() -> Generator[None]:
+    """Operators that fail on fake tensors raise, and do not log the C++ stack as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def under_transform() -> bool:
+    """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`) or forward-mode differentiation is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

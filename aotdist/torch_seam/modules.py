@@ -1,0 +1,35 @@
+"""Modules: what calling one runs."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What calling a module runs when nothing has compiled it: its forward and its hooks."""
+    return module._call_impl
+
+
+def compiled_call_of(module: torch.nn.Module) -> Any:
+    """What calling a module runs instead, or None."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Run `call` instead when the module is called; its type and `state_dict` stay as they are."""
+    module._compiled_call_impl = call
+
+
+def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:
+    """The hooks that are called for all modules."""
+    module = torch.nn.modules.module
+    return [
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    ]

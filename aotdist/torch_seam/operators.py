@@ -1,0 +1,194 @@
+"""Operators: what their schemas say of them, and how to reach what is beneath."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+# The type of a resolved operator: graph targets, keys of decomposition tables.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+
+# What kernels make of a tensor's strides when they choose a memory format.
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+
+
+def is_operator(func: Any) -> bool:
+    """Whether a call is of an operator, not of a higher-order one."""
+    return isinstance(func, OpOverload)
+
+
+def writes_arguments(op: OpOverload) -> bool:
+    """Whether an operator writes one of its arguments."""
+    return op._schema.is_mutable
+
+
+@functools.cache
+def functional_twin(op: OpOverload) -> OpOverload | None:
+    """The operator that computes what an in-place one writes (`sin` for `sin_`); None for any other."""
+    namespace, _, name = op._schema.name.partition("::")
+    if not name.endswith("_") or torch.Tag.inplace_view in op.tags or name == "copy_":
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    taken = [str(argument.type) for argument in op._schema.arguments]
+    # Names alone do not tell: `pow_.Scalar` is the twin of `pow.Tensor_Scalar`.
+    fitting = (o for o in overloads if [str(argument.type) for argument in o._schema.arguments] == taken)
+    return next(fitting, None)
+
+
+def with_defaults(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """`args`, and what the operator's schema gives for those that are not there."""
+    missing = (a for a in op._schema.arguments[len(args) :] if not a.kwarg_only and a.name not in kwargs)
+    return [*args, *(argument.default_value for argument in missing)]
+
+
+@functools.cache
+def out_of_place(op: OpOverload) -> OpOverload | None:
+    """The view that an in-place one makes (`t` for `t_`); None for what makes none (`resize_`, `set_`)."""
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    twins = [] if packet is None else (getattr(packet, overload) for overload in packet.overloads())
+    names = argument_names(op)  # the overload may have another name: `transpose.int` for `transpose_`
+    return next((twin for twin in twins if twin.is_view and argument_names(twin) == names), None)
+
+
+@functools.cache
+def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that the operator's schema says it writes."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_by(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call of an operator writes."""
+    for position, name in written_arguments(op):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        targets = given if isinstance(given, (list, tuple)) else (given,)
+        yield from (target for target in targets if isinstance(target, torch.Tensor))
+
+
+@functools.cache
+def out_names(op: OpOverload) -> tuple[str, ...]:
+    """Names of the tensors that an operator writes its results to (`out=`), and may give another size."""
+    return tuple(a.name for a in op._schema.arguments if a.is_out and a.kwarg_only)
+
+
+@functools.cache
+def without_outs(op: OpOverload) -> OpOverload | None:
+    """The operator that makes what this one writes to `out=`; None if there is none."""
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    wanted = [a.name for a in op._schema.arguments if not a.is_out]
+    makers = (getattr(packet, overload) for overload in packet.overloads())
+    return next((m for m in makers if argument_names(m) == wanted and not writes_arguments(m)), None)
+
+
+def argument_names(op: OpOverload) -> list[str]:
+    """The names that the operator's schema gives its arguments, in order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def schema_of(op: OpOverload) -> str:
+    """What an operator takes, returns and writes."""
+    return str(op._schema)
+
+
+def can_decompose(op: OpOverload) -> bool:
+    """Whether PyTorch itself breaks an operator up (CompositeImplicitAutograd)."""
+    return torch._C._dispatch_has_kernel(op.name()) and op._can_decompose()
+
+
+def is_left_whole_in_inference(func: Any) -> bool:
+    """Whether a call is of an operator that eager breaks up, and that modes see whole in inference mode."""
+    if not torch.is_inference_mode_enabled() or not is_operator(func) or func.namespace == "prim":
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def makes_views(op: OpOverload) -> bool:
+    """Whether autograd sees to it, for an operator as a whole, that what it returns are views."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "ADInplaceOrView")
+
+
+def broken_up(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What an operator computes by the operators that eager breaks it up into.
+
+    `OpOverload.decompose` prefers a decomposition in Python, which may copy where eager hands back what it
+    was given (`dropout` of a model in evaluation).
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def native_callable(op: OpOverload) -> Callable[..., Any]:
+    """The C++ entry of an operator: the whole dispatcher, modes included, without a Python frame.
+
+    1.52 us a call where `OpOverload.__call__` takes 1.97 (`mm` of 4x4). Script-object operators
+    choose in Python whether to dispatch there, so they keep their own `__call__`.
+    """
+    return op._op if type(op).__call__ is OpOverload.__call__ else op
+
+
+def dense_rule(op: HigherOrderOperator) -> Callable[..., Any]:
+    """What a higher-order operator does with real tensors: for some, plain calls of other operators."""
+    return op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+
+
+def handle_in_mode(
+    op: HigherOrderOperator, mode_type: type[Any], mode: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """What PyTorch's rule for `op` does in a mode of this type; `mode` may be of a class derived from it."""
+    return op.python_key_table[mode_type](mode, *args, **kwargs)
+
+
+def training_rnn(*args: Any) -> Any:
+    """`mkldnn_rnn_layer` with grad mode on: by that it decides what it returns, and how it rounds."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+def inference_rnn(*args: Any) -> Any:
+    """`mkldnn_rnn_layer` with grad mode off; see `training_rnn`."""
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+def whole_numbers(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments of an operator that are sizes, indices or the like, and not numbers to compute with."""
+    schema = func._schema.arguments
+    given = [
+        *zip(schema, args, strict=False),
+        *((arg, kwargs[arg.name]) for arg in schema if arg.name in kwargs),
+    ]
+    return [value for argument, value in given if _is_whole(argument.type)]
+
+
+def _is_whole(kind: Any) -> bool:
+    if kind.kind() in ("OptionalType", "ListType"):
+        return _is_whole(kind.getElementType())
+    return kind.kind() in ("IntType", "SymIntType")
+
+
+def operator_name(target: Any) -> str | None:
+    """What PyTorch's tracer calls a node of this target: `add` for `aten.add.Tensor`; None for others."""
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
+
+
+def operator_named(name: str) -> OpOverload | None:
+    """The operator of that name (`aten.add.Tensor`); None if there is none.
+
+    Some of those that Inductor breaks others up into are only known once it is imported, in a second.
+    """
+    namespace, packet, overload = name.split(".")
+    for late in (False, True):
+        if late and namespace == "prims":
+            importlib.import_module("torch._inductor.inductor_prims")
+        found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+        if isinstance(found, OpOverload):
+            return found
+    return None

@@ -1,0 +1,38 @@
+"""What optimizers and gradient scalers keep to themselves."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale, and how many steps in a row did not overflow."""
+    assert scaler._scale is not None and scaler._growth_tracker is not None, "the scaler has scaled a loss"
+    return scaler._scale, scaler._growth_tracker
+
+
+def has_scaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a scaler has scaled a loss: its tensors are made then."""
+    return scaler._scale is not None
+
+
+def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer unscales gradients, and skips steps, by itself."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there are hooks of an optimizer's step, its own or of all optimizers."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let learning-rate schedulers know that a step was done: they warn where none was."""
+    optimizer._opt_called = True

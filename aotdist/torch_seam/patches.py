@@ -1,0 +1,110 @@
+"""Changes of PyTorch's own functions for a while, and hooks where it has none."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
+    """An attribute of `owner` is `value` inside, and afterwards what it was."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class Patch(Generic[T]):
+    """A change of others' functions, made while any thread asks for it; what it does, each thread says.
+
+    Args:
+        name: what it is called.
+        make: makes the change, or takes it back.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, name: str, make: Callable[[bool], None]) -> None:
+        self._said: ContextVar[T | None] = ContextVar(name, default=None)
+        self._make, self._num_users = make, 0
+
+    @property
+    def said(self) -> T | None:
+        """What this thread has said, if it asked for the change."""
+        return self._said.get()
+
+    @contextmanager
+    def made(self, said: T) -> Generator[None]:
+        """This thread asks for the change."""
+        token = self._said.set(said)
+        self._count(+1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            self._said.reset(token)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            before, self._num_users = self._num_users, self._num_users + change
+            if not before or not self._num_users:
+                self._make(bool(self._num_users))
+
+
+NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
+"""Takes what `torch._check_tensor_all_with` is given: an error, a condition, a message; is it seen to?"""
+
+
+_check_now = torch._check_tensor_all_with
+
+
+def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
+    """`torch._check_tensor_all` tells `note` in this thread, and checks what that does not see to."""
+    return _CHECKS.made(note)
+
+
+def raise_check(error: type[Exception], message: str | None) -> None:
+    """Raise as `torch._check_tensor_all_with` does for what is false."""
+    say: Any = None if message is None else lambda: message
+    torch._check_with(error, False, say)  # noqa: FBT003
+
+
+def _hook_checks(hearing: bool) -> None:
+    torch._check_tensor_all_with = _tell_of_check if hearing else _check_now
+
+
+_CHECKS = Patch[NoteCheck]("check_hearers", _hook_checks)
+
+
+def _tell_of_check(
+    error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
+) -> None:
+    note = _CHECKS.said
+    is_condition = isinstance(cond, torch.Tensor) and cond.dtype == torch.bool
+    if note is None or not is_condition or not note(error_type, cond, message):
+        _check_now(error_type, cond, message)
+
+
+def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:
+    """Inside, `hear` is called when an autocast is made that is on, for devices that are here or not."""
+    make = torch.autocast.__init__
+
+    @functools.wraps(make)
+    def heard(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any) -> None:
+        if enabled:
+            hear()
+        make(self, device_type, dtype, enabled, *args)
+
+    return replaced(torch.autocast, "__init__", heard)

@@ -1,0 +1,203 @@
+"""Symbolic sizes and numbers."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    # Imports sympy: 0.3 s that only symbolic sizes need.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""The types of numbers that are not known before a call."""
+
+
+def number_kind(value: Any) -> type[int] | type[float] | None:
+    """Whether a value is a whole number or a float, known or not; None if it is neither."""
+    if type(value) in (int, torch.SymInt):
+        return int
+    return float if type(value) in (float, torch.SymFloat) else None
+
+
+def shape_env() -> ShapeEnv:
+    """Keeps symbols, and what a trace decides by them. Equal sizes do not share a symbol: `s0`, `s1`, ..."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    class NumberedShapeEnv(ShapeEnv):
+        def _generate_unique_id(self, source_name: str) -> int:
+            return len(self.var_to_range)
+
+    return NumberedShapeEnv(
+        allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
+    )
+
+
+def new_symbol(env: ShapeEnv, value: int, place: str) -> torch.SymInt:
+    """A symbol that is `value` in this call; `place` says where it is read."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    symbol = env.create_symbol(value, _place(place), dynamic_dim=DimDynamic.DYNAMIC)
+    made: Any = env.create_symintnode(symbol, hint=value)
+    return made
+
+
+def new_count(env: ShapeEnv, value: float, place: str) -> torch.SymInt | torch.SymFloat:
+    """As `new_symbol`, for a number that is no size: of either sign, zero and one included, or a float."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    symbol = env.create_unspecified_symbol(value, _place(place), DimDynamic.DYNAMIC)
+    create = env.create_symfloatnode if isinstance(value, float) else env.create_symintnode
+    made: Any = create(symbol, hint=value)
+    return made
+
+
+def _place(text: str) -> Any:
+    from torch._guards import GuardSource, Source
+
+    class Place(Source):
+        _name_template: str = text  # type: ignore[assignment]
+        guard_source: GuardSource = GuardSource.CONSTANT  # type: ignore[assignment]
+
+    return Place()
+
+
+def expression(value: Any) -> str:
+    """A symbolic number as Python source, in terms of `math`, `torch` and symbols."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return PythonPrinter().doprint(value.node.expr)
+
+
+def hint(value: Any) -> Any:
+    """A number, symbolic or not, as it is in the call that is traced."""
+    return value.node.hint if isinstance(value, SYMBOLIC) else value
+
+
+def surely_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two sequences of numbers are equal in every call; nothing is decided for symbols."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> Any:
+    """Nodes at the graph's insertion point that compute a symbolic number from nodes of the symbols."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    expr = number.node.expr
+    if expr.is_number:
+        return number.node.hint
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    env: Any = {symbol: torch.fx.Proxy(symbols[str(symbol)], tracer) for symbol in expr.free_symbols}
+    node = sympy_interp(PythonReferenceAnalysis, env, expr).node
+    for made in graph.nodes:
+        if "val" not in made.meta and made.op == "call_function":
+            made.meta["val"] = made.target(*torch.fx.node.map_arg(made.args, lambda n: n.meta["val"]))
+    return node
+
+
+def products_of(number: torch.SymInt) -> list[tuple[int, list[torch.SymInt]]]:
+    """A symbolic whole number as a sum of products: of each its coefficient, and its factors, maybe none.
+
+    A factor is a symbol, or what is no sum of products of symbols.
+    """
+    env: Any = number.node.shape_env
+    total = env.simplify(number.node.expr).expand(deep=False)
+    products: list[tuple[int, list[torch.SymInt]]] = []
+    for product, scale in total.as_coefficients_dict().items():
+        powers = {base: power for base, power in product.as_powers_dict().items() if base != 1}
+        if not (scale.is_Integer and all(power.is_Integer and power > 0 for power in powers.values())):
+            return [(1, [number])]
+        factors = [env.create_symintnode(base, hint=None) for base in powers for _ in range(powers[base])]
+        products.append((int(scale), factors))
+    return products
+
+
+def symbols_in(number: torch.SymInt | torch.SymFloat) -> list[str]:
+    """The names of the symbols that a symbolic number is made of."""
+    return sorted(map(str, number.node.expr.free_symbols))
+
+
+def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | torch.SymInt] | None:
+    """The two numbers that Python's `/` makes a symbolic one of, each known or whole; None if it does not."""
+    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
+
+    env: Any = number.node.shape_env
+    if not isinstance(number.node.expr, FloatTrueDiv | IntTrueDiv):
+        return None
+    parts: list[Any] = [part.args[0] if isinstance(part, ToFloat) else part for part in number.node.expr.args]
+    if not all(part.is_number or part.is_integer for part in parts):
+        return None
+    left, right = (
+        float(part) if part.is_number else env.create_symintnode(part, hint=None) for part in parts
+    )
+    return left, right
+
+
+def computes_exactly(number: Any) -> bool:
+    """Whether the expression of a symbolic number is computed as Python computed it, to the last bit.
+
+    Whole numbers are. Sums and products of fractions are not: sympy makes one of several, in its own order.
+    """
+    if isinstance(number, torch.SymInt):
+        return True
+    return isinstance(number, torch.SymFloat) and _is_exact(number.node.expr)
+
+
+def _is_exact(expr: Any) -> bool:
+    if expr.is_number or expr.is_integer:
+        return True
+    if expr.is_Add:  # a bias correction, 1 - beta**steps
+        first, *rest = expr.args
+        is_one = first.is_number and abs(float(first)) == 1
+        return is_one and len(rest) == 1 and (_is_exact(rest[0]) or _is_exact(-rest[0]))
+    return not expr.is_Symbol and not expr.is_Mul and all(map(_is_exact, expr.args))
+
+
+def least_of(number: torch.SymInt) -> int | None:
+    """The least that a symbolic whole number may be; None if there is no such."""
+    env: Any = number.node.shape_env
+    lower = env.bound_sympy(number.node.expr).lower
+    return int(lower) if lower.is_Integer else None
+
+
+def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
+    """What was decided by symbols, as Python conditions: without what follows from others, and all of it."""
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.printers import PythonPrinter
+
+    doprint = PythonPrinter().doprint
+    kept: dict[str, None] = {}
+    for symbol, bounds in env.var_to_range.items():
+        if symbol in env.replacements:
+            kept[f"{symbol} == {doprint(env.replace(symbol))}"] = None
+            continue
+        if bounds.lower != -int_oo and not bounds.lower.is_infinite:
+            kept[f"{bounds.lower} <= {symbol}"] = None
+        if bounds.upper != int_oo and not bounds.upper.is_infinite:
+            kept[f"{symbol} <= {bounds.upper}"] = None
+    for guard in env.guards:
+        left = env.replace(guard.expr)
+        if str(left) != "True" and str(env.bound_sympy(left).lower) != "True":
+            kept[doprint(left)] = None
+    return list(kept), list(dict.fromkeys(doprint(guard.expr) for guard in env.guards))
+
+
+def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:
+    """The line where a symbol was found to be one certain number; None if it may still differ."""
+    if not symbol.node.expr.is_number:
+        return None
+    named = symbol.node._expr
+    lines = (str(guard.sloc).strip("()") for guard in env.guards if guard.expr.has(named))
+    return next(lines, "")
+
+
+def is_open(size: Any) -> bool:
+    """Whether a size is a symbol, and nothing that was found out made a number of it."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None

@@ -1,0 +1,67 @@
+"""Tensors: storages, versions, marks."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+
+import torch
+
+# One C++ check for the metadata of many tensors.
+from torch._C._dynamo.guards import TensorGuards as TensorGuards
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+# Who holds the memory of a tensor, told without holding it.
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors share exactly when they share their storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let autograd believe that `tensor` was written `version` times."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, for which `isinstance(_, nn.Parameter)` holds: it stands for a parameter."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
+    """Dimensions that `mark_dims`, or PyTorch's `mark_dynamic`, was called for."""
+    return frozenset(getattr(tensor, "_dynamo_dynamic_indices", ()))
+
+
+def mark_dims(tensor: torch.Tensor, dims: Collection[int]) -> None:
+    """Mark dimensions of a tensor where PyTorch's own front end looks for marks too."""
+    vars(tensor)["_dynamo_dynamic_indices"] = {*marked_dims(tensor), *dims}
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What `torch.func` transforms have wrapped, if they have."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Lets writes inside of the context leave the version counter of `tensor` alone."""
+    return _unsafe_preserve_version_counter(tensor)
+
+
+def another_storage(memory: torch.Tensor) -> torch.UntypedStorage:
+    """A storage over the same bytes, which it keeps alive; who holds it can be told from who holds `memory`.
+
+    By DLPack's capsules in 0.7 us; `torch.from_dlpack` asks for streams besides, and takes 15.
+    """
+    return torch._C._from_dlpack(torch._C._to_dlpack(memory)).untyped_storage()
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`copy_` for many tensors, in few launches on a GPU."""
+    torch._foreach_copy_(targets, sources)
