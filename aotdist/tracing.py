@@ -25,7 +25,7 @@ from aotdist.codegen.fx import print_graph
 from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
-from aotdist.errors import AotdistError, BadSettings
+from aotdist.errors import AotdistError, BadSettings, InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.strided import LooksAround
@@ -118,7 +118,7 @@ def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
     """The trace with symbols for counts; `found` where they cannot stand for numbers: in a key, in a text."""
     try:
         symbolic = _trace_over_bases(job, times)
-    except (AotdistError, _FailsWithSymbols):
+    except (UnsupportedProgram, _FailsWithSymbols):
         return found
     ours, theirs = symbolic.traced, found.traced
     is_exact = _is_exact(ours) and not ours.symbols.decides_by(ours.symbols.floats())
@@ -211,6 +211,8 @@ def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStac
             later = _trace_over_bases(job, times)
             if _flags(job, later) or not _is_same_program(later.traced, found.traced):
                 return found
+        except InternalError:
+            raise
         except Exception:  # the program's own: it may refuse to be called twice
             return found
         on_failure.push(otherwise.pop_all())

@@ -23,6 +23,13 @@ _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "ST
 _LOADS = ("LOAD_", "STORE_FAST_LOAD_")
 _LOADS_OF_OTHERS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CLOSURE"})
 _COMPUTED_READS = frozenset({"getattr", "vars"})
+_GETTERS = frozenset({"attrgetter", "methodcaller"})  # of `operator`, by either way of importing
+_NOT_OF_USE = frozenset(
+    {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__del__"}  # make and end
+    | {"__repr__", "__dir__", "__sizeof__"}  # show
+    | {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"}  # copy
+)
+"""Special methods that are not called where an object is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,7 @@ class Names:
         loaded: attributes that it reads.
         appended: variables and attributes to whose lists it appends.
         used: those that it reads for something else.
+        texts: strings that stand in it.
     """
 
     globals: frozenset[str]
@@ -44,6 +52,7 @@ class Names:
     loaded: frozenset[str]
     appended: frozenset[str]
     used: frozenset[str]
+    texts: frozenset[str]
 
     @property
     def attributes(self) -> frozenset[str]:
@@ -52,7 +61,12 @@ class Names:
 
     def reads_by_computed_name(self) -> bool:
         """Whether it may read attributes whose names do not stand in the code."""
-        return not self.globals.isdisjoint(_COMPUTED_READS) or "__dict__" in self.attributes
+        named = self.globals | self.attributes
+        return not (
+            self.globals.isdisjoint(_COMPUTED_READS)
+            and named.isdisjoint(_GETTERS)
+            and "__dict__" not in self.attributes
+        )
 
 
 @functools.cache
@@ -70,6 +84,7 @@ def names_in(code: types.CodeType) -> Names:
         elif instruction.opname in _ATTRIBUTE_READS:
             (stored if instruction.opname == "STORE_ATTR" else loaded).add(instruction.argval)
     appended, used = _appended_and_used(list(dis.get_instructions(code)))
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
     return Names(
         frozenset(read.union(*(names.globals for names in inner))),
@@ -78,6 +93,7 @@ def names_in(code: types.CodeType) -> Names:
         frozenset(loaded.union(*(names.loaded for names in inner))),
         frozenset(appended.union(*(names.appended for names in inner))),
         frozenset(used.union(*(names.used for names in inner))),
+        frozenset(texts.union(*(names.texts for names in inner))),
     )
 
 
@@ -92,6 +108,27 @@ def _appended_and_used(instructions: Sequence[dis.Instruction]) -> tuple[set[str
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         (appended if is_appended else used).update(names)
     return appended, used
+
+
+def special_methods(cls: type) -> dict[str, types.FunctionType]:
+    """What operators, built-in functions and statements call without naming it, as far as the user wrote it.
+
+    `cls`'s own and inherited methods, by name: `__getitem__`, `__len__`, `__enter__`.
+    """
+    found: dict[str, types.FunctionType] = {}
+    for base in reversed(cls.__mro__):
+        if is_users_class(base):
+            is_generated = "__dataclass_fields__" in vars(base)
+            for name, value in vars(base).items():
+                if _is_special(name) and isinstance(value, types.FunctionType):
+                    # What `dataclass` generates compares fields, or refuses to assign them.
+                    if not (is_generated and value.__code__.co_filename == "<string>"):
+                        found[name] = value
+    return found
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__") and name not in _NOT_OF_USE
 
 
 def is_users_code(code: types.CodeType) -> bool:

@@ -50,6 +50,10 @@ def same_constant(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple):
         return len(a) == len(b) and all(same_constant(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, (slice, range)):
+        return same_constant((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    if isinstance(a, complex):
+        return same_constant(a.real, b.real) and same_constant(a.imag, b.imag)
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     return bool(a == b) or (a != a and b != b)

@@ -19,7 +19,7 @@ from aotdist.capture.constants import is_constant, is_leaf, is_same
 from aotdist.capture.hidden import is_traced
 from aotdist.capture.reassign import Reassignments, assign, is_plain
 from aotdist.capture.source import ABSENT, Source, Spot
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import NodeOutIdx
 from aotdist.subclasses.protocol import Recipe, recipe_of
 from aotdist.torch_seam.symbols import SYMBOLIC, hint, new_count, symbols_in
@@ -310,6 +310,8 @@ class InBackward:
         try:
             alike = computes_the_same()
             self._note(choice, first.after(*self._second) if alike else first.only_where_found())
+        except InternalError:
+            raise
         except Exception:  # the user's code expects to find something else: only that is known then
             self._note(choice, first.only_where_found())
         finally:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.attached import ATTACHED
-from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in
+from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of, contents
 from aotdist.capture.modules import KINDS, own_tensors
@@ -29,13 +29,15 @@ from aotdist.capture.readers import reader_of
 from aotdist.capture.source import Applied, Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
-_MAX_DEPTH = 12  # objects within objects; what lies deeper is kept by identity, not walked
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
+_CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
+_LIBRARY_CONTAINERS = (collections.UserDict, collections.UserList, collections.ChainMap)
+"""Containers that keep their items in an attribute, by code that is not entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,10 @@ def reach(
     walk = _Walk()
     path = "" if isinstance(target, nn.Module) else _display_name(target)
     for source, tensor in arguments:
-        walk.look_at(source, tensor, 0)
-    walk.visit(Source(path, target), target, 0)
+        walk.look_at(source, tensor)
+    walk.visit(Source(path, target), target)
     for name, value in code:
-        walk.visit(Source(name, value), value, 0)
+        walk.visit(Source(name, value), value)
     walk.follow_names()
     walk.note_absent()
     return Reached(
@@ -115,7 +117,6 @@ class _Named:
 
     source: Source
     value: Any
-    depth: int
     may_gain: bool = True
     looked_up: set[str] = field(default_factory=set)
 
@@ -143,12 +144,22 @@ class _Walk:
     any_name: bool = False
     of_class: dict[type, set[str]] = field(default_factory=dict)
 
-    def visit(self, source: Source, value: Any, depth: int) -> None:
+    def visit(self, source: Source, value: Any) -> None:
+        pending = [iter([(source, value)])]  # a chain of objects may be longer than Python's stack is high
+        while pending:
+            found = next(pending[-1], None)
+            if found is None:
+                pending.pop()
+            else:
+                pending.append(self._enter(*found))
+
+    def _enter(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
+        """Note a value, unless it was met before; what is inside of it."""
         if is_constant(value):
             if source.steps:
                 self.constants.append((source, value))
             return
-        if id(value) in self.seen or depth > _MAX_DEPTH:
+        if id(value) in self.seen:
             self.met_again.add(id(value))
             return
         self.seen.add(id(value))
@@ -157,19 +168,17 @@ class _Walk:
             if source.steps:
                 place = source.applied(is_tensor, f"whether {source.path} is a tensor")
                 self.constants.append((place, True))
-            self.look_at(source, value, depth)
-            return
-        if isinstance(value, (torch.Generator, *_BUILT_IN)):
+            self.look_at(source, value)
+        elif isinstance(value, (torch.Generator, *_BUILT_IN)):
             self._identity(source, value)
             self.generators += [value] if isinstance(value, torch.Generator) else []
             holder = getattr(value, "__self__", None)
             if isinstance(holder, (list, dict)):  # of the method `grads.append`
-                self.visit(source.attribute("__self__", source.path), holder, depth)
-            return
-        for place, inner in self._inside(source, value, depth):
-            self.visit(place, inner, depth + 1)
+                yield source.attribute("__self__", source.path), holder
+        else:
+            yield from self._inside(source, value)
 
-    def look_at(self, source: Source, tensor: torch.Tensor, depth: int, *, of_module: bool = False) -> None:
+    def look_at(self, source: Source, tensor: torch.Tensor, *, of_module: bool = False) -> None:
         """Let the attributes of a tensor be read by name; those of a wrapper are not assigned.
 
         An argument, and what hangs on one, is another at each call: what it is assigned is assigned again.
@@ -178,7 +187,7 @@ class _Walk:
             self.seen.add(id(tensor))
         if not is_wrapper(tensor):
             self.owners.append((source, tensor))
-        self.named.append(_Named(source, tensor, depth, not (of_module or is_wrapper(tensor))))
+        self.named.append(_Named(source, tensor, not (of_module or is_wrapper(tensor))))
 
     def follow_names(self) -> None:
         """Look up, in everything that is read by name, every name that was met, until nothing new appears."""
@@ -187,7 +196,7 @@ class _Walk:
             before = now
             for named in list(self.named):
                 for place, inner in list(self._attributes(named)):
-                    self.visit(place, inner, named.depth + 1)
+                    self.visit(place, inner)
         for named in self.named:
             if isinstance(named.value, type) and is_users_class(named.value):
                 absent = sorted(name for name in self.stored if not hasattr(named.value, name))
@@ -222,7 +231,7 @@ class _Walk:
             if not any(source.lies_in(log) for log in logs):
                 yield source, value
 
-    def _inside(self, source: Source, value: Any, depth: int) -> Iterator[tuple[Source, Any]]:
+    def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         if (read := reader_of(value, self.names)) is not None:
             self._identity(source, value)
             yield source.applied(read, f"what {source.path} holds"), read(value)
@@ -238,28 +247,28 @@ class _Walk:
                 yield source.attribute("func"), value.func
                 yield source.attribute("args"), value.args
                 yield source.attribute("keywords"), value.keywords
-            case list() | tuple() | dict():
+            case list() | tuple() | dict() | types.MappingProxyType():
                 yield from self._items(source, value)
             case nn.Module():
                 self._identity(source, value)
                 self.modules.append((source, value))
                 for path, module in value.named_modules(prefix=source.path):
                     self.seen.add(id(module))
-                    yield from self._of_module(path, module, depth)
+                    yield from self._of_module(path, module)
             case types.ModuleType() if not is_users_module(value):
                 pass
             case set() | frozenset() | collections.deque():
                 self._whole(source, value)
             case _:
-                self._object(source, value, depth)
+                self._object(source, value)
 
-    def _object(self, source: Source, value: Any, depth: int) -> None:
+    def _object(self, source: Source, value: Any) -> None:
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
             self.caches.append(value)
         if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
             self.owners.append((source, value))
         if hasattr(value, "__dict__") or is_users_class(type(value)):
-            self.named.append(_Named(source, value, depth))
+            self.named.append(_Named(source, value))
 
     def _whole(self, source: Source, value: Any) -> None:
         """A container whose items cannot be named, if they are constants."""
@@ -267,11 +276,11 @@ class _Walk:
         if is_constant(tuple(value)):
             self.constants.append((source.applied(whole, f"the items of {source.path}"), whole(value)))
 
-    def _of_module(self, path: str, module: nn.Module, depth: int) -> Iterator[tuple[Source, Any]]:
-        self.named.append(_Named(Source(path, module), module, depth))
+    def _of_module(self, path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
+        self.named.append(_Named(Source(path, module), module))
         for kind in KINDS:
             for name, place, tensor in own_tensors(path, module, kind):
-                self.look_at(place.source(name), tensor, depth, of_module=True)
+                self.look_at(place.source(name), tensor, of_module=True)
         yield from _hooks(path, module)
         yield from _library_settings(path, module)
 
@@ -281,7 +290,7 @@ class _Walk:
 
     def _items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """What a container holds; one that holds nothing but constants is one constant itself."""
-        if not isinstance(value, tuple):
+        if isinstance(value, (list, dict)):
             self.containers.append((source, value))
         keys = _keys_of(value)
         items = _items_of(value)
@@ -299,13 +308,12 @@ class _Walk:
         """The attributes of `named.value` whose names were met since it was last asked."""
         value = named.value
         if isinstance(value, type):
-            yield from self._from_classes(value)
+            made = frozenset[str]() if issubclass(value, nn.Module) else _CONSTRUCTORS
+            yield from self._from_classes(value, made)
+            yield from self._from_classes(type(value))
             return
         own = _own_attributes(value)
-        # Which attributes an installed library's tensor class reads is not looked up, so all count.
-        everything = self.any_name or (
-            isinstance(value, torch.Tensor) and is_of_own_class(value) and not is_users_class(type(value))
-        )
+        everything = self.any_name or _may_read_all(value)
         wanted = (own.keys() if everything else self.names & own.keys()) - named.looked_up
         if isinstance(value, torch.Tensor) and is_wrapper(value):
             wanted = {name for name in wanted if is_constant(own[name])}
@@ -316,11 +324,12 @@ class _Walk:
         if not isinstance(value, types.ModuleType):
             yield from self._from_classes(type(value))
 
-    def _from_classes(self, cls: type) -> Iterator[tuple[Source, Any]]:
+    def _from_classes(self, cls: type, extra: frozenset[str] = frozenset()) -> Iterator[tuple[Source, Any]]:
         """What the user's classes among the bases of `cls` hold under the names that were met since."""
         looked_up = self.of_class.setdefault(cls, set())
-        extra = _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset[str]()
-        extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset[str]()
+        extra |= _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset()
+        extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset()
+        extra |= special_methods(cls).keys()
         wanted = (self.names | extra) - looked_up
         looked_up |= wanted
         for name in sorted(wanted):
@@ -339,32 +348,46 @@ class _Walk:
                 function = value.__func__
             case types.FunctionType():
                 function = value
+            case _ if hasattr(value, "__get__") and is_users_class(type(value)):  # what reads it is a method
+                place = Source(cls.__name__, cls).attribute("__dict__")
+                yield place.item(name, f"{cls.__name__}.{name}"), value
+                return
             case _:
                 yield Source(cls.__name__, cls).attribute(name), value
                 return
         if isinstance(function, types.FunctionType) and id(function) not in self.seen:
             self.seen.add(id(function))
-            yield from self._function_state(function)
+            yield from self._function_state(function, special=name in special_methods(cls))
 
-    def _function_state(self, fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
-        """What a function can read besides its arguments."""
+    def _function_state(
+        self, fn: types.FunctionType, *, special: bool = False
+    ) -> Iterator[tuple[Source, Any]]:
+        """What a function can read besides its arguments.
+
+        Args:
+            fn: the function.
+            special: it is called for an object whose attributes all count if it may read any, see
+                `_may_read_all`; it does not let those of others count.
+        """
         if not is_users_code(fn.__code__):
             yield from _wrapped(fn)
             return
         names = names_in(fn.__code__)
         self.names |= names.attributes
         self.loaded |= names.loaded
-        self.asks |= "hasattr" in names.globals
         self.stored |= names.stored
         self.appended |= names.appended
         self.used |= names.used
-        self.any_name |= names.reads_by_computed_name()
+        if not special:
+            self.asks |= "hasattr" in names.globals
+            self.any_name |= names.reads_by_computed_name()
         yield from _cells(fn)
         self.assigned += _empty_cells(fn)
         yield from _defaults(fn)
         if not names.attributes.isdisjoint(("environ", "getenv")):
-            self.visit(Source("os", os).attribute("environ"), os.environ, 0)
-        for name in sorted(names.globals & fn.__globals__.keys()):
+            yield Source("os", os).attribute("environ"), os.environ
+        read = names.globals | (names.texts if "globals" in names.globals else frozenset())
+        for name in sorted(read & fn.__globals__.keys()):
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):
             self.assigned.append(Source(name, fn.__globals__).item(name, name))
@@ -403,7 +426,23 @@ def _name_of(source: Source) -> str:
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:
     """What hangs on an object itself, by name; guards ask at every call, and slots are rare."""
-    return dict(attributes_of(value)) if hasattr(type(value), "__slots__") else vars(value)
+    if hasattr(type(value), "__slots__"):
+        return dict(attributes_of(value))
+    return getattr(value, "__dict__", {})
+
+
+def _may_read_all(value: Any) -> bool:
+    """Whether all attributes of an object count, whatever names stand in code.
+
+    Which of them an installed library's tensor class or container reads is not looked up; and special methods
+    of the user's may compute the names.
+    """
+    cls = type(value)
+    if isinstance(value, torch.Tensor):
+        return is_of_own_class(value) and not is_users_class(cls)
+    return isinstance(value, _LIBRARY_CONTAINERS) or any(
+        names_in(method.__code__).reads_by_computed_name() for method in special_methods(cls).values()
+    )
 
 
 def is_tensor(value: Any) -> bool:
@@ -429,12 +468,12 @@ def _is_watched(name: str, value: Any) -> bool:
 
 def _items_of(container: Any) -> tuple[Any, ...]:
     """What a list, tuple or dictionary holds, as a tuple."""
-    return tuple(container.items()) if isinstance(container, dict) else tuple(container)
+    return tuple(container.items()) if isinstance(container, Mapping) else tuple(container)
 
 
 def _keys_of(container: Any) -> tuple[Any, ...]:
     """By what a list, tuple or dictionary is indexed, as a tuple."""
-    return tuple(container) if isinstance(container, dict) else tuple(range(len(container)))
+    return tuple(container) if isinstance(container, Mapping) else tuple(range(len(container)))
 
 
 def _hooks(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:

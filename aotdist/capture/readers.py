@@ -5,6 +5,7 @@ Such an object stays the same while what it gives changes, so an artifact is spe
 
 from __future__ import annotations
 
+import array
 import contextvars
 import os
 import sys
@@ -31,12 +32,14 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
         return referent
     if value is os.environ:
         return environment
+    if isinstance(value, (bytearray, array.array)):
+        return items if len(memoryview(value).cast("B")) <= _LARGEST_ARRAY else None
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
     shares = isinstance(value, numpy.ndarray) and any(name in names for name in _SHARE_MEMORY)
     is_data = not value.dtype.hasobject and value.nbytes <= _LARGEST_ARRAY
-    return array if is_data and not shares else None
+    return numbers if is_data and not shares else None
 
 
 def value_of_variable(variable: contextvars.ContextVar[Any]) -> Any:
@@ -57,6 +60,11 @@ def environment(variables: MutableMapping[str, str]) -> tuple[tuple[str, str], .
     return tuple(variables.items())
 
 
-def array(values: Any) -> tuple[str, tuple[int, ...], bytes]:
+def items(values: bytearray | array.array[Any]) -> tuple[Any, ...]:
+    """What a mutable array of Python's own holds."""
+    return tuple(values)
+
+
+def numbers(values: Any) -> tuple[str, tuple[int, ...], bytes]:
     """What a numpy array, or a number of numpy's, holds."""
     return values.dtype.str, values.shape, values.tobytes()

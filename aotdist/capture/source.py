@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -242,7 +243,8 @@ class Source:
         for step in self.steps:
             match step:
                 case Attribute(name=name):
-                    text += f".{name}"
+                    is_named = name.isidentifier() and not keyword.iskeyword(name)
+                    text = f"{text}.{name}" if is_named else f"getattr({text}, {name!r})"
                 case Item(key=key):
                     text += f"[{_literal(key, bind)}]"
                 case Applied(function=function):
@@ -269,4 +271,4 @@ def _owner_hint(path: str, root: Any) -> str:
 def _literal(key: Any, bind: Callable[[str, Any], str]) -> str:
     if isinstance(key, slice):
         return ":" if key.start is None else f"{key.start}:"
-    return repr(key) if isinstance(key, (str, int)) else bind("key", key)
+    return repr(key) if type(key) in (str, int, bool) else bind("key", key)

@@ -148,6 +148,8 @@ class _Simplifier:
             return self.stands_for.get(argument, argument)
         if isinstance(argument, (list, tuple)):
             return tuple(self._freeze(item) for item in argument)
+        if isinstance(argument, (float, complex)):
+            return (type(argument), repr(argument))  # zeros of either sign are equal, and are not the same
         return (type(argument), argument)
 
 

@@ -60,11 +60,12 @@ class Artifact:
 
 def call_fitting(artifacts: list[Artifact], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call the artifact that fits and move it to the front, where it is tried first; `MISS` if none fits."""
-    for position, artifact in enumerate(artifacts):
+    for position, artifact in enumerate(tuple(artifacts)):
         result = artifact.call(args, kwargs)
         if result is not MISS:
-            if position:
-                artifacts[:] = [artifact, *(other for other in artifacts if other is not artifact)]
+            if position:  # another thread may be looking, or adding one: it is in there at any time
+                artifacts.insert(0, artifact)
+                del artifacts[artifacts.index(artifact, 1)]
             return result
     return MISS
 

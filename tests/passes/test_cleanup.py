@@ -150,3 +150,11 @@ def test_dead_nodes_go_but_draws_stay() -> None:
 def test_a_clean_graph_is_returned_as_it_is() -> None:
     cleaned = clean(joint_of(lambda x: x.tanh().sum(), grad(4)))
     assert clean(cleaned) is cleaned
+
+
+def test_zeros_of_either_sign_stay_apart() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x / torch.full((3,), 0.0), x / torch.full((3,), -0.0)
+
+    cleaned = clean(joint_of(fn, torch.ones(3)))
+    assert count(cleaned, ATEN.full.default) == 2
