@@ -20,6 +20,7 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import ancestors, overwritten_primals
 from aotdist.partition.traits import is_collective, is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot
+from aotdist.torch_seam.operators import operator_name
 
 _ATEN = torch.ops.aten
 _DETACH = _ATEN.detach.default
@@ -43,6 +44,28 @@ _DRAWN_LIKE = frozenset(
     }
 )
 """Operators that draw numbers for a tensor of the same shape."""
+
+
+_WITHOUT_DERIVATIVE = frozenset(
+    {
+        "copy",
+        "silu_backward",
+        "mish_backward",
+        "logit_backward",
+        "native_dropout_backward",
+        "native_group_norm_backward",
+        "_fused_rms_norm_backward",
+        "_weight_norm_interface_backward",
+        "mkldnn_rnn_layer_backward",
+        "_thnn_fused_lstm_cell_backward_impl",
+        "_thnn_fused_gru_cell_backward",
+    }
+)
+"""Operators that autograd cannot differentiate, in the place of what it can.
+
+`copy` is what a trace makes of `copy_`. For the others `derivatives.yaml` has another formula, for
+`create_graph=True` (`GradMode::is_enabled()`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +147,8 @@ def _obstacle(
             return f"it draws random numbers (`{node.target}`)"
         if is_collective(node):
             return f"it communicates (`{node.target}`)"
+        if operator_name(node.target) in _WITHOUT_DERIVATIVE:
+            return f"`{node.target}` has no derivative"
         if node.target is PHILOX:
             return "it draws random numbers"
         if node in written:
