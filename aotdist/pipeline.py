@@ -225,8 +225,6 @@ def _derivatives(
     later = traced.later_backwards
     if later is None or not later.is_differentiable() or not node.again:
         return None
-    if node.obstacle is None and not later.meets_other_kinds():
-        return None
 
     def compiled(derivative: Traced) -> Training:
         _, plans = lower_all(derivative.program, derivative.facts)

@@ -46,9 +46,8 @@ _DRAWN_LIKE = frozenset(
 """Operators that draw numbers for a tensor of the same shape."""
 
 
-_WITHOUT_DERIVATIVE = frozenset(
+_ANOTHER_WITH_HISTORY = frozenset(
     {
-        "copy",
         "silu_backward",
         "mish_backward",
         "logit_backward",
@@ -59,12 +58,14 @@ _WITHOUT_DERIVATIVE = frozenset(
         "mkldnn_rnn_layer_backward",
         "_thnn_fused_lstm_cell_backward_impl",
         "_thnn_fused_gru_cell_backward",
+        "_linalg_det",
+        "_linalg_slogdet",
+        "_linalg_solve_ex",
     }
 )
-"""Operators that autograd cannot differentiate, in the place of what it can.
+"""Where these are, autograd computes gradients by other formulas under `create_graph=True`.
 
-`copy` is what a trace makes of `copy_`. For the others `derivatives.yaml` has another formula, for
-`create_graph=True` (`GradMode::is_enabled()`).
+What a trace without it recorded has no derivative then, or a wrong one.
 """
 
 
@@ -147,8 +148,8 @@ def _obstacle(
             return f"it draws random numbers (`{node.target}`)"
         if is_collective(node):
             return f"it communicates (`{node.target}`)"
-        if operator_name(node.target) in _WITHOUT_DERIVATIVE:
-            return f"`{node.target}` has no derivative"
+        if operator_name(node.target) in _ANOTHER_WITH_HISTORY:
+            return f"the gradient is computed in another way then (`{node.target}`)"
         if node.target is PHILOX:
             return "it draws random numbers"
         if node in written:

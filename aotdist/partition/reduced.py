@@ -61,7 +61,9 @@ def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
         if node in tangents:
             depends[node] = tangents[node] not in missing
         elif node.op != "output" and any(i in depends for i in node.all_input_nodes):
-            depends[node] = any(depends.get(i, False) for i in node.all_input_nodes)
+            # Zeros that a formula makes of no tangent (`zeros_like(self)`) are there, as they are in eager.
+            is_there = node.target is _ADD
+            depends[node] = any(depends.get(i, is_there) for i in node.all_input_nodes)
     return {node for node, alive in depends.items() if not alive}
 
 

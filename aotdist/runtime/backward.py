@@ -225,7 +225,9 @@ class Backward:
         caught = caught_on_the_way(ctx)
         if not arrived and not caught:
             return (None,) * len(self.plan.grads), []
-        if self.derivative is not None and (plan.obstacle is not None or not plan.takes(arrived)):
+        is_needed = plan.obstacle is not None or not plan.takes(arrived)
+        is_apart = bool(caught) or is_watched(ctx) or bool(self.plan.sizes)
+        if self.derivative is not None and (is_needed or not is_apart):
             if caught:
                 raise refusal(arrived.values(), CAUGHT)
             return self.derivative(ctx, arrived, lambda: self._without_history(ctx, changes, *tangents))

@@ -260,7 +260,7 @@ def _kept_for_again(traced: Traced, again: Again) -> tuple[tuple[PrimalIdx, ...]
     obstacle, later = _obstacle(traced, again), traced.later_backwards
     kept = {slot.path for slot in again.primals} if obstacle is None else set[str]()
     ins, facts = traced.program.ins, traced.facts
-    if later is not None and not facts.reshaped() and (obstacle is not None or later.meets_other_kinds()):
+    if later is not None and not facts.reshaped():
         kept |= {slot.path for slot, grad in zip(ins, facts.grads, strict=True) if grad is not None}
     return tuple(idx for idx, slot in ins.enumerate() if slot.path in kept), obstacle
 

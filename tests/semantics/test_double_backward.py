@@ -398,3 +398,98 @@ def test_dtensors(name: str, mesh: DeviceMesh) -> None:
     compiled = aotdist.compile(PROGRAMS[name], backend="fx")
     eager = of_wrappers(PROGRAMS[name], lambda plain: sharded(mesh, plain))
     assert_close(of_wrappers(compiled, lambda plain: sharded(mesh, plain)), eager)
+
+
+class LastOf(nn.Module):
+    """The last output of a recurrent layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0][:, -1]
+
+
+def _image(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Flatten(), nn.LazyLinear(1))
+
+
+def _vector(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 1))
+
+
+CRITICS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **{
+        layer.__name__: (lambda layer=layer: _vector(layer()), (4, 8))
+        for layer in (nn.SiLU, nn.Mish, nn.GELU, nn.Softplus, nn.ELU, nn.Tanh, nn.Dropout)
+    },
+    "LayerNorm": (lambda: _vector(nn.LayerNorm(16)), (4, 8)),
+    "RMSNorm": (lambda: _vector(nn.RMSNorm(16)), (4, 8)),
+    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 1)), (4, 8)),
+    "spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1)), (4, 8)),
+    "GroupNorm": (lambda: _image(nn.GroupNorm(2, 8), nn.ReLU()), (4, 3, 6, 6)),
+    "InstanceNorm2d": (lambda: _image(nn.InstanceNorm2d(8, affine=True)), (4, 3, 6, 6)),
+    "BatchNorm2d": (lambda: _image(nn.BatchNorm2d(8), nn.LeakyReLU()), (4, 3, 6, 6)),
+    "pooling": (lambda: _image(nn.MaxPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear")), (4, 3, 6, 6)),
+    "LSTM": (lambda: nn.Sequential(LastOf(nn.LSTM(8, 16, batch_first=True)), nn.Linear(16, 1)), (4, 5, 8)),
+    "GRU": (lambda: nn.Sequential(LastOf(nn.GRU(8, 16, batch_first=True)), nn.Linear(16, 1)), (4, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_gradient_penalties_are_eagers_bits(name: str) -> None:
+    make, size = CRITICS[name]
+    found: list[list[torch.Tensor]] = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        x, critic = torch.randn(size, requires_grad=True), make()
+        critic(x.detach())  # lazy layers, running statistics
+        if compiled:
+            aotdist.compile(critic, backend="fx")
+        torch.manual_seed(2)
+        (grad,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        (grad.flatten(1).norm(dim=1) - 1).square().mean().backward()
+        got = [grad, x.grad, *(param.grad for param in critic.parameters())]
+        found.append([torch.zeros(()) if one is None else one.detach() for one in got])
+    assert all(map(torch.equal, *found))
+
+
+def _normed(x: torch.Tensor) -> torch.Tensor:
+    norm = x.norm().clone()
+    with torch.no_grad():
+        norm.clamp_min_(1e-8)
+    return x / norm
+
+
+def _assigned(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(4, 3, dtype=x.dtype)
+    y[1:] = x
+    return y.sin()
+
+
+OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "det": torch.linalg.det,
+    "logdet": torch.logdet,
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "solve": lambda x: torch.linalg.solve(x, torch.ones(3, dtype=x.dtype)),
+    "rfft": lambda x: torch.fft.rfft(x).abs(),
+    "a write under no_grad": _normed,
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x.roll(1, 0)),
+    "an assigned slice": _assigned,
+    "fill_diagonal_": lambda x: (x * 2).fill_diagonal_(1).sin(),
+    "circular padding": lambda x: F.pad(x[None], (1, 1), mode="circular").sin(),
+}
+"""Where autograd computes other gradients under `create_graph=True`, or what was recorded has none."""
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_has_another_backward_under_create_graph(name: str) -> None:
+    fn = OTHERWISE[name]
+    found = []
+    for call in (fn, aotdist.compile(lambda x: fn(x), backend="fx")):
+        torch.manual_seed(0)
+        x = (torch.randn(3, 3, dtype=torch.float64) + 4 * torch.eye(3)).requires_grad_()
+        (grad,) = torch.autograd.grad(call(x).sin().sum(), x, create_graph=True)
+        found.append((grad.detach(), *torch.autograd.grad(grad.square().sum(), x)))
+    assert_close(*found)
