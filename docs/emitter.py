@@ -119,16 +119,16 @@ def page() -> Iterator[str]:
         "A rule says what an operator means: an element of its result as a function of its indices "
         "(`kernels/rule.py`). A **view** maps indices and computes nothing; a **pointwise** operator "
         "reads some elements of its operands; a **reducing** one reads a whole slice. An operator without "
-        "a rule is a library call. Cheap pointwise nodes over memory, like casts, are computed anew by "
-        "everyone who reads them."
+        "a rule is a library call. Cheap pointwise nodes over memory, such as casts, are recomputed by each "
+        "of their readers."
     )
     yield code("\n".join(roles(watched.plan, watched.graph)), "text")
     yield "## Which nodes share a kernel"
     yield words(
-        "Each node begins as a group of its own, over an iteration space of `x` (results) and `r` (what "
-        "is reduced). Groups merge, those that save most bytes first, if every node of both can be "
+        "Each node starts as a group of its own, over an iteration space of `x` (results) and `r` (what "
+        "is reduced). Groups merge, those that save the most bytes first, if every node of both can be "
         "*placed* in one space: given the indices at which a consumer is computed, rules say at which "
-        "indices it reads its producers. No group may be needed by something that it needs itself "
+        "indices it reads its producers. No merged group may depend on itself "
         "(`kernels/fusion.py`)."
     )
     for group in watched.plan.groups:
@@ -136,7 +136,7 @@ def page() -> Iterator[str]:
     yield "## What a kernel computes"
     yield words(
         "Reading the stored nodes down to memory gives expressions over loads (`kernels/ir.py`). Indices "
-        "are sums of variables; what a view divides its consumer multiplies again, and both cancel "
+        "are sums of variables; a view's division and its consumer's multiplication cancel "
         "(`kernels/index.py`). Variables that always go together become one (`kernels/assembly.py`)."
     )
     for number, group in enumerate(watched.plan.groups):
@@ -152,11 +152,11 @@ def page() -> Iterator[str]:
         yield code(kernel.printed.source, "python")
     yield "## What runs"
     yield words(
-        "Kernels stand in the graph in the place of nodes, and what is left is printed as one "
-        "straight-line function."
+        "Kernels replace nodes in the graph, and the resulting graph is printed as one straight-line "
+        "function."
     )
     yield code("\n".join(graph_lines(watched.fused.graph)), "text")
-    yield "`compiled.explain()` says the same in short:"
+    yield "`compiled.explain()` summarises it:"
     yield code(as_everywhere(str(watched.compiled.explain())), "text")  # type: ignore[attr-defined]
     yield machine_code()
     yield from many_tensors()
@@ -176,9 +176,9 @@ def machine_page() -> Iterator[str]:
     """These sections."""
     yield "## What a GPU runs"
     yield words(
-        "Triton compiles for a GPU that is not there (`kernels/compilation.py`). This is what a thread of "
-        "the first kernel has on an H100 or H200, and its instructions that go to memory, bring something to "
-        "other threads, or compute a function. On a GPU `explain()` tells the registers, too."
+        "Triton compiles without the GPU being there (`kernels/compilation.py`). Below are the registers of "
+        "a thread of the first kernel on an H100 or H200, and its instructions that access memory, exchange "
+        "data with other threads, or compute a function. On a GPU `explain()` shows the registers, too."
     )
     first, *_ = kernels_of(attention_scores, *arguments())
     binary = compile_kernel(first, "sm_90")
@@ -189,12 +189,12 @@ def machine_page() -> Iterator[str]:
     yield code("\n".join([usage, *counted]), "text")
     yield "## How large its blocks are"
     yield words(
-        "A model of memory (`kernels/costs.py`) tells what a way to cut a kernel into blocks should cost. It "
-        "knows how many blocks run at a time, what part of the bandwidth these can ask for, and how often a "
+        "A memory model (`kernels/costs.py`) estimates the cost of each way to cut a kernel into blocks. It "
+        "knows how many blocks run at a time, what part of the bandwidth these can use, and how often a "
         "block waits for a load. Two to four ways are kept (`kernels/configurations.py`), measured when the "
-        "kernel first runs on a GPU, and the quickest is remembered in "
+        "kernel first runs on a GPU, and the fastest is remembered in "
         "`Settings(cache_folder)` (`kernels/tuning.py`). These are the ways of "
-        "`rms_norm(x, (2048,))` for `x: bf16[16384, 2048]`, with what the model thinks of them:"
+        "`rms_norm(x, (2048,))` for `x: bf16[16384, 2048]`, with the model's estimates:"
     )
     (norm,) = kernels_of(F.rms_norm, torch.zeros(16384, 2048, dtype=torch.bfloat16), (2048,))
     yield code("\n".join(way_lines(norm)), "text")
@@ -224,19 +224,18 @@ def many_tensors() -> Iterator[str]:
     step = Watched(momentum_step, parameters())
     yield "## Many tensors in one launch"
     yield words(
-        "An optimizer's step is one kernel for each parameter. Foreach operators are taken apart "
-        "(`kernels/foreach.py`), fused, and kernels whose sources say the same but for tensors and whole "
-        "numbers become one launch (`kernels/bundling.py`): its blocks are dealt out, and each begins by "
-        "choosing what it works on. Here are three parameters of 64 by 64, 64, and 128 by 64 elements; the "
+        "An optimizer's step is one kernel for each parameter. Foreach operators are decomposed "
+        "(`kernels/foreach.py`), fused, and kernels whose sources are the same except for tensors and "
+        "integers become one launch (`kernels/bundling.py`): its blocks are shared out, and each starts by "
+        "selecting its tensors. Here are three parameters of 64 by 64, 64, and 128 by 64 elements; the "
         "blocks are the interpreter's, which are large."
     )
     yield code(inspect.getsource(momentum_step), "python")
     for kernel in step.fused.kernels:
         yield code(kernel.printed.source, "python")
     yield words(
-        "What the program writes is stored where the old values lie, as nothing reads those afterwards "
-        "(`kernels/in_place.py`): the copies that would bring new values there find that they have nothing "
-        "to do."
+        "The new values are stored over the old ones, as nothing reads those afterwards "
+        "(`kernels/in_place.py`): the copies that would bring new values there have nothing to do."
     )
 
 
@@ -245,10 +244,10 @@ def many_sizes() -> Iterator[str]:
     watched = Watched(centred, (torch.zeros(4, 64),), dynamic=True)
     yield "## Sizes that differ from call to call"
     yield words(
-        "With symbolic sizes, all of the above is done with sums of products of symbols in the place of "
-        "numbers (`kernels/polynomial.py`). What holds for all sizes is proved, or not made use of; "
-        "choices that any answer suits go by the sizes of the call that is traced. Each number that a "
-        "kernel names becomes an argument, which Triton looks at for whether 16 divides it."
+        "With symbolic sizes, all of the above is done with sums of products of symbols instead of "
+        "numbers (`kernels/polynomial.py`). A property of all sizes is proved, or not used; choices for "
+        "which any answer is correct follow the sizes of the call that is traced. Each number that a "
+        "kernel names becomes an argument, which Triton checks for divisibility by 16."
     )
     yield code(inspect.getsource(centred), "python")
     for kernel in watched.fused.kernels:

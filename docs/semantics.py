@@ -174,48 +174,48 @@ SECTIONS = (
     Section(
         "Writes to inputs",
         "The write to `x` takes part in the backward: it is done outside of the node, which gives `x` its "
-        "history. The other is a `copy_` inside. The graph writes nothing.",
+        "history. The other write is a `copy_` inside the node. The graph itself writes nothing.",
         write_to_an_input,
         lambda: (leaf(3, 2) * 1.0, torch.zeros(2)),
     ),
     Section(
         "Writes to metadata",
-        "The region sees `x` as it was and returns its data so; `t_` is repeated on the user's tensor "
-        "afterwards.",
+        "The region sees `x` as it was, and returns its data in that layout; `t_` is replayed on the user's "
+        "tensor afterwards.",
         transpose_in_place,
         lambda: (torch.ones(2, 3),),
     ),
     Section(
         "Other storage",
-        "`set_`, `.data =`, `resize_` and `as_strided_` are repeated, too, among the outputs, in the order "
-        "of the program: a view shows what its base was when it was made.",
+        "`set_`, `.data =`, `resize_` and `as_strided_` are replayed, too, among the outputs, in program "
+        "order: a view shows what its base was when the view was made.",
         another_storage,
         lambda: (torch.ones(2, 2), torch.ones(2, 2)),
     ),
     Section(
-        "Storage that is freed and had back",
-        "In the graph there is nothing to free; outside, the storage has the size that it has in eager. What "
-        "was in it in between is no result.",
+        "Storage that is freed and reallocated",
+        "In the graph there is nothing to free; outside, the storage has the size that it has in eager. Its "
+        "contents in between are not a result.",
         freed_after_use,
         freed_and_used,
     ),
     Section(
         "Outputs that alias",
-        "The node returns one base. Views are made again of it, and of the input, by the operations that "
-        "made them, so that `_base`, shared memory and later writes are eager's.",
+        "The node returns one base. Views of it, and of the input, are rebuilt by replaying the operations "
+        "that made them, so that `_base`, shared memory and later writes are as in eager.",
         aliased_outputs,
         lambda: (leaf(3, 2),),
     ),
     Section(
         "Inputs that share memory",
-        "Both are traced as parts of one span of memory, which is an input of the graph of its own. "
-        "`span_over` is also the check: inputs that lie otherwise need another artifact.",
+        "Both are traced as parts of one span of memory, which is a separate input of the graph. "
+        "`span_over` is also the check: inputs with another memory layout need another artifact.",
         aliased_inputs,
         lambda: with_row(torch.ones(3, 2)),
     ),
     Section(
         "Inputs that share memory, written with a history",
-        "Autograd has to know that `row` is a view of `x`: in the trace it is made of it again.",
+        "Autograd has to know that `row` is a view of `x`: in the trace it is made from `x` again.",
         aliased_inputs_with_history,
         lambda: (*with_row(leaf(3, 2) * 1.0), leaf(2)),
     ),
@@ -227,22 +227,22 @@ SECTIONS = (
     ),
     Section(
         "Gradients",
-        "What is not used gets no gradient, instead of zeros. `ctx.again` is kept for a backward with "
-        "`create_graph=True`, which is compiled when it is first asked for.",
+        "An unused input gets no gradient, instead of zeros. `ctx.again` is kept for a backward with "
+        "`create_graph=True`, which is compiled when it is first needed.",
         unused_and_detached,
         lambda: (leaf(2), leaf(2)),
     ),
     Section(
         "Gradients of one result with respect to another",
-        "`y` is a waypoint of the other result's gradient: it passes a gate on its way, so that hooks of "
+        "`y` is a waypoint of the other result's gradient, which passes a gate on its way, so that hooks of "
         "`y`, and gradients with respect to it, see it. As long as nobody watches, the backward runs whole.",
         made_of_a_result,
         lambda: (leaf(2),),
     ),
     Section(
         "Random numbers",
-        "The checkpoint runs the dropout again in the backward; there it is the forward's draw, not a new "
-        "one.",
+        "The checkpoint runs the dropout again in the backward, where it reuses the forward's draw instead "
+        "of making a new one.",
         dropout_under_checkpoint,
         lambda: (leaf(4),),
     ),
@@ -253,39 +253,39 @@ SECTIONS = (
         lambda: (leaf(2, 2), leaf(2, 2)),
     ),
     Section(
-        "What is assigned in Python",
+        "Assignments in Python",
         "Items, attributes and variables are assigned at every call. A number that the program finds and "
-        "changes is a symbol, read where it is. A list that grows is another one for the next call, unless "
-        "it is emptied, or the program does nothing else with it.",
+        "changes is a symbol, read at its place. A list that grows gives the next call another signature, "
+        "unless it is emptied, or the program does nothing else with it.",
         counts,
         lambda: (torch.ones(3), torch.zeros(3)),
     ),
     Section(
         "What a backward changes in Python",
         "Hooks, autograd functions and checkpoints may count, log, and keep what they compute, which is one "
-        "more result of the backward graph. The runtime changes the same after every backward; the number "
+        "more result of the backward graph. The runtime replays the changes after every backward; the number "
         "is read when the backward runs, which may be after another call.",
         hears_of_gradients,
         lambda: (leaf(3), torch.ones(3)),
     ),
     Section(
         "Symbolic sizes",
-        "With `dynamic=True` a size is a symbol, read off a tensor at every call. What the trace found out "
-        "about symbols is tested where the artifact is tried. Every expression that a graph computes with "
-        "is an argument of it.",
+        "With `dynamic=True` a size is a symbol, read off a tensor at every call. What the trace decided by "
+        "symbols is a guard, tested when the artifact is tried. Every expression that a graph computes with "
+        "is one of its arguments.",
         any_size,
         lambda: (leaf(3, 2), torch.ones(2, 4)),
         {"dynamic": True},
     ),
     Section(
         "Branches on data",
-        "Both branches are graphs, and so are both of the gradient; what they close over is an operand.",
+        "Both branches are graphs, and so are their gradients; what they close over is an operand.",
         one_of_two,
         lambda: (leaf(2), leaf(2)),
     ),
     Section(
         "Failure",
-        "What cannot be compiled is refused before anything is changed.",
+        "A program that cannot be compiled is rejected before anything is changed.",
         depends_on_data,
         lambda: (torch.ones(3),),
     ),
@@ -298,7 +298,7 @@ def page() -> str:
         "# Semantics",
         "",
         "What a compiled program does with writes, aliases and gradients, by example. `make docs` writes",
-        "this page: it compiles each program with the `fx` backend and prints what came of it.",
+        "this page: it compiles each program with the `fx` backend and prints the result.",
     ]
     for section in SECTIONS:
         lines += ["", f"## {section.title}", "", *textwrap.wrap(section.words, 110), "", *_example(section)]

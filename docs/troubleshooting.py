@@ -24,7 +24,7 @@ from aotdist import AotdistError, BadArtifact, BadSettings, SignatureMismatch, U
 def value_of_a_tensor():
     """The program needs the value of a tensor
 
-    A program is captured once and runs for other data later, so it cannot choose by what is in a tensor:
+    A program is captured once and runs for other data later, so it cannot branch on the contents of a tensor:
     `if`, `while`, `item()`, `tolist()`, `float(tensor)`.
     """
 
@@ -37,7 +37,7 @@ def value_of_a_tensor():
 def size_by_data():
     """The size of a result depends on data
 
-    `nonzero`, `unique`, masks as indices: the sizes of a graph are known when it is made.
+    `nonzero`, `unique`, masks as indices: the sizes in a graph must be known when it is traced.
     """
     aotdist.compile(lambda x: x[x > 0])(torch.ones(3))
 
@@ -45,8 +45,8 @@ def size_by_data():
 def opaque_argument():
     """An argument is neither a tensor nor a constant
 
-    What is passed is looked into: tuples, lists, dictionaries, objects of any class; but no sets, iterators
-    and arrays of numpy's.
+    Arguments are flattened: tuples, lists, dictionaries, objects of any class; but not sets, iterators and
+    NumPy arrays.
     """
     aotdist.compile(lambda x, scales: x * len(scales))(torch.ones(3), {2.0, 3.0})
 
@@ -54,7 +54,7 @@ def opaque_argument():
 def sparse_argument():
     """A tensor is sparse
 
-    Graphs hold dense tensors, and wrappers around dense tensors (2:4 sparsity is one of them).
+    Programs take dense tensors, and wrappers around dense tensors (2:4 sparsity is one of them).
     """
     aotdist.compile(lambda x: x * 2)(torch.eye(3).to_sparse())
 
@@ -70,8 +70,8 @@ def lazy_module():
 def backward_inside():
     """`backward()` is called inside
 
-    It writes `.grad` of leaves, which belongs to the caller's side. `aotdist.train_step` compiles backward
-    and optimizer too.
+    It writes the `.grad` of leaves, which belongs to the caller. `aotdist.train_step` compiles backward and
+    optimizer too.
     """
 
     def step(weight, x):
@@ -84,7 +84,7 @@ def backward_inside():
 def hook_inside():
     """A hook for an accumulated gradient is registered inside
 
-    At every call eager would add one more; a graph has no place for it.
+    Eager would add one more hook at every call; a graph cannot express that.
     """
 
     class Hooked(nn.Linear):
@@ -135,7 +135,7 @@ def dynamic_size_that_is_not():
 def unknown_backend():
     """An unknown backend
 
-    There are `fx`, `inductor`, `triton` and `auto`, and any function `(graph_module, fake_arguments) ->
+    The backends are `fx`, `inductor`, `triton`, `auto`, and any function `(graph_module, fake_arguments) ->
     callable`.
     """
     aotdist.compile(lambda x: x, backend="inducto")
@@ -150,9 +150,9 @@ def unknown_setting():
 
 
 def wrong_variable():
-    """A variable of the environment that does not fit
+    """An environment variable with an invalid value
 
-    Each setting is read from `AOTDIST_` and its name too, in capitals.
+    Each setting is also read from the variable `AOTDIST_` plus its name, in capitals.
     """
     os.environ["AOTDIST_PARTITION"] = "best"
     try:
@@ -162,23 +162,23 @@ def wrong_variable():
 
 
 def not_callable():
-    """Something that cannot be called is to be compiled
+    """The object to compile cannot be called
 
-    Modules, functions, methods and objects with a `__call__` can.
+    Modules, functions, methods and objects with a `__call__` can be compiled.
     """
     aotdist.compile(torch.ones(3))
 
 
 def not_compiled():
-    """Something is asked about that was not compiled
+    """The object to explain was not compiled
 
-    `source`, `graphs` and `explain` belong to what went through `compile`.
+    `source`, `graphs` and `explain` exist for objects that went through `compile`.
     """
     aotdist.explain(nn.Linear(2, 2))
 
 
 def optimizer_of_another_model():
-    """An optimizer and a model that have nothing to do with each other
+    """An optimizer with parameters of another model
 
     After `to_empty`, `to_float8` or FSDP2 a model may have other parameters than the optimizer was made for.
     """
@@ -196,7 +196,7 @@ def optimizer_with_a_closure():
 
 
 def no_artifact():
-    """A file that is no artifact, or is damaged
+    """A file that is not an artifact, or is damaged
 
     Artifacts have a version and a checksum. Build it again: `aotdist build`.
     """
@@ -220,9 +220,8 @@ def artifact_for_another_call():
 SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
     UnsupportedProgram: (
         "A program, at its first call with arguments of this kind, cannot be compiled ahead of time. Nothing "
-        "was changed: buffers, random numbers and gradients are as before. Around what is refused, "
-        "`aotdist.disable` runs a part eagerly, and "
-        '`torch.compile(backend="aotdist")` leaves it to eager by itself.',
+        "was changed: buffers, random numbers and gradients are as before. `aotdist.disable` runs the "
+        'rejected part eagerly, and `torch.compile(backend="aotdist")` leaves it to eager by itself.',
         [
             value_of_a_tensor,
             size_by_data,
@@ -237,8 +236,7 @@ SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
         ],
     ),
     BadSettings: (
-        "What was asked for does not exist, or does not go together. It is raised before anything is "
-        "compiled.",
+        "An option does not exist, or options are incompatible. It is raised before anything is compiled.",
         [
             unknown_backend,
             unknown_setting,
@@ -250,18 +248,18 @@ SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
         ],
     ),
     BadArtifact: ("A file cannot be used here.", [no_artifact]),
-    SignatureMismatch: ("A call, and no artifact fits it.", [artifact_for_another_call]),
+    SignatureMismatch: ("No artifact fits the call.", [artifact_for_another_call]),
 }
 
 HEAD = """\
 # Troubleshooting
 
-By the name of the error. Every one is an `aotdist.AotdistError`, and says what happened to which tensor, at
-which line of your program, what noticed it, and the way out. This page is written by
-`docs/troubleshooting.py`, which runs what it shows.
+Errors by name. Each is an `aotdist.AotdistError`, and says what happened to which tensor, at which line of
+your program, at which stage, and how to fix it. `docs/troubleshooting.py` writes this page, and runs the
+programs that it shows.
 
-`aotdist doctor` looks at the machine: versions, compilers, GPUs, the cache. `TORCH_LOGS="+aotdist"` shows
-what is compiled, stage by stage.
+`aotdist doctor` checks the machine: versions, compilers, GPUs, the cache. `TORCH_LOGS="+aotdist"` shows what
+is compiled, stage by stage.
 """
 
 REST = """\
@@ -269,24 +267,24 @@ REST = """\
 
 The ranks of a process group compiled different sequences of collectives, which would have hung. It is
 raised on every rank before the first one runs, and names the first difference. The usual causes are a
-branch on the rank's number, and parameters in the order of a set.
+branch on the rank, and parameters ordered by iterating over a set.
 
 ## RankLost
 
 A rank died, or did not come to a collective in time (`rank_timeout_s`). It is raised on all other ranks,
-and names the lost ones: what these printed last says why. `py-spy dump` shows where a hanging process is.
-A rank may be alone with a smaller batch, since the collectives are the same; where one rank alone calls what
-has others (a layer frozen there, a loss that is not computed), the ranks wait for each other, as in eager.
+and names the lost ones: their last output says why. `py-spy dump` shows where a process hangs. One rank
+alone may have a smaller batch, since the collectives are the same; if one rank alone makes a call with other
+collectives (a layer frozen there, a loss that is not computed), the ranks wait for each other, as in eager.
 
 ## CacheCorrupt
 
-An entry of the compile cache is damaged, or not yours alone. It is never raised at a call, but a warning:
-the program is compiled anew. `aotdist cache verify` lists such entries, `aotdist cache clear` removes them
+An entry of the compile cache is damaged, or others may have written it. A call never raises it; it warns, and
+compiles the program anew. `aotdist cache verify` lists such entries, `aotdist cache clear` removes them
 ([cache.md](cache.md)).
 
 ## InternalError
 
-A bug of aotdist. Please report it with the program. `aotdist.disable` runs the function eagerly until then.
+A bug in aotdist. Please report it with the program. `aotdist.disable` runs the function eagerly until then.
 """
 
 
