@@ -19,6 +19,7 @@ from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.kernel_batch import KernelBatches
+from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
 from aotdist.codegen.write_back import write_back
@@ -127,6 +128,7 @@ class InductorBackend:
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(emission.fake_mode, inputs) as context, cpp_kernels_batched(batches.start):
             decompose(gm, inductor_decompositions())
+            products_by_onednn(gm)
             compiled = compile_with_inductor(
                 gm,
                 inputs,
