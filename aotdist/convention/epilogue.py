@@ -21,7 +21,10 @@ from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
 from aotdist.convention.swapping import check_swappable, swap
 from aotdist.convention.version import bump, rewind
-from aotdist.convention.view_log import Opened, ViewLog
+from aotdist.convention.view_log import ViewLog
+from aotdist.convention.view_mode import ViewMode
+from aotdist.convention.views import Opened
+from aotdist.convention.wrapper_views import look_inside
 from aotdist.facts import (
     Action,
     Facts,
@@ -209,9 +212,10 @@ class Epilogue:
 
         def fn(*primals: Any) -> list[Any]:
             given = list(map(Opened.of, primals))
-            with ViewLog() as log:
+            log = ViewLog()
+            with ViewMode(log):
                 outs = program.fn(*primals)
-            log.look_inside(outs, given)
+            look_inside(log, outs, given)
             return [held(log, outs, primals) for held in holders]
 
         inside = [

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from aotdist.capture.origins import Origins
 from aotdist.convention.changes import Change
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import ViewStep
 from aotdist.torch_seam.autograd import creation_meta, set_creation_meta
 from aotdist.torch_seam.swaps import swap_histories
@@ -39,26 +37,6 @@ def lies_elsewhere(base: torch.Tensor, changes: Iterable[Change]) -> bool:
     """Whether some of these changes let a tensor lie otherwise in its storage: eager counts from there."""
     formers = [change.former for change in changes if change.moves() and change.former is not None]
     return any(_place(former) != _place(base) for former in formers)
-
-
-def detached_since(where: str | None = None) -> UnsupportedProgram:
-    """An error for a view whose base has no history any more, of which its own is to be made again."""
-    return UnsupportedProgram(
-        "a view is used of a tensor that was detached (`detach_`), and then written, in place",
-        where=where or Origins().current() or None,
-        stage="joint",
-        fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
-    )
-
-
-def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
-    """An error for a view whose base looks otherwise now, and has got a history since; `how` says more."""
-    return UnsupportedProgram(
-        f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
-        where=where or Origins().current() or None,
-        stage="joint",
-        fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
-    )
 
 
 def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:

@@ -13,7 +13,9 @@ import torch
 
 from aotdist.capture.capture import Returned
 from aotdist.convention.changes import Change, give_history
-from aotdist.convention.view_log import ViewLog, share_memory
+from aotdist.convention.view_log import ViewLog
+from aotdist.convention.views import share_memory
+from aotdist.convention.wrapper_views import look_inside
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
@@ -110,7 +112,7 @@ class _Classifier:
         self._outs, self._inputs, self._log, self._written = outs, inputs, log, written
         self._spent = spent
         self._node = NodeOutputs()
-        log.look_inside(outs, [stand_in.opened for stand_in in inputs.row()])
+        look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
         self._first: dict[int, OutIdx] = {}
         for position, out in enumerate(outs):
             if isinstance(out, torch.Tensor):
@@ -174,10 +176,10 @@ class _Classifier:
         It is made outside, once, and begins to require grad there; autograd's node knows nothing of it.
         """
         outs = [out for out in self._outs if isinstance(out, torch.Tensor)]
-        passed = {id(one): one for out in outs for one in (out, *self._log.bases(out))}
+        passed = {id(one): one for out in outs for one in (out, *self._log.views.bases(out))}
         own = {key: one for key, one in passed.items() if self._begins_to_require_grad(one)}
         for leaf in own.values():
-            self._log.share(leaf)
+            self._log.views.share(leaf)
         return set(own)
 
     def _begins_to_require_grad(self, tensor: torch.Tensor) -> bool:
@@ -189,7 +191,7 @@ class _Classifier:
 
         Rather than end at a leaf of the program's own, or where autograd has freed what it saved.
         """
-        ends = any(id(one) in self._own_leaves for one in (out, *self._log.bases(out)))
+        ends = any(id(one) in self._own_leaves for one in (out, *self._log.views.bases(out)))
         return out.requires_grad and not ends and id(out) not in self._spent
 
     def _target(self, number: int, change: Change) -> Place | None:
@@ -200,7 +202,7 @@ class _Classifier:
             return IsInput(as_input)
         if id(change.tensor) in self._first:
             return ViewOfOutput(self._first[id(change.tensor)], ())
-        if id(change.tensor) in self._own_leaves and self._log.made(change.tensor) >= 0:
+        if id(change.tensor) in self._own_leaves and self._log.views.made(change.tensor) >= 0:
             return self._made_again(Slot("output", f"leaf[{number}]"), change.tensor)
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
@@ -242,7 +244,7 @@ class _Classifier:
         """When to make an output: when it was made, or before what has been done since to its base."""
         if not isinstance(out, torch.Tensor):
             return -1
-        made = self._log.made(out)
+        made = self._log.views.made(out)
         root = self._log.root(out, ())
         steps = root.all_steps()
         changes = self._log.changes_of(root.base)
@@ -278,7 +280,7 @@ class _Classifier:
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
-        of_input = any(self._inputs.index_of(base) is not None for base in self._log.bases(out))
+        of_input = any(self._inputs.index_of(base) is not None for base in self._log.views.bases(out))
         root = self._log.root(out, self._first, through_node=not of_input)
         has_history = self._has_history(out)
         if not root.made:
@@ -324,7 +326,7 @@ class _Classifier:
         """
         if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
             return
-        if self._log.is_outdated(out) and not share_memory(base, out):
+        if self._log.views.is_outdated(out) and not share_memory(base, out):
             raise UnsupportedProgram(
                 f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
                 "and one of the two was written after it was made",
@@ -337,7 +339,7 @@ class _Classifier:
 
         What takes the place of something in an input is among the results. In views nothing is replaced.
         """
-        if any(map(self._log.holds_others, (out, *self._log.bases(out)))):
+        if any(map(self._log.views.holds_others, (out, *self._log.views.bases(out)))):
             raise UnsupportedProgram(
                 f"`{slot.path}` is a view of a {type(base).__name__}, and a tensor inside of it was replaced",
                 stage="joint",
@@ -367,10 +369,10 @@ class _Classifier:
             return False
         steps = [step for step in fact.steps if isinstance(step, ViewStep)]
         base = self._log.root(out, ()).base
-        is_outdated = self._log.is_outdated(out) and not self._log.changes_of(base)
+        is_outdated = self._log.views.is_outdated(out) and not self._log.changes_of(base)
         if len(steps) < len(fact.steps) or not is_outdated:
             return False
-        if self._log.was_made_before_a_write(out):
+        if self._log.views.was_made_before_a_write(out):
             return True
         # Autograd forbids some that come after it if they are made before: under `no_grad`, or of several.
         several, viewed = any(step.pick is not None for step in steps), self._inputs.row()[fact.base]

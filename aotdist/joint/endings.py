@@ -25,11 +25,13 @@ def spent_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[
     Inputs, views, and what results are views of are not among them: their backward is tried, and refused.
     """
     tensors = [out for out in outs if isinstance(out, torch.Tensor)]
-    viewed = {id(base) for out in tensors for base in log.bases(out)}
+    viewed = {id(base) for out in tensors for base in log.views.bases(out)}
     alone = [
         out
         for out in tensors
-        if inputs.index_of(out) is None and id(out) not in viewed and not any(True for _ in log.bases(out))
+        if inputs.index_of(out) is None
+        and id(out) not in viewed
+        and not any(True for _ in log.views.bases(out))
     ]
     found = ((id(out), spent_history(out)) for out in alone)
     return {key: said for key, said in found if said is not None}

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from aotdist.capture.origins import Origins, raised_at
-from aotdist.convention.outdated_views import detached_since, reshaped_since
 from aotdist.convention.view_log import ViewLog
+from aotdist.convention.view_refusals import detached_since, reshaped_since
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
 from aotdist.torch_seam.functional import DataDependentOutputException, DynamicOutputShapeException

@@ -20,7 +20,7 @@ from aotdist.convention.naming import with_history_of
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.version import version_of
-from aotdist.convention.view_log import Opened
+from aotdist.convention.views import Opened
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.symbols import Symbols

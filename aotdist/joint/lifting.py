@@ -14,7 +14,7 @@ from aotdist.capture.code import is_users_class
 from aotdist.capture.guise import Guises
 from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
-from aotdist.convention.view_log import ViewLog
+from aotdist.convention.view_mode import ViewMode
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.failures import accumulated_inside, refusal
@@ -45,7 +45,7 @@ class Lifting(TorchFunctionMode):
         inputs: the stand-ins.
         is_foreign: whether a tensor needs one.
         stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
-        log: notes writes of storage and history, and views that only show here.
+        view_mode: told of writes of storage and history, and of views that only show here.
         storages: what the program is shown for the storages of its tensors.
         higher_order: what to do where the program hands functions to an operator.
         guises: the classes that the program sees of its tensors.
@@ -64,7 +64,7 @@ class Lifting(TorchFunctionMode):
         inputs: Inputs,
         is_foreign: Callable[[torch.Tensor], bool],
         stand_in: Callable[[torch.Tensor], torch.Tensor],
-        log: ViewLog,
+        view_mode: ViewMode,
         storages: Storages,
         higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
         guises: Guises,
@@ -76,7 +76,7 @@ class Lifting(TorchFunctionMode):
         self._is_foreign = is_foreign
         self._stand_in = stand_in
         self._higher_order = higher_order
-        self._log = log
+        self._view_mode, self._log = view_mode, view_mode.log
         self._storages = storages
         self._guises = guises
         self._written_views = written_views
@@ -91,7 +91,7 @@ class Lifting(TorchFunctionMode):
             torch.Tensor.requires_grad_: self._require_grad,
             _REQUIRES_GRAD.__set__: self._require_grad,
             _GRAD.__get__: self._gradient,
-            _DATA.__get__: log.data_of,
+            _DATA.__get__: view_mode.data_of,
             _DATA.__set__: self._assign_data,
             torch.Tensor.register_hook: self._hook_gradient,
             torch.Tensor.register_post_accumulate_grad_hook: self._hook_accumulation,
@@ -109,7 +109,7 @@ class Lifting(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self._written_views.notice()
-        self._log.settle()
+        self._view_mode.settle()
         swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
         if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
             self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])

@@ -175,7 +175,7 @@ def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
     """Refuse views of a leaf, itself a view, from before a write: for autograd they are then its base's."""
     example = stand_in.example
     if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
-        if log.has_outdated_views(stand_in.tensor):
+        if log.views.has_outdated_views(stand_in.tensor):
             raise forgotten(stand_in.slot)
 
 

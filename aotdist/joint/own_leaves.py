@@ -51,9 +51,9 @@ def _own_leaves(
         if not isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
             continue
         slot, is_outdated = Slot("output", f"out[{position}]"), False
-        for tensor in (out, *log.bases_by_operators(out)):
+        for tensor in (out, *log.views.bases_by_operators(out)):
             if is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
                 if is_outdated and tensor._is_view():
                     raise forgotten(slot)
                 yield slot, tensor
-            is_outdated = is_outdated or log.was_made_before_a_write(tensor)
+            is_outdated = is_outdated or log.views.was_made_before_a_write(tensor)

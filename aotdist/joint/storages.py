@@ -159,7 +159,7 @@ class Storages:
             tensor = stand_in.tensor
             if isinstance(tensor, FunctionalTensor) and storage_id(tensor) == storage._cdata:
                 return tensor
-        return self._log.base_on(storage._cdata)
+        return self._log.views.base_on(storage._cdata)
 
     def _real_bytes(self, key: int) -> int | None:
         for stand_in in self._inputs.row():

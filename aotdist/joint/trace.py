@@ -18,6 +18,7 @@ from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
+from aotdist.convention.view_mode import ViewMode
 from aotdist.facts import Facts
 from aotdist.joint.body import Enclosing
 from aotdist.joint.classes import Classes
@@ -109,7 +110,8 @@ def trace(
         known = inputs.of_example(example)
         return inputs.add(name_closed_over(example), example) if known is None else known
 
-    log, classes = ViewLog(recorder.guises), Classes(recorder, stand_in)
+    log, classes = ViewLog(), Classes(recorder, stand_in)
+    view_mode = ViewMode(log, recorder.guises)
     storages = Storages(inputs, log, recorder.strided)
     swaps = Swaps(inputs, log, storages, recorder, stand_in)
     effects = Effects(recorder, inputs, log, storages, swaps, classes, training, cuts)
@@ -120,7 +122,7 @@ def trace(
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         stack.enter_context(symbols.counting(counts))
-        stack.enter_context(log)
+        stack.enter_context(view_mode)
         stack.enter_context(hearing_of_swaps(swaps.hear))
         control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
         written_views = WrittenViews(inputs, log)
@@ -128,7 +130,7 @@ def trace(
             inputs,
             recorder.is_foreign,
             stand_in,
-            log,
+            view_mode,
             storages,
             control_flow,
             classes.guises,
@@ -138,7 +140,7 @@ def trace(
         with classes.shown(), lifting, inputs.current(), naming_failures(), naming_outdated_views(log):
             outs = program.fn(*tensors)
             written_views.notice()
-            log.settle()
+            view_mode.settle()
         recorder.draws.check()
         foreign = recorder.is_foreign
         outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]

@@ -45,7 +45,7 @@ class WrittenViews:
             node = history_of(tensor)
             if node is None or node.name() == NAMED or node is self._last.get(idx):
                 continue
-            if any(self._log.is_or_shows(write.tensor, tensor) for write in self._log.uncounted):
+            if any(self._log.views.is_or_shows(write.tensor, tensor) for write in self._log.uncounted):
                 raise _keeps_its_history(self._inputs.row()[idx].slot)
             self._last[idx] = node
             node.register_prehook(functools.partial(_laid_out_anew, tensor.output_nr))

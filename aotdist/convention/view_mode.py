@@ -1,0 +1,289 @@
+"""Remembers, while a program is traced, by which operation each view was made of which tensor.
+
+A dispatch mode on top of all others sees every operation on the tensors that the user handles,
+wrappers included, below autograd. So one log serves plain tensors and subclasses, under `no_grad`
+and `detach` too, where autograd itself forgets what a view was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import enable_reentrant_dispatch
+
+from aotdist.capture.guise import Guises
+from aotdist.convention.changes import INVERSES, resize_as_out, set_memory
+from aotdist.convention.naming import another_name
+from aotdist.convention.outdated_views import make_again
+from aotdist.convention.version import all_uncounted, bump, rewind, written_uncounted
+from aotdist.convention.view_log import Uncounted, ViewLog, edge_of_leaf, is_recorded
+from aotdist.convention.view_refusals import (
+    refuse_looking_around,
+    refuse_overlapping_write,
+    refuse_resized_inside,
+)
+from aotdist.convention.views import Entry, Opened, share_memory
+from aotdist.facts import ViewStep, data_of
+from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
+from aotdist.torch_seam.functional import FunctionalTensor
+from aotdist.torch_seam.modes import TorchDispatchMode, torch_functions_off
+from aotdist.torch_seam.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    broken_up,
+    is_left_whole_in_inference,
+    is_operator,
+    makes_views,
+    out_names,
+    out_of_place,
+    written_by,
+)
+
+_DETACH = torch.ops.aten.detach.default
+_LIKE_ANOTHER = {
+    torch.ops.aten.view_as.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.expand_as.default: torch.ops.aten.broadcast_to.default,
+}
+"""What does the same without a second tensor; only in inference mode they come here whole."""
+_SET = torch.ops.aten.set_.source_Tensor
+_FROM_STORAGES = frozenset(
+    {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+)
+_SETS = frozenset({_SET, torch.ops.aten.set_.default})
+_RESIZE = torch.ops.aten.resize_.default
+_RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
+_AS_STRIDED_ = torch.ops.aten.as_strided_.default
+_VIEW_AS_DTYPE = torch.ops.aten.view.dtype
+_LIFT = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` does with its data; to the program the result is no view of anything."""
+
+
+class ViewMode(TorchDispatchMode):
+    """Logs views, and what is done in place to what a tensor is.
+
+    Args:
+        log: where to.
+        guises: what the user's code sees of the tensors, if it sees something else.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, log: ViewLog, guises: Guises | None = None) -> None:
+        super().__init__()
+        self.log = log
+        self._guises = guises or Guises()
+        self._reshaped: list[torch.Tensor] = []
+        self._reads_data = False
+        self._is_off = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_off:
+            return func(*args, **kwargs)
+        with self._guises.off(self._guises.among((*args, *kwargs.values()))):
+            result = self._dispatch(func, args, kwargs)
+        return self._guises.show(result)
+
+    def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)  # none of them makes views
+        whole = is_left_whole_in_inference(func)
+        if whole and not any(map(is_wrapper, args)):
+            # Elsewhere autograd has broken `view_as` and `reshape` up before they come here. Wrappers
+            # get to see `view_as` itself, as in eager. What it is broken up into is not inside of anything.
+            with self, nullcontext() if makes_views(func) else enable_reentrant_dispatch():
+                return broken_up(func, *args, **kwargs)
+        targets = [*written_by(func, args, kwargs)] if is_operator(func) else []
+        for target in targets:
+            refuse_overlapping_write(self.log.views, func, target)
+        if self.log.changes:
+            self.log.refuse_lost((*args, *kwargs.values()), targets)
+        if whole or (getattr(func, "is_view", False) and func is not _LIFT):
+            with nullcontext() if whole else _as_what_is_viewed(func, args):
+                result = self._view_by(func)(*args, **kwargs)
+            # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
+            if isinstance(args[0], torch.Tensor) and (not whole or share_memory(args[0], result)):
+                self._log(func, args, kwargs, result)
+            return result
+        if torch.Tag.inplace_view in getattr(func, "tags", ()):
+            return self._log_in_place(func, args, kwargs)
+        results = out_names(func) if is_operator(func) else ()
+        if results:
+            return self._log_outs(func, args, kwargs, results)
+        uncounted = written_uncounted(args)
+        if uncounted:
+            serial, records = self.log.views.next_serial(), is_recorded((*args, *kwargs.values()))
+            self.log.uncounted += [Uncounted(target, serial, records) for target in targets]
+        with all_uncounted(uncounted):
+            return func(*args, **kwargs)
+
+    def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        base, *rest = args
+        if func in _LIKE_ANOTHER:
+            func, rest = _LIKE_ANOTHER[func], [rest[0].size()]
+        grad, serial = torch.is_grad_enabled(), self.log.views.next_serial()
+        picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
+        for pick, view in picks:
+            if view is not base:
+                step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
+                made, version = self.log.views.next_serial(), None if base.is_inference() else base._version
+                self.log.views.put(Entry(view, base, (step,), made, version, Opened.of(view).inside))
+
+    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor.data`, which looks like `detach` from here."""
+        self._reads_data = True
+        try:
+            view = tensor.data
+        finally:
+            self._reads_data = False
+        entry = self.log.views.get(view)
+        if entry is not None and entry.steps[-1].op is _DETACH:
+            steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
+            self.log.views.put(replace(entry, steps=steps))
+        return view
+
+    def _view_by(self, func: OpOverload) -> Callable[..., Any]:
+        """`func`, as `.data` calls it: above autograd, so that writes of what lies inside are counted."""
+        return _detached_for_data if self._reads_data and func is _DETACH else func
+
+    def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """`view.t_()`: the view is one more step away from its base, and views of it are not."""
+        op, do = func, func
+        if func is _AS_STRIDED_:
+            refuse_looking_around(self.log.views, args[0], *args[1:], **kwargs)
+        if func in _FROM_STORAGES:
+            args = (args[0], self._in_storage(args[1], args[0].dtype, *args[2:], **kwargs))
+            op, do, kwargs = set_memory, _SET, {}
+        changed, *rest = args
+        size, stride = changed.size(), changed.stride()
+        former = None if func in INVERSES else another_name_from_below(changed)
+        edge = None
+        if do in _SETS:
+            with enable_reentrant_dispatch():
+                edge = edge_of_leaf(changed)
+        result = do(*args, **kwargs)
+        if func in _RESIZES:
+            if changed.size() == size and changed.stride() == stride:
+                return result
+            op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
+        change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former, edge=edge)
+        if not change.moves():
+            self._make_views_again(changed)
+        twin = out_of_place(func)
+        entry = self.log.views.get(changed)
+        if entry is not None:
+            self.log.rebase_views_of(entry)
+        if entry is not None and twin is not None:
+            # Autograd makes the history of a view again after any write: grad mode matters when it is made.
+            grad = entry.steps[-1].grad if changed._is_view() else change.grad
+            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial),)
+            if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
+                steps = (*steps, ViewStep(_DETACH, (), (), None, change.grad, self.log.views.next_serial()))
+            self.log.views.put(replace(entry, steps=(*entry.steps, *steps)))
+            self._reshaped.append(changed)
+        return result
+
+    def _log_outs(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
+    ) -> Any:
+        """An operator may give its `out=` another size."""
+        outs = [kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)]
+        before = [(out.size(), another_name(out)) for out in outs]
+        result = func(*args, **kwargs)
+        for out, (size, former) in zip(outs, before, strict=True):
+            refuse_resized_inside(out, former)
+            if out.size() != size:
+                shape = [tuple(out.size()), out.stride()]
+                self.log.note_change(out, size, resize_as_out, shape, {}, bumps=1, former=former)
+        return result
+
+    def settle(self) -> None:
+        """Let views that were reshaped in place by the call before be what they are now, to autograd, too."""
+        views = self.log.views
+        while self._reshaped:
+            view = self._reshaped.pop()
+            base = view._base
+            if base is not None:
+                known, entry = views.first_steps(view), views.get(view)
+                assert entry is not None, "it was reshaped as a view"
+                steps = (*known, entry.steps[-1]) if known else views.steps_from(base, view)
+                rewind(base, 1)  # as if it was made before, so that its history is made again
+                self._make_again(view, base, steps)
+                bump(base, 1)
+
+    def _make_views_again(self, base: torch.Tensor) -> None:
+        """Let what is known as a view of `base`, which was reshaped in place, be one of what that is now.
+
+        The operators that made it, by which autograd makes its history again, hold for what the base was.
+        """
+        for view in [entry.view for entry in self.log.views if entry.view._base is base]:
+            with enable_reentrant_dispatch():
+                self._make_again(
+                    view, base, self.log.views.first_steps(view) or self.log.views.steps_from(base, view)
+                )
+
+    def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
+        with self._guises.off(self._guises.among([view])):
+            if not isinstance(view, FunctionalTensor) or view.is_inference():
+                return  # the history of a wrapper follows from where it lies
+            self.log.views.keep_first_steps(view, steps)
+            self._is_off = True
+            try:
+                make_again(view, self._as_at(base, steps[0].serial), steps)
+            finally:
+                self._is_off = False
+
+    def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
+        """A tensor as it was when the trace was so far, by views of what it is now."""
+        for change in reversed(self.log.changes_of(base)):
+            base = change.before(base) if change.serial > serial else base
+        return base
+
+    def _in_storage(self, *where: Any, **more: Any) -> torch.Tensor:
+        assert self.log.storages is not None, "a trace has them"
+        with self, torch.no_grad(), torch_functions_off():
+            return self.log.storages.part(*where, **more)
+
+
+def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, from where autograd has been left behind."""
+    with enable_reentrant_dispatch():
+        return another_name(tensor)
+
+
+def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        dims = 4 if memory_format is torch.channels_last else 5
+        if (
+            tensor.dim() == dims
+            and not tensor.is_contiguous()
+            and tensor.is_contiguous(memory_format=memory_format)
+        ):
+            return {"memory_format": memory_format}
+    return {}
+
+
+def _detached_for_data(tensor: torch.Tensor) -> torch.Tensor:
+    return wrapper_rule(type(tensor)).data_of(tensor) if is_wrapper(tensor) else _DETACH(tensor)
+
+
+def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """In inference mode, a view of a tensor from outside of it is a normal tensor too, if its dtype is."""
+    is_view = getattr(func, "is_view", False) and func is not _VIEW_AS_DTYPE
+    if torch.is_inference_mode_enabled() and is_view and not args[0].is_inference():
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        return stack
+    return nullcontext()

@@ -1,0 +1,251 @@
+"""The chains of views of a traced program: by which operation each view was made of which tensor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from aotdist.convention.swapping import Exchange
+from aotdist.facts import Around, Inside, ViewStep, data_of
+from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, wrapper_rule
+from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
+from aotdist.torch_seam.functional import memory_of
+from aotdist.torch_seam.tensors import storage_id
+
+_DETACH = torch.ops.aten.detach.default
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation by which a view was made, or several.
+
+    Args:
+        view: what was made; held, so that its id stays its own.
+        base: of what.
+        steps: how.
+        made: when, as a number that grows.
+        version: of the base then; None where nothing counts.
+        inside: what lay inside of the view then, by path.
+    """
+
+    view: torch.Tensor
+    base: torch.Tensor
+    steps: tuple[ViewStep, ...]
+    made: int
+    version: int | None
+    inside: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    def is_outdated(self) -> bool:
+        """Whether the base was written since."""
+        return self.version is not None and self.base._version > self.version
+
+    def shares_history(self) -> bool:
+        """Whether the view has the history of its base."""
+        return all(step.grad and step.op not in (_DETACH, data_of) for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor on the way from a base to a view, with a history that replaying views would lose.
+
+    Args:
+        tensor: the tensor: a user's `autograd.Function` made it, say.
+        after: how, from there, to the next such tensor, or to the view.
+    """
+
+    tensor: torch.Tensor
+    after: tuple[ViewStep, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Where a view comes from.
+
+    Args:
+        base: the tensor that it is a view of in the end.
+        steps: how, from there, to the first of `made`, or to the view itself.
+        made: the tensors on the way with histories of their own: all that are no views to autograd, which may
+            be the base of others, and the last that is one.
+    """
+
+    base: torch.Tensor
+    steps: tuple[ViewStep, ...] = ()
+    made: tuple[Made, ...] = ()
+
+    def all_steps(self) -> tuple[ViewStep, ...]:
+        """How, from the base to the view."""
+        return (*self.steps, *(step for made in self.made for step in made.after))
+
+    def passing(self, before: torch.Tensor | None) -> Root:
+        """The same, where the tensor at which it has arrived so far is one of `made`, if it has to be.
+
+        Args:
+            before: what it is a view of, if its gradient is not to arrive there as autograd would have it.
+        """
+        matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
+        matters = matters or (before is not None and _is_redistributed(self.base, before))
+        return replace(self, steps=(), made=(Made(self.base, self.steps), *self.made)) if matters else self
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A tensor, and what lies inside of it, by path; the program may put other tensors there."""
+
+    tensor: torch.Tensor
+    inside: tuple[tuple[str, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Opened:
+        """With what is there now."""
+        return cls(tensor, tuple(inner_tensors(tensor)))
+
+    def plains(self) -> list[torch.Tensor]:
+        """The plain tensors: those inside, or the tensor itself."""
+        return [inner for _, inner in self.inside if not is_wrapper(inner)] or [self.tensor]
+
+
+class Views:
+    """Which tensor was made of which, and how; iterates over the entries."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._from_base: dict[int, tuple[ViewStep, ...]] = {}
+        self._serials = itertools.count()
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._entries
+
+    def get(self, tensor: torch.Tensor) -> Entry | None:
+        """How a tensor was made, if it is a view."""
+        return self._entries.get(id(tensor))
+
+    def put(self, entry: Entry) -> None:
+        """Note how a view was made, whatever was known of it."""
+        self._entries[id(entry.view)] = entry
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Let a tensor be no view."""
+        self._entries.pop(id(tensor), None)
+
+    def next_serial(self) -> int:
+        """The number of what happens now; greater than all before."""
+        return next(self._serials)
+
+    def made(self, tensor: torch.Tensor) -> int:
+        """When a view was made, as a number that grows; before all others for what is no view."""
+        entry = self.get(tensor)
+        return -1 if entry is None else entry.made
+
+    def bases(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What `tensor` is a view of, what that is a view of, and so on."""
+        entry = self.get(tensor)
+        while entry is not None:
+            yield entry.base
+            entry = self.get(entry.base)
+
+    def bases_by_operators(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Those of them that autograd may know: not a wrapper for what lies inside of it, nor the reverse."""
+        entry = self.get(tensor)
+        while entry is not None and not isinstance(entry.steps[-1].op, (Inside, Around)):
+            yield entry.base
+            entry = self.get(entry.base)
+
+    def is_or_shows(self, tensor: torch.Tensor, base: torch.Tensor) -> bool:
+        """Whether a tensor is `base`, or a view of it."""
+        return tensor is base or self.is_view_of(tensor, base)
+
+    def holds_others(self, view: torch.Tensor) -> bool:
+        """Whether a tensor inside of a view has been replaced by another since it was made."""
+        entry = self.get(view)
+        pairs = zip(inner_tensors(view), () if entry is None else entry.inside, strict=False)
+        return any(now is not before for (_, now), (_, before) in pairs)
+
+    def is_outdated(self, tensor: torch.Tensor) -> bool:
+        """Whether a view, or one on the way to it, was made before a write of what it is a view of.
+
+        Autograd makes its history again then, from the base that it knows, whatever was between.
+        """
+        entry = self.get(tensor)
+        while entry is not None:
+            if entry.is_outdated():
+                return True
+            entry = self.get(entry.base)
+        return False
+
+    def was_made_before_a_write(self, tensor: torch.Tensor) -> bool:
+        """Whether a view itself was made before a write of what it is a view of."""
+        entry = self.get(tensor)
+        return entry is not None and entry.is_outdated()
+
+    def has_outdated_views(self, base: torch.Tensor) -> bool:
+        """Whether there are such views of a tensor, with a history."""
+        views = [entry.view for entry in self._entries.values()]
+        return any(v.requires_grad and self.is_view_of(v, base) and self.is_outdated(v) for v in views)
+
+    def base_on(self, storage: int) -> torch.Tensor | None:
+        """A tensor, itself no view, that lies in a storage, if views were made of any."""
+        for entry in self._entries.values():
+            if entry.base not in self and storage_id(entry.base) == storage:
+                return entry.base
+        return None
+
+    def steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
+        """How a view was made of what it is one of to autograd, or of what that looks the same as."""
+        steps: tuple[ViewStep, ...] = ()
+        while view is not base and view in self:
+            entry = self._entries[id(view)]
+            steps, view = (*entry.steps, *steps), entry.base
+        return steps
+
+    def share(self, view: torch.Tensor) -> None:
+        """All that is a view of `view`, if it is one itself, is to be made of the same tensor."""
+        entry = self.get(view)
+        if entry is not None:
+            steps = (*entry.steps[:-1], replace(entry.steps[-1], shared=True))
+            self.put(replace(entry, steps=steps))
+
+    def is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
+        """Whether a tensor is a view of `base`, directly or through others."""
+        return any(passed is base for passed in self.bases(view))
+
+    def first_steps(self, view: torch.Tensor) -> tuple[ViewStep, ...] | None:
+        """How a view was made of what it is one of to autograd, before that was reshaped, if it was."""
+        return self._from_base.get(id(view))
+
+    def keep_first_steps(self, view: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
+        """Remember it."""
+        self._from_base[id(view)] = steps
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Two tensors have become each other: what is known of the one is known of the other."""
+        of = exchange.of
+        views = {key: of(entry.view) for key, entry in self._entries.items()}
+        self._from_base = {id(views[key]): steps for key, steps in self._from_base.items()}
+        entries = [replace(e, view=of(e.view), base=of(e.base), inside=()) for e in self]
+        self._entries = {id(entry.view): entry for entry in entries}
+
+
+def share_memory(base: torch.Tensor, result: Any) -> bool:
+    """Whether a result, one tensor or several, lies in memory of `base`; wrappers by what is in them."""
+    views = result if isinstance(result, (list, tuple)) else [result]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (base, *views)):
+        return False
+    memory = {memory_of(plain) for plain in plain_tensors(base)}
+    return any(memory_of(plain) in memory for view in views for plain in plain_tensors(view))
+
+
+def _is_redistributed(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether gradients of `view` are laid out otherwise than those of `base`."""
+    is_same_kind = is_wrapper(view) and type(view) is type(base)
+    return (
+        is_same_kind
+        and history_of(view) is not None
+        and wrapper_rule(type(view)).is_redistributed(view, base)
+    )
