@@ -50,6 +50,9 @@ from aotdist.torch_seam.autograd import (
 End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
 
+Chosen = tuple[NodeOutIdx, ...]
+"""Some of these, for a backward by itself."""
+
 Wanted = tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]
 """An input, and where its gradients arrive."""
 
@@ -115,13 +118,13 @@ class Backward:
         functions = custom_functions([tensor for _, tensor in ends])
         self._accumulates = REENTRANT_CHECKPOINT in functions
 
-    def choices(self) -> list[tuple[NodeOutIdx, ...]]:
+    def choices(self) -> list[Chosen]:
         """The choices of results for which the backward has to be traced by itself."""
         tensors = [tensor for _, tensor in self._ends]
         tensors += [end for _, ends in self._wanted for end in ends if isinstance(end, torch.Tensor)]
         return [] if is_linear(self._ends) and not _mixes_kinds(tensors) else self.some()
 
-    def some(self) -> list[tuple[NodeOutIdx, ...]]:
+    def some(self) -> list[Chosen]:
         """Every choice of some of the results, unless there are too many."""
         indices = [idx for idx, _ in self._ends]
         if not 1 < len(indices) <= _MOST_CHOICES:

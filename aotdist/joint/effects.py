@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import torch
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
 from aotdist.convention.changes import Change, resize_storage
-from aotdist.convention.memory import covers, may_repeat
 from aotdist.convention.naming import NAMED
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
@@ -38,6 +36,7 @@ from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
     Backward,
+    Chosen,
     End,
     Result,
     choice_results,
@@ -50,31 +49,28 @@ from aotdist.joint.backward import (
 )
 from aotdist.joint.classes import Classes
 from aotdist.joint.classify import NodeOutputs, classify
+from aotdist.joint.data_writes import backward_writes, forward_writes
 from aotdist.joint.endings import endings, spent_results
 from aotdist.joint.failures import accumulated_inside
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.meetings import Meetings
-from aotdist.joint.metadata import Metadata, detached_and_written, refuse, written_around
+from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.joint.proxies import Recorder
 from aotdist.joint.storages import Storages
-from aotdist.joint.strided import Strided
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.waypoints import Held, Waypoints
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import (
-    is_wrapper,
     leaves,
-    plain_tensors,
     recipe_of,
     refuse_unknown_subclass,
     same_layout,
 )
-from aotdist.torch_seam.autograd import custom_functions, history_of, is_leaf_with_grad, save_tensors
+from aotdist.torch_seam.autograd import custom_functions, history_of, save_tensors
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
-from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +176,7 @@ class Effects:
         _refuse_accumulation(row)
         for idx, one in row.enumerate():
             _refuse_write(one, reshaped=metadata.is_reshaped(idx))
-        writes, rewinds = _forward_writes(row, outputs, metadata, self.storages, self.recorder.strided)
+        writes, rewinds = forward_writes(row, outputs, metadata, self.storages, self.recorder.strided)
         outputs.order = (*outputs.order, *self.swaps.actions(outs))
         node_outs = Row[NodeOutIdx, NodeOut](
             NodeOut(slot, recipe_of(tensor), self.training and idx in outputs.with_history)
@@ -215,40 +211,26 @@ class Effects:
         forward_end = ForwardEnd.of(recorder, inputs.row()) if self.cuts and fits else None
         held = _held(forward, inputs.row()) if self.cuts and fits and is_linear(ends) else []
         waypoints = Waypoints(held, ends)
-        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
-        wanted = metadata.gradient_ends(inputs.row())
-        asked = self.classes.are_asked_in_backward(self._starts(forward))
-        shown = functools.partial(self.classes.shown, asked=asked)
-        mode = forward.lifting
-        backward = Backward(recorder, forward.node_outs, ends, wanted, mode, arrivals, shown, in_python)
-        alone = backward.choices() if self.cuts else []
+        backward = self._backward_from(forward, ends, in_python)
+        by_themselves = backward.choices() if self.cuts else []
         meetings = Meetings()
         with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
             with backward.noting_arrivals() as arrived:
-                whole = backward.run(again=again or bool(alone))
+                whole = backward.run(again=again or bool(by_themselves))
         grads = whole.grads
         _refuse_accumulation(inputs.row())
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
         slots = inputs.row().map(lambda one: one.slot)
         results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
-        writes, written = _backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
+        writes, written = backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, inputs, in_python.replaced)
         if whole.kept and self.cuts and again:
-            alone = backward.some()
-        runs: dict[tuple[NodeOutIdx, ...] | None, Computed] = {None: whole}
-        choices: list[Choice] = []
-        for chosen in () if writes else alone:
-            runs[chosen] = some = backward.run(chosen, again=True)
-            choices.append(Choice(chosen, *some.recipes()))
-            results += choice_results(recorder, choices[-1], slots, some)
+            by_themselves = backward.some()
+        runs, choices, of_choices = self._trace_choices(backward, () if writes else by_themselves)
+        results += of_choices
         if in_python.whole and again and not writes:
-            with recorder.on_trial():
-                for chosen in () if choices else backward.some():
-                    runs[chosen] = backward.run(chosen, again=True)
-                for chosen, first in runs.items():
-                    again_alike = functools.partial(_runs_alike, backward, recorder, chosen, first)
-                    in_python.try_again(chosen, first.kept, again_alike)
+            self._check_repeatable(backward, {None: whole, **runs}, in_python)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), writes)
         storages = tuple(self.storages.resized_since(sizes))
@@ -262,11 +244,47 @@ class Effects:
             writes,
             storages,
             waypoints.passages(len(forward.node_outs)),
-            tuple(choices),
+            choices,
             meetings.differ,
             tuple(name for name in functions if name != NAMED),
             results + written,
         )
+
+    def _backward_from(self, forward: ForwardEffects, ends: Sequence[End], in_python: InBackward) -> Backward:
+        """What runs autograd from the differentiable results."""
+        fits = not forward.is_rewritten
+        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
+        wanted = forward.metadata.gradient_ends(self.inputs.row())
+        asked = self.classes.are_asked_in_backward(self._starts(forward))
+        shown = functools.partial(self.classes.shown, asked=asked)
+        mode = forward.lifting
+        return Backward(self.recorder, forward.node_outs, ends, wanted, mode, arrivals, shown, in_python)
+
+    def _trace_choices(
+        self, backward: Backward, by_themselves: Sequence[Chosen]
+    ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
+        """Run the backward of each choice of results: what it computes, of which kinds, and the values."""
+        runs: dict[Chosen, Computed] = {}
+        choices: list[Choice] = []
+        results: list[Result] = []
+        slots = self.inputs.row().map(lambda one: one.slot)
+        for chosen in by_themselves:
+            runs[chosen] = some = backward.run(chosen, again=True)
+            choices.append(Choice(chosen, *some.recipes()))
+            results += choice_results(self.recorder, choices[-1], slots, some)
+        return runs, tuple(choices), results
+
+    def _check_repeatable(
+        self, backward: Backward, runs: Mapping[Chosen | None, Computed], in_python: InBackward
+    ) -> None:
+        """Run the backward of each choice once more: what it changes in Python, it is to change each time."""
+        runs = dict(runs)
+        with self.recorder.on_trial():
+            for chosen in () if len(runs) > 1 else backward.some():
+                runs[chosen] = backward.run(chosen, again=True)
+            for chosen, first in runs.items():
+                again_alike = functools.partial(_runs_alike, backward, self.recorder, chosen, first)
+                in_python.try_again(chosen, first.kept, again_alike)
 
     def _starts(self, forward: ForwardEffects) -> list[torch.Tensor]:
         """Results, and written inputs, at which the caller may start a backward of the program."""
@@ -306,103 +324,6 @@ class Effects:
         )
 
 
-def _forward_writes(
-    row: Row[PrimalIdx, StandIn],
-    outputs: NodeOutputs,
-    metadata: Metadata,
-    storages: Storages,
-    strided: Strided,
-) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
-    """What the forward did to each input; the new values become node outputs, those with history first.
-
-    Returns:
-        the facts, and how many of the counted writes of each input will be repeated; see `Facts.rewinds`.
-    """
-    for idx, stand_in in row.enumerate():
-        if metadata.late_history(idx, stand_in):
-            outputs.add_history(idx, stand_in)
-    facts: list[InputFact] = [
-        Untouched(metadata.bumps(idx, stand_in, written=False), stand_in.bumps_inside())
-        for idx, stand_in in row.enumerate()
-    ]
-    repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
-    # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
-    written = [(idx, s) for idx, s in _written_by_name(row, metadata) if all(map(storages.holds, s.plains))]
-    for idx, stand_in in written:
-        if _is_written_around(stand_in, strided, history=metadata.has_new_history(idx, stand_in)):
-            raise written_around(stand_in)
-    for differentiable in (True, False):
-        for idx, stand_in in written:
-            # A leaf written under `no_grad` still requires grad, but its new value has no history.
-            if metadata.has_new_history(idx, stand_in) is differentiable:
-                if differentiable and is_leaf_with_grad(stand_in.example):
-                    raise detached_and_written(stand_in.slot)
-                slot = Slot("write", stand_in.slot.path)
-                tensor = metadata.as_before(idx, stand_in, history=differentiable)
-                value = outputs.add(slot, tensor, history=differentiable)
-                bumps = metadata.bumps(idx, stand_in, written=True)
-                if differentiable:  # it is counted where it is written, after the region
-                    bumps -= repeated.pop(idx, 0)
-                facts[idx] = DataWritten(value, differentiable, bumps, stand_in.bumps_inside())
-    return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
-
-
-def _is_written_around(stand_in: StandIn, strided: Strided, *, history: bool) -> bool:
-    """Whether a write to an input, with history or not, changes what autograd knows of memory around it.
-
-    A view of before, of more than the input, is one of what the input is a view of from then on.
-    """
-    requires_grad = stand_in.example.requires_grad
-    if not history and not requires_grad:
-        return False
-    return any(strided.looks_around(plain, history=not history) for plain in stand_in.plains)
-
-
-def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[tuple[PrimalIdx, StandIn]]:
-    """The inputs to copy new values into.
-
-    Of several that share memory, those that were written themselves: the others see it. And those that show
-    more than these, since what was done behind autograd's back, by `.data`, has no name.
-
-    A view of a DTensor may be a copy: written, it leaves the DTensor's data alone, and gives it a history.
-    """
-    written = [
-        (idx, s)
-        for idx, s in row.enumerate()
-        if (s.whole or not s.derived)
-        and (any(s.writes()) or (is_wrapper(s.tensor) and s.bumps() and metadata.has_new_history(idx, s)))
-    ]
-    named: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
-        named[storage_id(plain)].append(plain)
-    once: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for plain in (plain for _, s in written for plain in plain_tensors(s.example) if not may_repeat(plain)):
-        once[storage_id(plain)].append(plain)
-    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _has_another_name(s, named, once)]
-
-
-def _has_another_name(
-    stand_in: StandIn,
-    named: Mapping[int, Sequence[torch.Tensor]],
-    once: Mapping[int, Sequence[torch.Tensor]],
-) -> bool:
-    """Whether all that was written of an input is memory of others, which are written by name.
-
-    What shows elements twice cannot be copied into: then by others that show each `once`.
-    """
-    repeats = any(map(may_repeat, plain_tensors(stand_in.example)))
-    return _is_seen_through(stand_in, named) or (repeats and _is_seen_through(stand_in, once))
-
-
-def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:
-    """Whether all that was written of an input is memory of tensors, here by storage, written by name."""
-    pairs = zip(stand_in.writes(), plain_tensors(stand_in.example), strict=True)
-    return all(
-        not count or any(covers(other, plain) for other in named.get(storage_id(plain), ()))
-        for count, plain in pairs
-    )
-
-
 def _refuse_accumulation(row: Row[PrimalIdx, StandIn]) -> None:
     """Refuse `backward()` inside of the program: in its forward, in a hook, in a function's backward."""
     for stand_in in row:
@@ -438,36 +359,7 @@ def _held(forward: ForwardEffects, row: Row[PrimalIdx, StandIn]) -> list[Held]:
     return held
 
 
-def _backward_writes(
-    recorder: Recorder,
-    row: Row[PrimalIdx, StandIn],
-    before: Sequence[tuple[tuple[int, ...], int]],
-    metadata: Metadata,
-    storages: Storages,
-) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
-    """Inputs that the backward wrote, and their new values."""
-    writes: list[BackwardWrite] = []
-    results: list[Result] = []
-    # An input that the backward was the first to touch has no count from before: nothing was written then.
-    padded = [*before, *[((), 0)] * (len(row) - len(before))]
-    for idx, stand_in in row.enumerate():
-        counts, (counted, bumps) = stand_in.writes(), padded[idx]
-        if stand_in.whole and counts != counted:
-            raise written_around(stand_in, "by the backward")
-        if stand_in.derived or counts == (counted or (0,) * len(counts)):
-            continue
-        if not all(map(storages.has_room, stand_in.plains)):
-            continue
-        writes.append(BackwardWrite(idx, stand_in.bumps() - bumps))
-        plains = metadata.plains_as_before(idx, stand_in)
-        for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
-            results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
-    return tuple(writes), results
-
-
-def _runs_alike(
-    backward: Backward, recorder: Recorder, choice: tuple[NodeOutIdx, ...] | None, first: Computed
-) -> bool:
+def _runs_alike(backward: Backward, recorder: Recorder, choice: Chosen | None, first: Computed) -> bool:
     """Whether the backward of a choice computes what it has computed first, when it runs once more."""
     return first.is_like(recorder, backward.run(choice, again=True))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -124,26 +125,9 @@ def trace(
         stack.enter_context(symbols.counting(counts))
         stack.enter_context(view_mode)
         stack.enter_context(hearing_of_swaps(swaps.hear))
-        control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
-        written_views = WrittenViews(inputs, log)
-        lifting = Lifting(
-            inputs,
-            recorder.is_foreign,
-            stand_in,
-            view_mode,
-            storages,
-            control_flow,
-            classes.guises,
-            written_views,
-            recorder.asked_for_strides,
+        outs, lifting = _run_forward(
+            program, tensors, recorder, inputs, view_mode, storages, classes, stand_in
         )
-        with classes.shown(), lifting, inputs.current(), naming_failures(), naming_outdated_views(log):
-            outs = program.fn(*tensors)
-            written_views.notice()
-            view_mode.settle()
-        recorder.draws.check()
-        foreign = recorder.is_foreign
-        outs = [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs]
         forward = effects.forward(outs, lifting)
         backward = effects.backward(forward, in_python or InBackward(None), again=again)
     facts = effects.facts(forward, backward)
@@ -165,6 +149,39 @@ def trace(
     symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
+
+
+def _run_forward(
+    program: Program[PrimalIdx],
+    tensors: Sequence[torch.Tensor],
+    recorder: Recorder,
+    inputs: Inputs,
+    view_mode: ViewMode,
+    storages: Storages,
+    classes: Classes,
+    stand_in: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[list[Any], Lifting]:
+    """What a program returns for stand-ins of its inputs, and the mode that it ran in."""
+    control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
+    written_views = WrittenViews(inputs, view_mode.log)
+    foreign = recorder.is_foreign
+    lifting = Lifting(
+        inputs,
+        foreign,
+        stand_in,
+        view_mode,
+        storages,
+        control_flow,
+        classes.guises,
+        written_views,
+        recorder.asked_for_strides,
+    )
+    with classes.shown(), lifting, inputs.current(), naming_failures(), naming_outdated_views(view_mode.log):
+        outs = program.fn(*tensors)
+        written_views.notice()
+        view_mode.settle()
+    recorder.draws.check()
+    return [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs], lifting
 
 
 def _resuming(
