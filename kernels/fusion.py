@@ -114,7 +114,9 @@ def _readers_of_memory(units: Units) -> dict[Node, list[Unit]]:
     """The groups that read each tensor that no group computes."""
     found: dict[Node, list[Unit]] = {}
     for unit in units.in_order():
-        for source in units.sources(unit) if unit.group is not None else ():
+        if unit.group is None:
+            continue
+        for source in units.sources(unit):
             if source not in units.uses.computed:
                 found.setdefault(source, []).append(unit)
     return found

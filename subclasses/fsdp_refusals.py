@@ -24,7 +24,9 @@ def refuse(root: nn.Module) -> None:
     """
     paths = {module: path or "(root)" for path, module in root.named_modules()}
     for module, path in paths.items():
-        for group in fsdp_groups(fsdp_state(module)) if isinstance(module, FSDPModule) else ():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in fsdp_groups(fsdp_state(module)):
             _refuse_group(group, path)
             for record in group.fsdp_params:
                 owner = record._module_info

@@ -168,8 +168,9 @@ class Guises:
             yield
         finally:
             self._depth -= 1
-            for guise in guises if self._are_worn else ():
-                guise.put_on()
+            if self._are_worn:
+                for guise in guises:
+                    guise.put_on()
 
     def among(self, values: Iterable[Any]) -> list[torch.Tensor]:
         """Those of `values`, and of lists among them, that wear a guise."""
@@ -215,9 +216,9 @@ def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[t
     for stand_in, example in zip(stand_ins, examples, strict=True):
         if isinstance(stand_in, FunctionalTensor):
             given, held = given_attributes(stand_in), vars(example)
-            # A wrapper that was swapped with a plain tensor holds what is inside of it.
-            for name in () if is_wrapper(example) else held.keys() - given.keys():
-                del held[name]
+            if not is_wrapper(example):  # one that was swapped with a plain tensor holds what is inside of it
+                for name in held.keys() - given.keys():
+                    del held[name]
             held.update(given)
 
 

@@ -426,7 +426,9 @@ def _by_spot(pairs: Iterable[tuple[Source, Any]]) -> dict[Spot, Any]:
 
 
 def _refuse_given(given: GivenContainers | None) -> None:
-    for path in given.changed() if given is not None else ():
+    if given is None:
+        return
+    for path in given.changed():
         raise UnsupportedProgram(
             f"the backward (a hook, an autograd function) changes `{path}`, which the call is given",
             stage="joint",

@@ -219,11 +219,12 @@ class ViewLog:
 
     def refuse_lost(self, values: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
         """Refuse views that show other memory, or have another history, than the log can tell."""
-        for view in written if is_recorded(values) else ():
-            base = view._base
-            # Autograd cuts gradients of a base by where the two lie: the view as ever, the base as it is now.
-            if base is not None and lies_elsewhere(base, self._changes_since_made(view, base)):
-                raise outgrown()
+        if is_recorded(values):
+            for view in written:
+                base = view._base
+                # Autograd cuts gradients of a base by where the two lie: the view as ever, the base as now.
+                if base is not None and lies_elsewhere(base, self._changes_since_made(view, base)):
+                    raise outgrown()
         for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if id(tensor) in self._outgrown:

@@ -72,9 +72,10 @@ def aot_export_module(
     mutated = assembly.new_values()
     values = assembly.values()
     grads = assembly.gradients() if trace_joint else {}
-    for leaf in traced.inputs if trace_joint else ():
-        if leaf.requires_grad() and leaf not in grads:
-            raise _without_gradient(leaf)
+    if trace_joint:
+        for leaf in traced.inputs:
+            if leaf.requires_grad() and leaf not in grads:
+                raise _without_gradient(leaf)
     gm = assembly.module([*mutated.values(), *values, *grads.values()])
     state = (leaf.value for leaf, _ in call.state)
     in_spec = pytree.tree_structure(((*state, *call.args), dict(call.kwargs)))

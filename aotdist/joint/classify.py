@@ -310,7 +310,9 @@ class _Classifier:
         Neither can a view of it.
         Without writes it is handed the input's own memory; a write is done when the graph has run.
         """
-        for stand_in in self._inputs.row() if is_wrapper(out) else ():
+        if not is_wrapper(out):
+            return
+        for stand_in in self._inputs.row():
             if any(stand_in.writes()) and share_memory(stand_in.tensor, out):
                 raise UnsupportedProgram(
                     f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "

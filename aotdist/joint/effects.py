@@ -280,8 +280,8 @@ class Effects:
         """Run the backward of each choice once more: what it changes in Python, it is to change each time."""
         runs = dict(runs)
         with self.recorder.on_trial():
-            for chosen in () if len(runs) > 1 else backward.some():
-                runs[chosen] = backward.run(chosen, again=True)
+            if len(runs) == 1:
+                runs |= {chosen: backward.run(chosen, again=True) for chosen in backward.some()}
             for chosen, first in runs.items():
                 again_alike = functools.partial(_runs_alike, backward, self.recorder, chosen, first)
                 in_python.try_again(chosen, first.kept, again_alike)

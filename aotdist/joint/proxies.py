@@ -300,7 +300,9 @@ class Recorder:
 
     def asked_for_strides(self, tensor: torch.Tensor) -> None:
         """Note that the program's backward looks at the strides of a tensor, which tangents may decide."""
-        for plain in plain_tensors(tensor) if self.phase == "backward" else ():
+        if self.phase != "backward":
+            return
+        for plain in plain_tensors(tensor):
             if isinstance(plain, FunctionalTensor):
                 self.value(plain).meta["strides_asked"] = True
 

@@ -94,7 +94,9 @@ class Waypoints:
                 handle.remove()
 
     def _piece_hooks(self) -> Iterator[tuple[Node, Any]]:
-        for node in self._nodes if self._passing else ():
+        if not self._passing:
+            return
+        for node in self._nodes:
             sources = [self._passing.get((source, nr)) for source, nr in node.next_functions]
             if any(source is not None for source in sources):
                 yield node, _noting(sources)

@@ -119,10 +119,10 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
             if known:  # else it stems from a view, and comes back through it
                 latest = min(latest, *known)
                 pieces.setdefault(latest, []).append((position, k))
-    if any(level <= position for level, sent in pieces.items() for position, _ in sent):
+    if not pieces or any(level <= position for level, sent in pieces.items() for position, _ in sent):
         return ()
     at_level: dict[int, list[NodeOutIdx]] = {}
-    for idx, level in passages.levels.enumerate() if pieces else ():
+    for idx, level in passages.levels.enumerate():
         if level:
             at_level.setdefault(level, []).append(idx)
     return tuple(Gate(k, tuple(outs), tuple(pieces.get(k, ()))) for k, outs in sorted(at_level.items()))

@@ -184,8 +184,9 @@ def print_call(
             if shielded:
                 names = [f"values[{idx}]" for idx in shielded]
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
-            for write in plans.writes.writes if gates is None else ():
-                print_write(printer, primals, write)
+            if gates is None:
+                for write in plans.writes.writes:
+                    print_write(printer, primals, write)
         for idx, count in plans.epilogue.rewinds:
             printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
         for idx, inside, count in plans.epilogue.inside:

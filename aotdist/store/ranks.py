@@ -33,8 +33,9 @@ class Variant:
     def of(self, rank: int) -> Json:
         """The record of one rank."""
         position, record = self.ranks.index(rank), self.record
-        for path, table in self.tables if position else ():
-            record = _changed(record, path, table[position])
+        if position:  # `record` is the one of the first
+            for path, table in self.tables:
+                record = _changed(record, path, table[position])
         return record
 
 

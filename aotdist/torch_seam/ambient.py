@@ -55,7 +55,9 @@ def device_of_context() -> torch.device | None:
     """Where new tensors are made that nobody places, if a context or `torch.set_default_device` says so."""
     # `torch.get_default_device` takes 5 us, and asks the modes of a trace as well.
     num_modes = torch._C._len_torch_function_stack()
-    for position in reversed(range(num_modes)) if num_modes else ():
+    if not num_modes:
+        return None
+    for position in reversed(range(num_modes)):
         mode = torch._C._get_function_stack_at(position)
         if isinstance(mode, DeviceContext):
             return mode.device

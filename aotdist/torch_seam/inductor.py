@@ -247,8 +247,9 @@ def inductor_extensions() -> Iterator[tuple[Any, Any]]:
         ("torch._inductor.lowering", ("lowerings",)),
         ("torch._inductor.decomposition", ("decompositions", "extra_random_decomps")),
     ):
-        for table in tables if module in sys.modules else ():
-            yield from getattr(sys.modules[module], table, {}).items()
+        if module in sys.modules:
+            for table in tables:
+                yield from getattr(sys.modules[module], table, {}).items()
 
 
 class CppKernelBatch(Protocol):

@@ -127,7 +127,9 @@ class AtomicWriter(FileSystemWriter):
                 )
 
     def _drop_oldest(self) -> None:
-        for old in complete_checkpoints(self._root)[self._keep :] if self._keep else []:
+        if not self._keep:
+            return
+        for old in complete_checkpoints(self._root)[self._keep :]:
             doomed = self._root / f"{self._partial.name}-{old.name}"
             old.rename(doomed)  # a crash in the midst of what follows leaves no half of a checkpoint
             shutil.rmtree(doomed)
