@@ -16,7 +16,8 @@ import torch
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, wrapper_rule
 
-_DETACH = torch.ops.aten.detach.default
+DETACH = torch.ops.aten.detach.default
+"""A view to the log, and none to autograd."""
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ class ViewStep:
 
     def ends_views(self) -> bool:
         """Whether what the step makes is no view to autograd, so that views of it have it for their base."""
-        return self.op in (_DETACH, data_of) or isinstance(self.op, (Inside, Around))
+        return self.op in (DETACH, data_of) or isinstance(self.op, (Inside, Around))
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,10 @@ GRADIENT_ROLES = frozenset[Role](("tangent", "total"))
 """Arguments that are gradients."""
 LATE_ROLES: frozenset[Role] = frozenset({"tangent", "total", "buffer"})
 """Arguments that only exist in the backward."""
+FORWARD_ROLES: frozenset[Role] = frozenset({"output", "write"})
+"""Results of the forward."""
+BACKWARD_ROLES: frozenset[Role] = frozenset({"grad", "piece", "backward_write", "kept"})
+"""Results of the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +165,8 @@ class Graph:
 
     def is_backward(self) -> bool:
         """Whether it is a backward that was cut off."""
-        return any(slot.role in ("grad", "backward_write") for slot in self.outs) and not any(
-            slot.role in ("output", "write") for slot in self.outs
-        )
+        roles = {slot.role for slot in self.outs}
+        return not roles.isdisjoint(BACKWARD_ROLES) and roles.isdisjoint(FORWARD_ROLES)
 
     def sizes(self) -> tuple[str, ...]:
         """The expressions of the numbers that it takes, in the order of `ins`."""

@@ -159,9 +159,11 @@ def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
         return False
     for one, other in pairs:
         (leaves, spec), (other_leaves, other_spec) = map(pytree.tree_flatten, (one, other))
-        pairs_of_leaves = zip(leaves, other_leaves, strict=False)
+        if spec != other_spec:
+            return False
+        pairs_of_leaves = zip(leaves, other_leaves, strict=True)
         numbers = [(a, b) for a, b in pairs_of_leaves if is_constant(b) or isinstance(b, SYMBOLIC)]
-        if spec != other_spec or not all(_is_as(a, b) for a, b in numbers):
+        if not all(_is_as(a, b) for a, b in numbers):
             return False
     return True
 

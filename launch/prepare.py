@@ -23,12 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from aotdist.api import compile as compile_in_place
-from aotdist.api import settings_of
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.launch.sharding import blocks_of, chosen, same_on_all_ranks, shard
-from aotdist.settings import Settings
+from aotdist.settings import Settings, settings_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

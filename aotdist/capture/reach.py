@@ -30,7 +30,8 @@ from aotdist.capture.source import Applied, Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+"""Attributes that modules have by being modules."""
 _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
@@ -463,7 +464,7 @@ def _has_none_of(names: frozenset[str]) -> Callable[[Any], bool]:
 
 def _is_watched(name: str, value: Any) -> bool:
     """Whether the guard of the module's tree, or nobody, has to watch an attribute of a module."""
-    return name in _OF_EVERY_MODULE or isinstance(value, ATTACHED) or is_constant(value)
+    return name in OF_EVERY_MODULE or isinstance(value, ATTACHED) or is_constant(value)
 
 
 def _items_of(container: Any) -> tuple[Any, ...]:
@@ -492,11 +493,7 @@ def _library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, An
     if is_users_class(cls) or cls.__module__.partition(".")[0] == "torch":
         return
     for name, value in vars(module).items():
-        if (
-            name not in _OF_EVERY_MODULE
-            and hasattr(value, "__dict__")
-            and not isinstance(value, _NO_SETTINGS)
-        ):
+        if name not in OF_EVERY_MODULE and hasattr(value, "__dict__") and not isinstance(value, _NO_SETTINGS):
             place = Source(path, module).attribute(name)
             yield from (
                 (place.attribute(key), item) for key, item in vars(value).items() if is_constant(item)

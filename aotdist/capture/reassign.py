@@ -19,13 +19,11 @@ from torch import nn
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
 from aotdist.capture.instances import GivenObject
-from aotdist.capture.reach import Reached
+from aotdist.capture.reach import OF_EVERY_MODULE, Reached
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +275,7 @@ def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _Lis
         for held in (vars(module)["_buffers"], vars(module)["_modules"], vars(module)):
             yield _container(Source(path, held), held)
         for name, value in vars(module).items():
-            if name not in _OF_EVERY_MODULE and type(value) in (list, dict):
+            if name not in OF_EVERY_MODULE and type(value) in (list, dict):
                 yield _container(Source(path, module).attribute(name), value)
 
 

@@ -27,7 +27,7 @@ from aotdist.convention.view_refusals import (
     refuse_resized_inside,
 )
 from aotdist.convention.views import Entry, Opened, share_memory
-from aotdist.facts import ViewStep, data_of
+from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam.functional import FunctionalTensor
 from aotdist.torch_seam.modes import TorchDispatchMode, torch_functions_off
@@ -43,7 +43,6 @@ from aotdist.torch_seam.operators import (
     written_by,
 )
 
-_DETACH = torch.ops.aten.detach.default
 _LIKE_ANOTHER = {
     torch.ops.aten.view_as.default: torch.ops.aten.reshape.default,
     torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
@@ -148,14 +147,14 @@ class ViewMode(TorchDispatchMode):
         finally:
             self._reads_data = False
         entry = self.log.views.get(view)
-        if entry is not None and entry.steps[-1].op is _DETACH:
+        if entry is not None and entry.steps[-1].op is DETACH:
             steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
             self.log.views.put(replace(entry, steps=steps))
         return view
 
     def _view_by(self, func: OpOverload) -> Callable[..., Any]:
         """`func`, as `.data` calls it: above autograd, so that writes of what lies inside are counted."""
-        return _detached_for_data if self._reads_data and func is _DETACH else func
+        return _detached_for_data if self._reads_data and func is DETACH else func
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`view.t_()`: the view is one more step away from its base, and views of it are not."""
@@ -189,7 +188,7 @@ class ViewMode(TorchDispatchMode):
             grad = entry.steps[-1].grad if changed._is_view() else change.grad
             steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial),)
             if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
-                steps = (*steps, ViewStep(_DETACH, (), (), None, change.grad, self.log.views.next_serial()))
+                steps = (*steps, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
             self.log.views.put(replace(entry, steps=(*entry.steps, *steps)))
             self._reshaped.append(changed)
         return result
@@ -275,7 +274,7 @@ def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
 
 
 def _detached_for_data(tensor: torch.Tensor) -> torch.Tensor:
-    return wrapper_rule(type(tensor)).data_of(tensor) if is_wrapper(tensor) else _DETACH(tensor)
+    return wrapper_rule(type(tensor)).data_of(tensor) if is_wrapper(tensor) else DETACH(tensor)
 
 
 def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:

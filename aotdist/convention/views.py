@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from aotdist.convention.swapping import Exchange
-from aotdist.facts import Around, Inside, ViewStep, data_of
+from aotdist.facts import DETACH, Around, Inside, ViewStep, data_of
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.tensors import storage_id
-
-_DETACH = torch.ops.aten.detach.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Entry:
 
     def shares_history(self) -> bool:
         """Whether the view has the history of its base."""
-        return all(step.grad and step.op not in (_DETACH, data_of) for step in self.steps)
+        return all(step.grad and step.op not in (DETACH, data_of) for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)

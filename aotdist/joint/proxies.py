@@ -64,9 +64,9 @@ class _Tracer(PythonKeyTracer):
     def __init__(self, stamp: Callable[[], dict[str, Any]]) -> None:
         super().__init__()
         self.root = torch.nn.Module()
-        self.tensor_attrs: dict[Any, str] = {}  # literal tensors (`x[0] = 3.0`) become attributes of `root`
+        # Literal tensors (`x[0] = 3.0`) become attributes of `root`; FX's own entry point sets this up.
+        self.tensor_attrs: dict[Any, str] = {}
         self.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
-        self.tensor_attrs = {}  # constants met on the way; FX's own entry point sets it up
         self._stamp = stamp
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:

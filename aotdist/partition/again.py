@@ -16,6 +16,7 @@ from torch.fx import Interpreter, Node
 
 from aotdist.convention.philox import PHILOX
 from aotdist.errors import UnsupportedProgram
+from aotdist.facts import DETACH
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import ancestors, overwritten_primals
 from aotdist.partition.traits import is_collective, is_late, is_random
@@ -23,7 +24,6 @@ from aotdist.program import GRADIENT_ROLES, Graph, Slot
 from aotdist.torch_seam.operators import operator_name
 
 _ATEN = torch.ops.aten
-_DETACH = _ATEN.detach.default
 _SHAPED_LIKE = frozenset(
     {
         _ATEN.empty_like.default,
@@ -209,4 +209,4 @@ def _needed(joint: Graph, outs: Sequence[Slot], kept: Container[str]) -> set[Nod
 
 def _is_detached_by_autograd(node: Node) -> bool:
     """Whether it is a `detach` that stems from saving a result for backward: no forward operator uses it."""
-    return node.target is _DETACH and all(map(is_late, node.users))
+    return node.target is DETACH and all(map(is_late, node.users))

@@ -14,10 +14,7 @@ from torch.fx import Node
 from aotdist.errors import InternalError
 from aotdist.partition.storage import view_base
 from aotdist.partition.traits import is_effectful, is_getitem, is_late, is_size, is_wait
-from aotdist.program import LATE_ROLES, Graph
-
-FORWARD_ROLES = frozenset({"output", "write"})
-BACKWARD_ROLES = frozenset({"grad", "piece", "backward_write", "kept"})
+from aotdist.program import BACKWARD_ROLES, FORWARD_ROLES, LATE_ROLES, Graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from torch.fx import Node
 
 from aotdist.errors import InternalError
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import FORWARD_ROLES, Halves, ancestors, results_of
+from aotdist.partition.halves import Halves, ancestors, results_of
 from aotdist.partition.storage import storage_bytes
 from aotdist.partition.traits import is_effectful, is_size
-from aotdist.program import LATE_ROLES, Graph, Slot, Split
+from aotdist.program import FORWARD_ROLES, LATE_ROLES, Graph, Slot, Split
 
 
 @dataclass(frozen=True, slots=True)

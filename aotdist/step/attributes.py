@@ -15,11 +15,11 @@ import torch
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_same
+from aotdist.capture.source import ABSENT
 from aotdist.errors import UnsupportedProgram
 from aotdist.step.held import refill
 from aotdist.torch_seam.trees import pytree
 
-_ABSENT = object()
 _CONTAINERS = (dict, list, set, deque)
 _OF_SCHEDULES = "_opt_called"
 """An attribute of optimizers by which schedules tell that there was a step."""
@@ -43,8 +43,8 @@ class _Container:
         """Places that hold something else by now, and what; the whole container where others are there."""
         if isinstance(self.now, dict):
             for key in self.now.keys() | self.before.keys():
-                value = self.now.get(key, _ABSENT)
-                if not is_same(value, self.before.get(key, _ABSENT)):
+                value = self.now.get(key, ABSENT)
+                if not is_same(value, self.before.get(key, ABSENT)):
                     yield _path(self.path, key), value
         elif len(self.now) != len(self.before):
             yield self.path, self.now
