@@ -17,9 +17,9 @@ from aotdist.codegen.emit import Emitter
 from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans, lower_all
 from aotdist.joint.trace import Traced
-from aotdist.partition.again import Again, as_function, gradients, plan_again
 from aotdist.partition.builder import collector_paused
 from aotdist.partition.choices import without_choices
+from aotdist.partition.double_backward import DoubleBackwardPlan, as_function, gradients, plan_double_backward
 from aotdist.partition.gates import linked, plan_gates
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
@@ -32,7 +32,7 @@ from aotdist.report.stage_times import StageTimes
 from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
-from aotdist.runtime.derive import Derive
+from aotdist.runtime.double_backward_compiler import DoubleBackwardCompiler
 from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.runtime.print_call import MISS
@@ -198,8 +198,10 @@ def _compile_training(
         halves = emitter.halves(split)
     facts, ins = traced.facts, traced.program.ins
     more = OnDemand(cut, joint, by_choice, split, halves, facts, ins, traced.symbols, emitter)
-    again = plan_again(linked(traced.graph), facts.functions, split.saved, hooked=facts.hooked)
-    node = node_plan(traced, plans, split, halves.tangent_strides, again)
+    double_backward = plan_double_backward(
+        linked(traced.graph), facts.functions, split.saved, hooked=facts.hooked
+    )
+    node = node_plan(traced, plans, split, halves.tangent_strides, double_backward)
     region = Training(
         cut=cut,
         joint=joint,
@@ -211,34 +213,34 @@ def _compile_training(
         reduced=more.reduced,
         parts=more.parts,
         gates=gates,
-        again=_Twice(traced.graph, again, emitter),
-        others=more.of_other_kinds(traced.later_backwards, node.again_slots),
-        derivatives=_derivatives(traced, joint, split, node, emitter),
+        differentiable_parts=_DifferentiableParts(traced.graph, double_backward, emitter),
+        others=more.of_other_kinds(traced.later_backwards, node.kept_primal_slots),
+        double_backward=_double_backward_compiler(traced, joint, split, node, emitter),
     )
     return region, (*records, *records_of_backward)
 
 
-def _derivatives(
+def _double_backward_compiler(
     traced: Traced, joint: Graph, split: Split, node: NodePlan, emitter: Emitter
-) -> Derive | None:
-    """What compiles the backward as a program with a backward, where `_Twice` will not always do."""
+) -> DoubleBackwardCompiler | None:
+    """What compiles the backward as a program with a backward, where `_DifferentiableParts` will not do."""
     later = traced.later_backwards
-    if later is None or not later.is_differentiable() or not node.again:
+    if later is None or not later.is_differentiable() or not node.kept_primals:
         return None
 
-    def compiled(derivative: Traced) -> Training:
-        _, plans = lower_all(derivative.program, derivative.facts)
-        graph, _ = _joint_passes(derivative.graph, emitter.backend, emitter.settings)
-        return _compile_training(graph, derivative, plans, emitter, StageTimes())[0]
+    def compiled(traced_backward: Traced) -> Training:
+        _, plans = lower_all(traced_backward.program, traced_backward.facts)
+        graph, _ = _joint_passes(traced_backward.graph, emitter.backend, emitter.settings)
+        return _compile_training(graph, traced_backward, plans, emitter, StageTimes())[0]
 
-    return Derive(later, joint, split, node, traced.symbols, traced.fake_mode, compiled)
+    return DoubleBackwardCompiler(later, joint, split, node, traced.symbols, traced.fake_mode, compiled)
 
 
-class _Twice:
+class _DifferentiableParts:
     """Gradients as compiled functions with a backward of their own; made when they are first asked for."""
 
-    def __init__(self, cut: Graph, again: Again, emitter: Emitter) -> None:
-        self._cut, self._again, self._emitter = cut, again, emitter
+    def __init__(self, cut: Graph, plan: DoubleBackwardPlan, emitter: Emitter) -> None:
+        self._cut, self._plan, self._emitter = cut, plan, emitter
         self._made: dict[Any, Part] = {}
 
     def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
@@ -247,7 +249,7 @@ class _Twice:
         if key not in self._made:
             with alone(), users_modes_off():
                 joint = self._cut if in_parts else linked(self._cut, arrived)
-                graph = gradients(joint, self._again, outs)
+                graph = gradients(joint, self._plan, outs)
                 missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
                 graph = without_tangents(graph, missing, any_strides=True)
                 self._made[key] = Part(self._compiled(graph), graph.ins)

@@ -380,7 +380,7 @@ def _trace(
                         dims=dims,
                         counts=counts,
                         cuts=captured.ambient.grad and not job.backend.owns_cut,
-                        again=not captured.environment.rules,
+                        may_run_later=not captured.environment.rules,
                         in_python=captured.in_backward,
                     )
             except LooksAround as found:

@@ -227,8 +227,8 @@ SECTIONS = (
     ),
     Section(
         "Gradients",
-        "An unused input gets no gradient, instead of zeros. `ctx.again` is kept for a backward with "
-        "`create_graph=True`, which is compiled when it is first needed.",
+        "An unused input gets no gradient, instead of zeros. `ctx.kept_primals` is kept for a "
+        "backward with `create_graph=True`, which is compiled when it is first needed.",
         unused_and_detached,
         lambda: (leaf(2), leaf(2)),
     ),

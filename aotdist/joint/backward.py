@@ -159,7 +159,7 @@ class Backward:
         choice: Sequence[NodeOutIdx] | None = None,
         tangents: Mapping[NodeOutIdx, torch.Tensor] | None = None,
         *,
-        again: bool,
+        retain_graph: bool,
         with_history: bool = False,
     ) -> Computed:
         """The gradients that there are, and what user code keeps.
@@ -167,7 +167,7 @@ class Backward:
         Args:
             choice: which results to start from; all, if not given.
             tangents: what to start with there, if not with what is assumed.
-            again: whether there will be another run.
+            retain_graph: whether there will be another run.
             with_history: whether they are to be differentiated in turn.
         """
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
@@ -186,7 +186,7 @@ class Backward:
             tensors, first = zip(*starts, strict=True)
             stack.enter_context(self.shown())
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env))
-            found = run(tensors, wanted, first, retain_graph=again)
+            found = run(tensors, wanted, first, retain_graph=retain_graph)
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):
             if grad is not None:

@@ -194,13 +194,15 @@ class Effects:
             outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results, lifting
         )
 
-    def backward(self, forward: ForwardEffects, in_python: InBackward, *, again: bool) -> BackwardEffects:
+    def backward(
+        self, forward: ForwardEffects, in_python: InBackward, *, may_run_later: bool
+    ) -> BackwardEffects:
         """Run the backward, and read off what it did.
 
         Args:
             forward: what the forward did.
             in_python: see `trace`.
-            again: whether the backward may run again later.
+            may_run_later: see `trace`.
         """
         recorder, inputs, metadata = self.recorder, self.inputs, forward.metadata
         ends, fits = forward.ends(), not forward.is_rewritten
@@ -216,7 +218,7 @@ class Effects:
         meetings = Meetings()
         with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
             with backward.noting_arrivals() as arrived:
-                whole = backward.run(again=again or bool(by_themselves))
+                whole = backward.run(retain_graph=may_run_later or bool(by_themselves))
         grads = whole.grads
         _refuse_accumulation(inputs.row())
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
@@ -225,11 +227,11 @@ class Effects:
         writes, written = backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, inputs, in_python.replaced)
-        if whole.kept and self.cuts and again:
+        if whole.kept and self.cuts and may_run_later:
             by_themselves = backward.some()
         runs, choices, of_choices = self._trace_choices(backward, () if writes else by_themselves)
         results += of_choices
-        if in_python.whole and again and not writes:
+        if in_python.whole and may_run_later and not writes:
             self._check_repeatable(backward, {None: whole, **runs}, in_python)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), writes)
@@ -269,7 +271,7 @@ class Effects:
         results: list[Result] = []
         slots = self.inputs.row().map(lambda one: one.slot)
         for chosen in by_themselves:
-            runs[chosen] = some = backward.run(chosen, again=True)
+            runs[chosen] = some = backward.run(chosen, retain_graph=True)
             choices.append(Choice(chosen, *some.recipes()))
             results += choice_results(self.recorder, choices[-1], slots, some)
         return runs, tuple(choices), results
@@ -281,7 +283,7 @@ class Effects:
         runs = dict(runs)
         with self.recorder.on_trial():
             if len(runs) == 1:
-                runs |= {chosen: backward.run(chosen, again=True) for chosen in backward.some()}
+                runs |= {chosen: backward.run(chosen, retain_graph=True) for chosen in backward.some()}
             for chosen, first in runs.items():
                 again_alike = functools.partial(_runs_alike, backward, self.recorder, chosen, first)
                 in_python.try_again(chosen, first.kept, again_alike)
@@ -361,7 +363,7 @@ def _held(forward: ForwardEffects, row: Row[PrimalIdx, StandIn]) -> list[Held]:
 
 def _runs_alike(backward: Backward, recorder: Recorder, choice: Chosen | None, first: Computed) -> bool:
     """Whether the backward of a choice computes what it has computed first, when it runs once more."""
-    return first.is_like(recorder, backward.run(choice, again=True))
+    return first.is_like(recorder, backward.run(choice, retain_graph=True))
 
 
 def _refuse_replaced_inputs(

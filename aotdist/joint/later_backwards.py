@@ -67,7 +67,7 @@ class OtherJoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Derivative:
+class TracedDoubleBackward:
     """The backward of a program as a program of its own, which has a backward.
 
     Its inputs are those of the program that get gradients, then the gradients that arrive. Its graph takes
@@ -82,7 +82,7 @@ class Derivative:
         kept: the results that user code in the backward keeps.
         failure: why they have none although eager's have, if so: they have no gradients.
         facts: what the trace showed.
-        later: traces backwards of the derivative.
+        later: traces backwards of it.
     """
 
     graph: Graph
@@ -164,7 +164,7 @@ class LaterBackwards:
             given = {
                 idx: new_tangent(self._recorder, *tangent, arrived[idx]) for idx, tangent in tangents.items()
             }
-            computed = self._backward.run(list(given), given, again=True)
+            computed = self._backward.run(list(given), given, retain_graph=True)
             results = grad_results(self._recorder, self._ins, computed.grads)
             graph = self._recorder.graph(results + kept_results(self._recorder, computed.kept))
             grads, kept = computed.recipes()
@@ -175,7 +175,7 @@ class LaterBackwards:
         except _NotOurs as failure:
             raise self._no_backward(arrived, str(failure)) from failure.__cause__
 
-    def differentiable(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> Derivative:
+    def differentiable(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> TracedDoubleBackward:
         """The gradients for such gradients, to be differentiated in turn.
 
         Args:
@@ -186,7 +186,7 @@ class LaterBackwards:
         """
         tangents = self._tangents(arrived)
 
-        def run() -> Derivative:
+        def run() -> TracedDoubleBackward:
             recorder = self._recorder
             recorder.phase = "forward"
             given = {
@@ -195,8 +195,8 @@ class LaterBackwards:
                 )
                 for idx, tangent in tangents.items()
             }
-            computed = self._backward.run(list(given), given, again=True, with_history=True)
-            return self._derivative(tangents, given, computed)
+            computed = self._backward.run(list(given), given, retain_graph=True, with_history=True)
+            return self._double_backward(tangents, given, computed)
 
         try:
             return self._recorded(run)
@@ -207,12 +207,12 @@ class LaterBackwards:
                 fix="leave the part that is differentiated twice out of the compiled function",
             ) from failure.__cause__
 
-    def _derivative(
+    def _double_backward(
         self,
         tangents: Mapping[NodeOutIdx, Named],
         given: Mapping[NodeOutIdx, torch.Tensor],
         computed: Computed,
-    ) -> Derivative:
+    ) -> TracedDoubleBackward:
         recorder, primals = self._recorder, [idx for idx, _ in self._wanted]
         ins = Row[PrimalIdx, Slot](
             [*(self._ins[idx] for idx in primals), *(Slot("primal", path) for path, _ in tangents.values())]
@@ -226,7 +226,7 @@ class LaterBackwards:
             for slot, tensor in zip(slots, tensors, strict=True)
         )
         ends = [(NodeOutIdx(k), tensor) for k, tensor in enumerate(tensors) if tensor.requires_grad]
-        wanted, shown = self._wanted_of_derivative(given), self._backward.shown
+        wanted, shown = self._wanted_of_double_backward(given), self._backward.shown
         backward = Backward(
             recorder, node_outs, ends, wanted, self._recalling, {}, shown, self._backward.in_python.beyond()
         )
@@ -243,7 +243,7 @@ class LaterBackwards:
             functions=tuple(custom_functions([tensor for _, tensor in ends])),
         )
         results = value_results(recorder, node_outs, tensors)
-        return Derivative(
+        return TracedDoubleBackward(
             graph=recorder.graph(results + grad_results(recorder, ins, found)),
             ins=ins,
             primals=tuple(primals),
@@ -260,7 +260,7 @@ class LaterBackwards:
     def _grad_slot(self, idx: PrimalIdx) -> Slot:
         return Slot("output", f"grad of {self._ins[idx]} ({self._serial})")
 
-    def _wanted_of_derivative(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> list[Wanted]:
+    def _wanted_of_double_backward(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> list[Wanted]:
         ends = [*(ends for _, ends in self._wanted), *([tangent] for tangent in given.values())]
         return [
             (PrimalIdx(k), some)
@@ -314,7 +314,7 @@ def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[Mapping[Pr
     if is_once_differentiable(ends):
         return {}, "it goes through a function that is `@once_differentiable`"
     try:
-        return backward.run(again=True).grads, ""
+        return backward.run(retain_graph=True).grads, ""
     except (UnsupportedProgram, RuntimeError) as error:
         return {}, str(error).partition("\n")[0]
 

@@ -80,7 +80,7 @@ def trace(
     counts: Sequence[Source] = (),
     outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
     cuts: bool = False,
-    again: bool = False,
+    may_run_later: bool = False,
     in_python: InBackward | None = None,
 ) -> Traced:
     """Trace `program` once.
@@ -96,7 +96,7 @@ def trace(
         outer: for a part of another program: the stand-in there of a real tensor.
         cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
             for a backward of some outputs only, and for one that runs twice.
-        again: the backward may be traced again later, outside of what stands around this call.
+        may_run_later: the backward may be traced once more later, outside of what stands around this call.
         in_python: watches what backwards change in Python.
 
     Raises:
@@ -129,12 +129,12 @@ def trace(
             program, tensors, recorder, inputs, view_mode, storages, classes, stand_in
         )
         forward = effects.forward(outs, lifting)
-        backward = effects.backward(forward, in_python or InBackward(None), again=again)
+        backward = effects.backward(forward, in_python or InBackward(None), may_run_later=may_run_later)
     facts = effects.facts(forward, backward)
     row = inputs.row()
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     later = None
-    if cuts and again and not backward.writes:
+    if cuts and may_run_later and not backward.writes:
         recorder.strided.forget_inputs()
         classes.forget_inputs()
         later = LaterBackwards(

@@ -23,7 +23,7 @@ from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slo
 from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Backward, Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
-from aotdist.runtime.derivative import Derivatives
+from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guard import no_overlap, place_in_storage
@@ -165,7 +165,7 @@ def backward_of(
         part = region.parts(outs, arrived, in_parts=in_parts)
         return Part(guarded(part.call), part.sources)
 
-    node, others, derivatives = region.node, region.others, region.derivatives
+    node, others, double = region.node, region.others, region.double_backward
     pairs = zip(node.differentiable(), node.tangents, strict=True)
     tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(
@@ -173,11 +173,11 @@ def backward_of(
         whole=without_autocast(pointing_at_the_forward(region.backward, region.split.backward)),
         reduced=reduced,
         parts=parts,
-        twice=region.again,
+        differentiable_parts=region.differentiable_parts,
         after=after,
         results=region.split.backward.outs,
         other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
-        derivative=None if derivatives is None else Derivatives(node, derivatives),
+        double_backward=None if double is None else DoubleBackward(node, double),
         shares=functools.cache(
             functools.partial(Shares.of, region.split.backward, tangents, len(node.saved))
         ),

@@ -1,4 +1,4 @@
-"""What runs in the backward of the autograd node: whole, without some tangents, in parts, or recorded again.
+"""What runs in the backward of the autograd node: whole, without some tangents, in parts, or differentiably.
 
 The printed node runs the whole itself, and leaves the rest to `Backward`.
 """
@@ -19,11 +19,11 @@ from aotdist.convention.mutation import write_plain
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.version import bump
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition.again import cannot_again
+from aotdist.partition.double_backward import no_double_backward
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, Slot
 from aotdist.runtime.apart import apart, in_turn, joined, together
-from aotdist.runtime.derivative import Derivatives
+from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.gate import caught_on_the_way, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
 from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, of_this_call, refusal
@@ -68,11 +68,11 @@ class Backward:
         whole: saved values, tangents -> gradients, then backward writes.
         reduced: the same without the tangents of some slots.
         parts: compiles what computes some results from some gradients.
-        twice: the same, for gradients that autograd records.
+        differentiable_parts: the same, for gradients that autograd records.
         after: called when the gradients are there.
         results: the names of what `whole` returns.
         other_kinds: runs the backward for gradients of other kinds, if there can be one.
-        derivative: runs the backward as a program with a backward, where `twice` will not do.
+        double_backward: runs the backward as a program with a backward, where those will not do.
         shares: what the backwards of the results compute with.
         in_python: what backwards change in Python.
     """
@@ -81,11 +81,11 @@ class Backward:
     whole: BoxedCall
     reduced: Callable[[frozenset[Slot]], BoxedCall]
     parts: Parts
-    twice: Parts
+    differentiable_parts: Parts
     after: Callable[[], None]
     results: tuple[Slot, ...]
     other_kinds: OtherKinds | None
-    derivative: Derivatives | None
+    double_backward: DoubleBackward | None
     shares: Callable[[], Shares]
     in_python: InBackward | None = None
 
@@ -183,7 +183,7 @@ class Backward:
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""
         if torch.is_grad_enabled():
-            return self.pieces_again(ctx, gate, arrived)
+            return self.pieces_differentiably(ctx, gate, arrived)
         call, args = self._part(ctx, self.plan.piece_slots(gate), arrived, {})
         return in_turn(self._plan(ctx).pieces(gate), iter(call(args)), joined)
 
@@ -209,7 +209,7 @@ class Backward:
         saved = ctx.saved_tensors if plan.frees else ()
         return part.call, [saved[s] if isinstance(s, int) else given[s] for s in part.sources]
 
-    def again(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+    def differentiably(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients with a history (`create_graph=True`).
 
         Raises:
@@ -227,21 +227,21 @@ class Backward:
             return (None,) * len(self.plan.grads), []
         is_needed = plan.obstacle is not None or not plan.takes(arrived)
         is_apart = bool(caught) or is_watched(ctx) or bool(self.plan.sizes)
-        if self.derivative is not None and (is_needed or not is_apart):
+        if self.double_backward is not None and (is_needed or not is_apart):
             if caught:
                 raise refusal(arrived.values(), CAUGHT)
-            return self.derivative(ctx, arrived, lambda: self._without_history(ctx, changes, *tangents))
+            return self.double_backward(ctx, arrived, lambda: self._without_history(ctx, changes, *tangents))
         outs = tuple(slot for slot in self.results if slot.role in ("grad", "kept"))
-        found = iter(self._twice(ctx, outs, arrived, caught, in_parts=is_watched(ctx)))
+        found = iter(self._from_parts(ctx, outs, arrived, caught, in_parts=is_watched(ctx)))
         grads = in_turn(plan.grads, found, together)
         return tuple(grads), in_turn(of_this_call(ctx, changes.kept), found, together)
 
-    def pieces_again(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
+    def pieces_differentiably(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, with a history."""
-        results = self._twice(ctx, self.plan.piece_slots(gate), arrived, {}, in_parts=True)
+        results = self._from_parts(ctx, self.plan.piece_slots(gate), arrived, {}, in_parts=True)
         return in_turn(self._plan(ctx).pieces(gate), iter(results), together)
 
-    def _twice(
+    def _from_parts(
         self,
         ctx: Any,
         outs: tuple[Slot, ...],
@@ -251,10 +251,10 @@ class Backward:
         in_parts: bool,
     ) -> Sequence[torch.Tensor | None]:
         if self.plan.obstacle is not None:
-            raise cannot_again(self.plan.obstacle)
+            raise no_double_backward(self.plan.obstacle)
         plan, tangents = self._plan(ctx), dict[Slot, torch.Tensor]()
         for expected, grad in plan.by_kind(arrived, caught, in_parts=in_parts):
             tangents.update(zip(expected.slots(), expected.with_history(grad), strict=True))
-        part = self.twice(outs, frozenset(tangents), in_parts=in_parts)
+        part = self.differentiable_parts(outs, frozenset(tangents), in_parts=in_parts)
         given = held_by_name(ctx, plan, apart, part.sources) | tangents
         return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])

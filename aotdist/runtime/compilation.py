@@ -17,7 +17,7 @@ from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, PrimalIdx, Slot, Split
 from aotdist.runtime.backward import Parts
-from aotdist.runtime.derivative import CompiledDerivative
+from aotdist.runtime.double_backward import CompiledDoubleBackward
 from aotdist.runtime.other_kinds import Arrived, OtherBackward
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
@@ -39,9 +39,9 @@ class Training:
         parts: compiles backwards from other gradients, for when somebody watches waypoints, or holds views
             whose gradients meet others inside; each once.
         gates: where it may be watched.
-        again: compiles the same for gradients that autograd records.
+        differentiable_parts: compiles the same for gradients that autograd records.
         others: compiles the backward for gradients of other kinds, if there can be one; each once.
-        derivatives: compiles the backward as a program with a backward, if that can be; each once.
+        double_backward: compiles the backward as a program with a backward, if that can be; each once.
     """
 
     cut: Graph
@@ -54,9 +54,9 @@ class Training:
     reduced: Callable[[frozenset[Slot]], BoxedCall]
     parts: Parts
     gates: tuple[Gate, ...]
-    again: Parts
+    differentiable_parts: Parts
     others: Callable[[Arrived], OtherBackward] | None
-    derivatives: Callable[[Arrived], CompiledDerivative] | None
+    double_backward: Callable[[Arrived], CompiledDoubleBackward] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ def held_by_name(
     """
     held: dict[Slot, Any] = dict(zip(plan.saved_slots, ctx.saved_tensors if plan.frees else (), strict=True))
     for (position, slots), version in zip(plan.unsaved, ctx.versions if plan.unsaved else (), strict=True):
-        if version_of(ctx.again[position]) != version and any(slot in needed for slot in slots):
+        if version_of(ctx.kept_primals[position]) != version and any(slot in needed for slot in slots):
             raise _written_since(slots[0].path)
-    kept = [plain for primal in ctx.again for plain in apart(primal)] if plan.again else []
-    held.update(zip(plan.again_slots, kept, strict=True))
+    kept = [plain for primal in ctx.kept_primals for plain in apart(primal)] if plan.kept_primals else []
+    held.update(zip(plan.kept_primal_slots, kept, strict=True))
     held.update(sizes_by_name(plan.sizes, ctx))
     held.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
     return held
@@ -54,7 +54,7 @@ def let_go(ctx: Any, plan: NodePlan) -> None:
     """Free what was saved, unless the caller wants to come back, or may as eager has nothing to free."""
     if plan.frees and not keeps_graph():
         ctx.maybe_clear_saved_tensors()
-        ctx.again = None
+        ctx.kept_primals = None
 
 
 def _written_since(name: str) -> UnsupportedProgram:

@@ -51,8 +51,8 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
                 write_plain(plains[plain], results[position], bumps)
             plan.unwrap.count(primals)
             ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
-            ctx.again = tuple(primals[idx] for idx in plan.again)
-            ctx.versions = tuple(version_of(ctx.again[k]) for k, _ in plan.unsaved)
+            ctx.kept_primals = tuple(primals[idx] for idx in plan.kept_primals)
+            ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in plan.unsaved)
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in plan.backward_writes]
             ctx.bumped = [primals[idx] for idx, _ in plan.bumped]
@@ -67,7 +67,7 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
 
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
-            run = backward.again if torch.is_grad_enabled() else backward
+            run = backward.differentiably if torch.is_grad_enabled() else backward
             with class_functions_off():
                 return run(ctx, *(tangents[idx] for idx in plan.differentiable()))
 

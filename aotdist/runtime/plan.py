@@ -16,7 +16,7 @@ from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions
 from aotdist.facts import Facts, NodeOut, Passages, Waypoint
 from aotdist.joint.trace import Traced
-from aotdist.partition.again import Again
+from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
@@ -72,8 +72,8 @@ class NodePlan:
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
         saved_slots: the names of those arguments.
-        again: the inputs to keep for differentiating twice.
-        again_slots: the names of the plain tensors beneath them.
+        kept_primals: the inputs to keep for double backward.
+        kept_primal_slots: the names of the plain tensors beneath them.
         unsaved: those of them that are not saved, so that autograd does not tell if they are written:
             positions, and names of what is beneath them.
         obstacle: why that cannot be done, if so.
@@ -101,8 +101,8 @@ class NodePlan:
     views: frozenset[int]
     rng: RngPlan
     saved_slots: tuple[Slot, ...]
-    again: tuple[PrimalIdx, ...]
-    again_slots: tuple[Slot, ...]
+    kept_primals: tuple[PrimalIdx, ...]
+    kept_primal_slots: tuple[Slot, ...]
     unsaved: tuple[tuple[int, tuple[Slot, ...]], ...]
     obstacle: str | None
     frees: bool
@@ -156,7 +156,11 @@ class NodePlan:
 
 
 def node_plan(
-    traced: Traced, plans: Plans, split: Split, tangent_strides: Mapping[Slot, Strides], again: Again
+    traced: Traced,
+    plans: Plans,
+    split: Split,
+    tangent_strides: Mapping[Slot, Strides],
+    double_backward: DoubleBackwardPlan,
 ) -> NodePlan:
     """The plan of the node for a partitioned program.
 
@@ -165,7 +169,7 @@ def node_plan(
         plans: of the convention layers.
         split: the two graphs.
         tangent_strides: strides that the backward graph was compiled for.
-        again: what differentiating twice takes.
+        double_backward: what differentiating the backward takes.
     """
     facts = traced.facts
     position = {slot: idx for idx, slot in enumerate(traced.plain_ins())}
@@ -179,7 +183,7 @@ def node_plan(
         for slot in split.saved
     )
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
-    kept, obstacle = _kept_for_again(traced, again)
+    kept, obstacle = _kept_for_double_backward(traced, double_backward)
     plain = is_plain(facts)
     tangents = tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable)
     totals = _totals(facts.passages, any_strides=not tangent_strides, plain=plain)
@@ -251,21 +255,23 @@ def _meets_inside(waypoint: Waypoint, total: Recipe) -> bool:
     return is_view and all(is_laid_out_as(total, one) for one in waypoint.pieces) and adds_beneath(total)
 
 
-def _kept_for_again(traced: Traced, again: Again) -> tuple[tuple[PrimalIdx, ...], str | None]:
+def _kept_for_double_backward(
+    traced: Traced, double_backward: DoubleBackwardPlan
+) -> tuple[tuple[PrimalIdx, ...], str | None]:
     """The inputs to keep, and why the gradients cannot be differentiated as a graph, if so.
 
     For autograd's graph of the trace, which is gone through then, and for gradients of other kinds, all that
     get a gradient are kept.
     """
-    obstacle, later = _obstacle(traced, again), traced.later_backwards
-    kept = {slot.path for slot in again.primals} if obstacle is None else set[str]()
+    obstacle, later = _obstacle(traced, double_backward), traced.later_backwards
+    kept = {slot.path for slot in double_backward.primals} if obstacle is None else set[str]()
     ins, facts = traced.program.ins, traced.facts
     if later is not None and not facts.reshaped():
         kept |= {slot.path for slot, grad in zip(ins, facts.grads, strict=True) if grad is not None}
     return tuple(idx for idx, slot in ins.enumerate() if slot.path in kept), obstacle
 
 
-def _obstacle(traced: Traced, again: Again) -> str | None:
+def _obstacle(traced: Traced, double_backward: DoubleBackwardPlan) -> str | None:
     facts, ins = traced.facts, traced.program.ins
     if facts.related:
         return "it is the gradient of a gradient itself"
@@ -273,10 +279,10 @@ def _obstacle(traced: Traced, again: Again) -> str | None:
         if grad is not None and isinstance(recipe, Wrapper) != isinstance(grad, Wrapper):
             # Beneath the wrapper a plain input has one gradient; the program gives it one for each part.
             return f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
-    paths = {slot.path for slot in again.primals}
+    paths = {slot.path for slot in double_backward.primals}
     if any(ins[idx].path in paths for idx in facts.reshaped()):
         return "it writes the sizes, strides or storage of an input in place, or swaps it"
-    return again.obstacle
+    return double_backward.obstacle
 
 
 def _names_of_kept(

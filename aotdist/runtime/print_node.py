@@ -207,11 +207,11 @@ def _print_forward(
             for source in plan.saved
         ]
         printer.spread("ctx.save_for_backward(", saved, ")")
-        if plan.again:
-            printer.spread("ctx.again = (", [names[idx] for idx in plan.again], ",)")
+        if plan.kept_primals:
+            printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_primals], ",)")
         if plan.unsaved:
             version = printer.bind("version_of", version_of)
-            versions = [f"{version}({names[plan.again[k]]})" for k, _ in plan.unsaved]
+            versions = [f"{version}({names[plan.kept_primals[k]]})" for k, _ in plan.unsaved]
             printer.spread("ctx.versions = (", versions, ",)")
         if symbols:
             printer.line("ctx.symbols = symbols")
@@ -249,12 +249,15 @@ def _print_backward(
     watch: Watch,
 ) -> None:
     arrived = [names[idx] for idx in plan.differentiable()]
-    again, of_some = (
+    differentiable, of_some = (
         f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
-        for name, call in (("BACKWARD_AGAIN", backward.again), ("BACKWARD_OF_SOME", backward))
+        for name, call in (
+            ("DIFFERENTIABLE_BACKWARD", backward.differentiably),
+            ("BACKWARD_OF_SOME", backward),
+        )
     )
     with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
-        printer.line(f"return (*{again}, None)" if symbols else f"return {again}")
+        printer.line(f"return (*{differentiable}, None)" if symbols else f"return {differentiable}")
     missing = [f"{name} is None" for name in arrived]
     if plan.passages.waypoints:
         missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
@@ -282,8 +285,8 @@ def _print_backward(
     if plan.frees:
         with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
             printer.line("ctx.maybe_clear_saved_tensors()")
-            if plan.again:
-                printer.line("ctx.again = None")
+            if plan.kept_primals:
+                printer.line("ctx.kept_primals = None")
     with _watched(printer, watch):
         printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
     grads = [recipe for recipe in plan.grads if recipe is not None]

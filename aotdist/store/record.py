@@ -27,7 +27,7 @@ from aotdist.errors import SignatureMismatch, UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.joint.symbols import Symbols
 from aotdist.joint.trace import Traced
-from aotdist.partition.again import Again
+from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import linked, plan_gates
 from aotdist.pipeline import drawn_on
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot, Split
@@ -44,7 +44,7 @@ from aotdist.store.values import Json, Values
 from aotdist.torch_seam.functional import FakeTensorMode
 
 _LOADED = "the program was loaded from an artifact, which holds no such backward"
-_AGAIN = Again((), {}, _LOADED)
+_NO_DOUBLE_BACKWARD = DoubleBackwardPlan((), {}, _LOADED)
 
 
 def written(
@@ -287,14 +287,14 @@ class _Reading:
             by_choice=by_choice,
             split=split,
             halves=halves,
-            node=node_plan(traced, plans, split, halves.tangent_strides, _AGAIN),
+            node=node_plan(traced, plans, split, halves.tangent_strides, _NO_DOUBLE_BACKWARD),
             backward=more.for_any_kind(split.backward, halves.backward.call),
             reduced=more.reduced,
             parts=more.parts,
             gates=plan_gates(cut, self.facts),
-            again=_refuse_again,
+            differentiable_parts=_refuse_double_backward,
             others=_refuse_other_kinds if json["meets_other_kinds"] else None,
-            derivatives=None,
+            double_backward=None,
         )
 
 
@@ -308,7 +308,7 @@ def _halves(split: Split, emitted: Mapping[str, Emitted]) -> EmittedHalves:
     return EmittedHalves(emitted["forward"], emitted["backward"], tangents, {})
 
 
-def _refuse_again(outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+def _refuse_double_backward(outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
     raise _refusal("gradients of gradients")
 
 

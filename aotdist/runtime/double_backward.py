@@ -24,8 +24,8 @@ from aotdist.torch_seam.autograd import failing_in_backward
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledDerivative:
-    """The derivative for some kinds of gradients.
+class CompiledDoubleBackward:
+    """A differentiable backward for some kinds of gradients.
 
     Args:
         tangents: what each gradient that arrives is taken for, and whether it requires grad.
@@ -48,7 +48,7 @@ class CompiledDerivative:
     failure: str = ""
 
     def takes(self, arrived: Arrived) -> bool:
-        """Whether it is the derivative for these gradients."""
+        """Whether it is the one for these gradients."""
         return arrived.keys() == self.tangents.keys() and all(
             arrived[idx].requires_grad is requires_grad and tangent.takes(arrived[idx])
             for idx, (tangent, requires_grad) in self.tangents.items()
@@ -56,16 +56,16 @@ class CompiledDerivative:
 
 
 @dataclass(frozen=True, slots=True)
-class Derivatives:
-    """Runs such programs.
+class DoubleBackward:
+    """Runs such programs: the backward under `create_graph=True`.
 
     Args:
         plan: how tensors pass through the node.
-        compiled: compiles one, each once.
+        compiler: compiles one, each once.
     """
 
     plan: NodePlan
-    compiled: Callable[[Arrived], CompiledDerivative]
+    compiler: Callable[[Arrived], CompiledDoubleBackward]
 
     def __call__(self, ctx: Any, arrived: Arrived, plainly: Callable[[], Gradients]) -> Gradients:
         """The inputs' gradients, with a history if they have one, and what user code keeps.
@@ -85,25 +85,25 @@ class Derivatives:
                 stage="runtime",
                 fix="watch nothing in that backward",
             )
-        derivative = self.compiled(arrived)
-        if not derivative.grads:
+        compiled = self.compiler(arrived)
+        if not compiled.grads:
             with torch.no_grad():
                 grads, tensors = plainly()
-                return tuple(_failing_later(grad, derivative.failure) for grad in grads), tensors
-        kept = dict(zip(self.plan.again, ctx.again, strict=True))
-        held = held_by_name(ctx, self.plan, plain_tensors, derivative.needed)
-        results = derivative.call(
+                return tuple(_failing_later(grad, compiled.failure) for grad in grads), tensors
+        kept = dict(zip(self.plan.kept_primals, ctx.kept_primals, strict=True))
+        held = held_by_name(ctx, self.plan, plain_tensors, compiled.needed)
+        results = compiled.call(
             [
-                *(kept[idx] for idx in derivative.primals),
-                *(_laid_out(tangent, arrived[idx]) for idx, (tangent, _) in derivative.tangents.items()),
-                *(held[slot] for slot in derivative.values),
+                *(kept[idx] for idx in compiled.primals),
+                *(_laid_out(tangent, arrived[idx]) for idx, (tangent, _) in compiled.tangents.items()),
+                *(held[slot] for slot in compiled.values),
             ]
         )
         grads = tuple(
-            results[derivative.grads[idx]] if idx in derivative.grads else None
+            results[compiled.grads[idx]] if idx in compiled.grads else None
             for idx in self.plan.grads.indices()
         )
-        return grads, [results[idx] for idx in derivative.kept]
+        return grads, [results[idx] for idx in compiled.kept]
 
 
 def _failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:

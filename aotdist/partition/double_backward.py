@@ -70,8 +70,8 @@ What a trace without it recorded has no derivative then, or a wrong one.
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """What differentiating twice takes.
+class DoubleBackwardPlan:
+    """What differentiating the backward takes.
 
     Args:
         primals: the plain inputs that the gradients depend on, which must be kept.
@@ -84,7 +84,9 @@ class Again:
     obstacle: str | None
 
 
-def plan_again(joint: Graph, functions: Sequence[str], saved: Sequence[Slot], *, hooked: bool) -> Again:
+def plan_double_backward(
+    joint: Graph, functions: Sequence[str], saved: Sequence[Slot], *, hooked: bool
+) -> DoubleBackwardPlan:
     """What it takes for the gradients of `joint`, as the trace recorded it, to be differentiated.
 
     Args:
@@ -102,10 +104,10 @@ def plan_again(joint: Graph, functions: Sequence[str], saved: Sequence[Slot], *,
     primals = tuple(slot for slot, node in named if slot.role == "primal" and node in needed)
     needed -= {node for node in needed if node.name in kept}
     obstacle = "hooks in it hear of gradients" if hooked else _obstacle(joint, needed, written, functions)
-    return Again(() if obstacle else primals, kept, obstacle)
+    return DoubleBackwardPlan(() if obstacle else primals, kept, obstacle)
 
 
-def cannot_again(obstacle: str) -> UnsupportedProgram:
+def no_double_backward(obstacle: str) -> UnsupportedProgram:
     """An error for gradients that are to be differentiated in turn and cannot be."""
     return UnsupportedProgram(
         "the backward of a compiled program is asked for its own gradient (`create_graph=True`), "
@@ -157,19 +159,19 @@ def _obstacle(
     return None
 
 
-def gradients(joint: Graph, again: Again, outs: Sequence[Slot]) -> Graph:
+def gradients(joint: Graph, plan: DoubleBackwardPlan, outs: Sequence[Slot]) -> Graph:
     """The graph of some gradients: primals and saved values that are needed, sizes, tangents -> `outs`."""
     builder = GraphBuilder(joint.gm)
-    needed = _needed(joint, outs, again.kept)
+    needed = _needed(joint, outs, plan.kept)
     ins: list[Slot] = []
     for slot, node in joint.named_placeholders().items():
-        if slot.role == "size" or slot.role in GRADIENT_ROLES or slot in again.primals:
+        if slot.role == "size" or slot.role in GRADIENT_ROLES or slot in plan.primals:
             builder.placeholder(node)
             ins.append(slot)
     for node in joint.gm.graph.nodes:
-        if node in needed and node.name in again.kept:
+        if node in needed and node.name in plan.kept:
             builder.placeholder(node)
-            ins.append(again.kept[node.name])
+            ins.append(plan.kept[node.name])
     for node in joint.gm.graph.nodes:
         if node.op in ("placeholder", "output") or node not in needed or node in builder.env:
             continue

@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 from aotdist.capture.alone import alone
 from aotdist.errors import InternalError
 from aotdist.facts import Untouched
-from aotdist.joint.later_backwards import Derivative, LaterBackwards
+from aotdist.joint.later_backwards import LaterBackwards, TracedDoubleBackward
 from aotdist.joint.symbols import Symbols
 from aotdist.joint.trace import Traced
-from aotdist.partition.again import cannot_again
+from aotdist.partition.double_backward import no_double_backward
 from aotdist.partition.from_saved import from_saved
 from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.runtime.artifact import backward_of
 from aotdist.runtime.compilation import Training
-from aotdist.runtime.derivative import CompiledDerivative
+from aotdist.runtime.double_backward import CompiledDoubleBackward
 from aotdist.runtime.forgetting import shell_of
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.other_kinds import Arrived
@@ -29,8 +29,8 @@ from aotdist.torch_seam.modes import users_modes_off
 
 
 @dataclass(frozen=True)
-class Derive:
-    """Compiles derivatives of one program; each once.
+class DoubleBackwardCompiler:
+    """Compiles differentiable backwards of one program; each once.
 
     Args:
         later: traces them.
@@ -49,10 +49,10 @@ class Derive:
     symbols: Symbols
     fake_mode: FakeTensorMode
     compiled: Callable[[Traced], Training]
-    _made: list[CompiledDerivative] = field(default_factory=list)
+    _made: list[CompiledDoubleBackward] = field(default_factory=list)
 
-    def __call__(self, arrived: Arrived) -> CompiledDerivative:
-        """The derivative for such gradients.
+    def __call__(self, arrived: Arrived) -> CompiledDoubleBackward:
+        """The one for such gradients.
 
         Raises:
             UnsupportedProgram: there is none.
@@ -61,42 +61,42 @@ class Derive:
         if found is None:
             if tuple(self.symbols):
                 obstacle = self.node.obstacle or "gradients are of other kinds than the results"
-                raise cannot_again(f"{obstacle}, and sizes are symbolic")
+                raise no_double_backward(f"{obstacle}, and sizes are symbolic")
             with alone(), users_modes_off():
                 found = self._compile(self.later.differentiable(arrived), arrived)
             self._made.append(found)
         return found
 
-    def _compile(self, derivative: Derivative, arrived: Arrived) -> CompiledDerivative:
+    def _compile(self, traced: TracedDoubleBackward, arrived: Arrived) -> CompiledDoubleBackward:
         tangents = {
             idx: (tangent_like(*named, loose=False), arrived[idx].requires_grad)
-            for idx, named in derivative.tangents.items()
+            for idx, named in traced.tangents.items()
         }
-        if not derivative.grads:
-            return CompiledDerivative(tangents, failure=derivative.failure)
-        kept, first = self.node.again_slots, derivative.plain_ins()
-        graph = from_saved(derivative.graph, self.joint, self.split, kept, first)
+        if not traced.grads:
+            return CompiledDoubleBackward(tangents, failure=traced.failure)
+        kept, first = self.node.kept_primal_slots, traced.plain_ins()
+        graph = from_saved(traced.graph, self.joint, self.split, kept, first)
         rest = graph.ins[len(first) :]
         values = tuple(slot for slot in rest if slot.role not in GRADIENT_ROLES)
-        region = self.compiled(self._traced(derivative, graph, values))
+        region = self.compiled(self._as_program(traced, graph, values))
         forward = without_autocast(region.halves.forward.call)
-        return CompiledDerivative(
+        return CompiledDoubleBackward(
             tangents,
-            primals=derivative.primals,
+            primals=traced.primals,
             values=values,
             needed=frozenset(slot for slot, node in graph.named_placeholders().items() if node.users),
             call=make_node(region.node, forward, backward_of(region, None, lambda: None), {}),
-            grads=derivative.grads,
-            kept=derivative.kept,
+            grads=traced.grads,
+            kept=traced.kept,
         )
 
-    def _traced(self, derivative: Derivative, graph: Graph, values: Sequence[Slot]) -> Traced:
-        """The derivative as a program that takes `values`, too."""
+    def _as_program(self, traced: TracedDoubleBackward, graph: Graph, values: Sequence[Slot]) -> Traced:
+        """The backward as a program that takes `values`, too."""
         named = graph.named_placeholders()
         more = [Slot("primal", f"saved {slot}") for slot in values]
         renamed = dict(zip(values, more, strict=True))
         graph = replace(graph, ins=tuple(renamed.get(slot, slot) for slot in graph.ins))
-        facts, kinds = derivative.facts, [recipe_of(named[slot].meta["val"]) for slot in values]
+        facts, kinds = traced.facts, [recipe_of(named[slot].meta["val"]) for slot in values]
         facts = replace(
             facts,
             inputs=Row([*facts.inputs, *(Untouched() for _ in values)]),
@@ -104,10 +104,10 @@ class Derive:
             grads=Row([*facts.grads, *(None for _ in values)]),
             related=True,
         )
-        ins = Row[PrimalIdx, Slot]([*derivative.ins, *more])
+        ins = Row[PrimalIdx, Slot]([*traced.ins, *more])
         program = Program(_never, ins, facts.recipes.map(shell_of))
-        return Traced(program, graph, facts, self.fake_mode, self.symbols, derivative.later)
+        return Traced(program, graph, facts, self.fake_mode, self.symbols, traced.later)
 
 
 def _never(*args: Any) -> NoReturn:
-    raise InternalError("the program of a derivative was called; only its graph is to run", stage="runtime")
+    raise InternalError("the program of a backward was called; only its graph is to run", stage="runtime")
