@@ -27,7 +27,7 @@ from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import AotdistError, BadSettings, InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
 from aotdist.passes.linear_losses import WHOLE

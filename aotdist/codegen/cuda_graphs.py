@@ -23,13 +23,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from aotdist.codegen.contract import BoxedCall, Emission, Emitted, Recordings
+from aotdist.codegen.cuda_capture import CudaGraphCapture, GraphCapture
 from aotdist.codegen.recordable import recorded_device
-from aotdist.codegen.recorder import CudaRecorder, Recorder
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.torch_seam.tensors import StorageWeakRef, another_storage, copy_each
 
-RECORDER: Recorder = CudaRecorder()
+CAPTURE: GraphCapture = CudaGraphCapture()
 """Tests put one here that needs no GPU."""
 
 _MOST_RECORDINGS = 3
@@ -52,7 +52,7 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
     Raises:
         UnsupportedProgram: it cannot be recorded.
     """
-    device = recorded_device(graph, emission.static_ins, RECORDER.device_type)
+    device = recorded_device(graph, emission.static_ins, CAPTURE.device_type)
     if device is None:
         return emitted
     call = GraphedCall(
@@ -63,7 +63,7 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
         emission.saved_ins,
         frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
         emission.settings.max_artifacts,
-        RECORDER,
+        CAPTURE,
     )
     return replace(emitted, call=call, recordings=call.recordings)
 
@@ -169,7 +169,7 @@ class GraphedCall:
         saved_ins: positions of what the forward computed; they lie where its recording keeps them.
         leaving: positions of results that are copied out.
         most: signatures that are recorded; calls of others run as they are.
-        recorder: how recordings are made.
+        capture: how recordings are made.
     """
 
     call: BoxedCall
@@ -179,7 +179,7 @@ class GraphedCall:
     saved_ins: frozenset[int]
     leaving: frozenset[int]
     most: int
-    recorder: Recorder
+    capture: GraphCapture
     signatures: dict[Hashable, _Signature] = field(default_factory=dict[Hashable, _Signature])
     replays: Counter[Hashable] = field(default_factory=Counter[Hashable])
     without: Counter[str] = field(default_factory=Counter[str])
@@ -202,7 +202,7 @@ class GraphedCall:
                 return self._run(args, "more sizes than `max_artifacts`")
             self.signatures[key] = _Signature()
             self.without["to warm up"] += 1
-            return self.recorder.warm(lambda: self.call(args), self.device)
+            return self.capture.warm(lambda: self.call(args), self.device)
         why = self._why_not(signature, args)
         if why is not None:
             return self._run(args, why)
@@ -230,7 +230,7 @@ class GraphedCall:
             return self._why_not_yet(args)
         if recording.is_in_use():
             return "results of the last replay are in use"
-        if recording.place != self.recorder.place(self.device):
+        if recording.place != self.capture.place(self.device):
             return "on another stream than it was recorded for"
         moved = {at for at, address in recording.addresses.items() if args[at].data_ptr() != address}
         if any(_memory_of(args[at]) is None for at in moved - self.static_ins):
@@ -265,14 +265,14 @@ class GraphedCall:
                 addresses[position] = arg.data_ptr()
             else:
                 inputs[position] = copied[position] = _buffer_like(arg)
-        _copy_all(copied, args)  # a recorder may run while it records
+        _copy_all(copied, args)  # a capture may run while it records
         borrowed = {_address(buffer) for buffer in copied.values()}
 
         def run() -> Sequence[Any]:
             return [_apart_from(borrowed, result) for result in self.call(list(inputs))]
 
         try:
-            replay, results = self.recorder.record(run, self.device)
+            replay, results = self.capture.record(run, self.device)
         except Exception as error:
             raise UnsupportedProgram(
                 f"`{self.name}` cannot be recorded as a CUDA graph: {error}",
@@ -282,7 +282,7 @@ class GraphedCall:
         places, kept = _places_of(results, inputs, self.leaving)
         for memory in kept:
             _kept[memory.data_ptr()] = memory
-        return _Recording(replay, self.recorder.place(self.device), addresses, copied, kept, places, [])
+        return _Recording(replay, self.capture.place(self.device), addresses, copied, kept, places, [])
 
 
 def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:

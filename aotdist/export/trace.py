@@ -19,7 +19,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import check_loss, refuse_example, refuse_metadata_writes, refuse_strays
 from aotdist.facts import OutputFact
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.builder import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import Recipe, plain_tensors, recipe_of
 from aotdist.torch_seam.trees import pytree

@@ -24,7 +24,7 @@ from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
     Plain,

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.facts import DataWritten, Fresh, NodeOut
 from aotdist.joint.failures import refusal
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
 from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_id, is_functional_base

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from aotdist.convention.subclass import rebuild_all
 from aotdist.joint.body import Argument, Body, Operand, closure, cut
 from aotdist.joint.failures import refusal
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, recipe_of, tangent_recipe
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.trees import pytree

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.guise import Guises
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.classes import dispatches, hearing_of_classes, hears_of_functions
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor

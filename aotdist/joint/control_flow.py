@@ -16,7 +16,7 @@ import torch
 from aotdist.joint.body import Argument, Body, Enclosing, Operand, cut, trace_body
 from aotdist.joint.branches import Branches
 from aotdist.joint.failures import refusal
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.modes import under_transform

@@ -13,7 +13,7 @@ from aotdist.joint.backward import Result
 from aotdist.joint.classify import NodeOutputs
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.metadata import Metadata, detached_and_written, written_around
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.strided import Strided
 from aotdist.program import PrimalIdx, Row, Slot

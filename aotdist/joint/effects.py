@@ -54,11 +54,11 @@ from aotdist.joint.endings import endings, spent_results
 from aotdist.joint.failures import accumulated_inside
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
+from aotdist.joint.layout_sums import LayoutSums
 from aotdist.joint.lifting import Lifting
-from aotdist.joint.meetings import Meetings
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.waypoints import Held, Waypoints
@@ -215,8 +215,8 @@ class Effects:
         waypoints = Waypoints(held, ends)
         backward = self._backward_from(forward, ends, in_python)
         by_themselves = backward.choices() if self.cuts else []
-        meetings = Meetings()
-        with waypoints.watched(recorder), meetings if len(ends) > 1 else nullcontext():
+        sums = LayoutSums()
+        with waypoints.watched(recorder), sums if len(ends) > 1 else nullcontext():
             with backward.noting_arrivals() as arrived:
                 whole = backward.run(retain_graph=may_run_later or bool(by_themselves))
         grads = whole.grads
@@ -247,7 +247,7 @@ class Effects:
             storages,
             waypoints.passages(len(forward.node_outs)),
             choices,
-            meetings.differ,
+            sums.differ,
             tuple(name for name in functions if name != NAMED),
             results + written,
         )

@@ -22,7 +22,7 @@ from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.version import version_of
 from aotdist.convention.views import Opened
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.symbols import Symbols
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.sizes import is_symbolic

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from aotdist.facts import BackwardWrite
 from aotdist.joint.inputs import StandIn
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves
 

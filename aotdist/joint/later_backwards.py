@@ -29,7 +29,7 @@ from aotdist.joint.backward import (
     value_results,
 )
 from aotdist.joint.lifting import Recalling
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import (
     Constant,

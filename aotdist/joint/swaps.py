@@ -21,7 +21,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import IsInput, Place, Swap, ViewOfOutput
 from aotdist.joint.failures import refusal
 from aotdist.joint.inputs import Inputs
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.program import OutIdx
 from aotdist.torch_seam.modes import torch_functions_off

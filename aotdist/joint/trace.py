@@ -29,7 +29,7 @@ from aotdist.joint.failures import naming_failures, naming_outdated_views
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.joint.lifting import Lifting, Recalling
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols

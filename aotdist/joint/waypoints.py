@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.facts import NO_PASSAGES, HeldPlace, Passages, Waypoint
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.program import NodeOutIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
 

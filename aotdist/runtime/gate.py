@@ -30,8 +30,8 @@ from aotdist.facts import (
 )
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
+from aotdist.runtime.caught_gradients import CaughtGradients
 from aotdist.runtime.hooks import shield
-from aotdist.runtime.meeting import Meeting
 from aotdist.runtime.plan import Grads
 from aotdist.subclasses.protocol import Wrapper
 from aotdist.torch_seam.autograd import backward_task, hooks_of, node_base, runs_in_backward
@@ -94,13 +94,13 @@ class Passing:
         task: which backward it is.
         is_watched: whether it runs part by part.
         arrived: gradients of results, so far.
-        meeting: where gradients of views are caught.
+        caught: those of views that are caught.
     """
 
     task: int
     is_watched: bool
     arrived: dict[NodeOutIdx, torch.Tensor | None]
-    meeting: Meeting
+    caught: CaughtGradients
 
 
 def is_watched(node: Any) -> bool:
@@ -112,13 +112,13 @@ def is_watched(node: Any) -> bool:
 def is_apart(node: Any) -> bool:
     """Whether the running backward comes to `node` otherwise than through the gradients of its results."""
     passing = passing_of(node)
-    return passing is not None and (passing.is_watched or passing.meeting.has_caught())
+    return passing is not None and (passing.is_watched or passing.caught.has_caught())
 
 
 def caught_on_the_way(node: Any) -> Mapping[int, torch.Tensor]:
     """The gradients of views that the running backward caught, by position; no more are caught in it."""
     passing = passing_of(node)
-    return {} if passing is None else passing.meeting.close()
+    return {} if passing is None else passing.caught.close()
 
 
 def passing_of(node: Any) -> Passing | None:
@@ -259,14 +259,14 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
             passing = passing_of(ctx.node)
             if passing is None:
                 is_watched = _asked_for() or ctx.watch.sees()
-                passing = Passing(backward_task(), is_watched, {}, ctx.node.meeting)
+                passing = Passing(backward_task(), is_watched, {}, ctx.node.caught)
                 ctx.node.passing = passing
             passing.arrived.update(arrived)
             sent = [None] * len(gate.pieces)
             if passing.is_watched:
                 sent = gates.pieces(ctx.node, gate, passing.arrived)
             elif gates.met and gates.takes(ctx.node, passing.arrived):
-                passing.meeting.open()
+                passing.caught.open()
             return (None, None, None, None, *arrived.values(), *sent)
 
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:
@@ -274,9 +274,9 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
         watch = _Watch(points, earlier)
         node = values[gate.outs[0]].grad_fn
         if earlier is None:
-            node.meeting = Meeting()
+            node.caught = CaughtGradients()
         for position, k in met.items():
-            node.meeting.hold(points[k], position, gates.kind(position))
+            node.caught.hold(points[k], position, gates.kind(position))
         passed = Passed.apply(node, watch, _ANCHOR, token, *(values[idx] for idx in gate.outs), *points)
         for idx, value in zip(gate.outs, passed, strict=False):
             values[idx] = value

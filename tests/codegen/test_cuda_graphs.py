@@ -29,7 +29,7 @@ ELSEWHERE = "the forward ran without its recording"
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     rerun = Rerun()
-    monkeypatch.setattr(cuda_graphs, "RECORDER", rerun)
+    monkeypatch.setattr(cuda_graphs, "CAPTURE", rerun)
     return rerun
 
 
@@ -344,7 +344,7 @@ def test_random_programs_compute_the_same_when_replayed(
     program: Program, sizes: list[int], grad: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(cuda_graphs, "RECORDER", rerun := Rerun())
+        monkeypatch.setattr(cuda_graphs, "CAPTURE", rerun := Rerun())
         compiled, plain = graphed(program), aotdist.compile(program, backend="fx")
         for _ in range(3):
             args = tensors(sizes, torch.float64, transposed=False, grad=grad)

@@ -7,7 +7,7 @@ import torch
 
 from aotdist.convention.layer import Call
 from aotdist.facts import Facts
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.trace import trace
 from aotdist.program import PrimalIdx, Program, Row, Slot
 

@@ -93,7 +93,7 @@ class _NeedsGeneralMode(Exception):
     """An argument is of a kind that only the general mode knows how to record."""
 
 
-class Recording(ProxyTorchDispatchMode):
+class ProxyMode(ProxyTorchDispatchMode):
     """Records operations as nodes of a tracer's graph.
 
     Args:

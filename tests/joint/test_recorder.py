@@ -8,7 +8,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from aotdist.errors import InternalError, UnsupportedProgram
-from aotdist.joint.proxies import Recorder
+from aotdist.joint.recorder import Recorder
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FunctionalTensor, functional, functional_value
 from aotdist.torch_seam.modes import no_modes

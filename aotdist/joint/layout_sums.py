@@ -14,7 +14,7 @@ from aotdist.torch_seam.operators import OpOverload
 _SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
 
 
-class Meetings(TorchDispatchMode):
+class LayoutSums(TorchDispatchMode):
     """Notes, while autograd runs inside, whether wrappers of different layouts are added up."""
 
     supports_higher_order_operators = True

@@ -12,7 +12,7 @@ import torch
 Results: TypeAlias = Sequence[Any]
 
 
-class Recorder(Protocol):
+class GraphCapture(Protocol):
     """Records what runs on a device."""
 
     @property
@@ -38,8 +38,8 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CudaRecorder:
-    """The recorder of NVIDIA's GPUs, by `torch.cuda.CUDAGraph`.
+class CudaGraphCapture:
+    """The capture of NVIDIA's GPUs, by `torch.cuda.CUDAGraph`.
 
     All recordings share one pool of memory: what one needs while it runs, and does not return, the next may
     use. That is sound for replays that come one after the other. The default generator is registered by

@@ -18,7 +18,7 @@ from aotdist.torch_seam.autograd import backward_task
 
 
 @dataclass(slots=True)
-class Meeting:
+class CaughtGradients:
     """The gradients of one call's views that were caught, by position of the waypoint.
 
     Args:

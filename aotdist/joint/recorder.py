@@ -28,8 +28,8 @@ from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.functional import Functionalisation, computed_elsewhere
+from aotdist.joint.proxy_mode import ProxyMode
 from aotdist.joint.random import Draws
-from aotdist.joint.recording import Recording
 from aotdist.program import Graph, Role, Slot
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
@@ -117,7 +117,7 @@ class Recorder:
         self.backward_autocast = backward_autocast
         self._stream = stream = Stream(self._rng_state) if functional_rng else None
         symbolic = self.fake_mode.shape_env is not None
-        self._recording = Recording(
+        self._proxy_mode = ProxyMode(
             self._tracer, decompositions, self._stamp, self.draws, stream, self.size, symbolic=symbolic
         )
         self._rng: list[torch.fx.Node] = []
@@ -142,7 +142,7 @@ class Recorder:
             tracing(TracingContext(self.fake_mode)),
             self.fake_mode,
             decomposing(self._decompositions),
-            self._recording,
+            self._proxy_mode,
             self._functionalisation,
         ):
             self._exit.enter_context(mode)
@@ -163,7 +163,7 @@ class Recorder:
     @contextlib.contextmanager
     def resumed(self) -> Generator[None]:
         """Record here again, while a nested recorder is at work."""
-        with no_modes(), self.fake_mode, self._recording, self._functionalisation:
+        with no_modes(), self.fake_mode, self._proxy_mode, self._functionalisation:
             yield
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
