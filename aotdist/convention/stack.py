@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from aotdist.convention.epilogue import EPILOGUE, EpiloguePlan
+from aotdist.convention.layer import Call, Layer
 from aotdist.convention.metadata import METADATA, SwitchedOn
 from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN, DifferentiableWrites, PlainWrites
 from aotdist.convention.rng import HIDDEN_STATE, FunctionalRng, RngPlan
@@ -25,6 +27,32 @@ class Plans:
     unwrap: UnwrapPlan
     plain_writes: PlainWrites
     rng: RngPlan = HIDDEN_STATE
+
+    def lift_inside(self, call: Call, sizes: Sequence[int] = ()) -> Call:
+        """What `call`, the graph's convention, is inside of the autograd node.
+
+        Args:
+            call: plain tensors, sizes, seed and offset -> results.
+            sizes: the numbers that it takes.
+        """
+        drawing = self.rng.lift(call)
+        return self.unwrap.lift(self.plain_writes.lift(lambda plains: drawing([*plains, *sizes])))
+
+    def lift_outside(self, call: Call, *, enables_grad: bool = False) -> Call:
+        """What `call`, the node's convention, is to the caller.
+
+        Args:
+            call: primals -> results of the node.
+            enables_grad: results have a history although the caller has grad mode off.
+        """
+        call = self.switched_on.lift(self.writes.lift(call))
+        return self.epilogue.lift(torch.enable_grad()(call) if enables_grad else call)
+
+
+OUTSIDE: tuple[Layer, ...] = (EPILOGUE, METADATA, DIFFERENTIABLE)
+"""The layers outside of the autograd node."""
+INSIDE: tuple[Layer, ...] = (UNWRAP, PLAIN)
+"""Those inside of it; beneath them, `FunctionalRng` if it is asked for."""
 
 
 def lower_all(

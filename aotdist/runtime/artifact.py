@@ -268,8 +268,7 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
-            run = plans.rng.lift(lambda given: detached_views(forward(list(given)), views))
-            call = plans.unwrap.lift(plans.plain_writes.lift(lambda plains: run([*plains, *sizes])))
+            call = plans.lift_inside(lambda given: detached_views(forward(list(given)), views), sizes)
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
@@ -278,9 +277,7 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     call = shielding(call, _shielded(compilation, gates))
     call = taking_turns(call, _turns(compilation))
     call = detaching(call, _detached(compilation))
-    call = plans.switched_on.lift(plans.writes.lift(call))
-    call = torch.enable_grad()(call) if _enables_grad(compilation) else call
-    return plans.epilogue.lift(call)
+    return plans.lift_outside(call, enables_grad=_enables_grad(compilation))
 
 
 def fit_of(compilation: Compilation) -> Fit:

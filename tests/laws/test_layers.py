@@ -13,13 +13,9 @@ import torch
 from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.convention import dedupe, synthetic_base
-from aotdist.convention.epilogue import EPILOGUE
 from aotdist.convention.layer import Call, Layer, Plan
-from aotdist.convention.metadata import METADATA
-from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN
 from aotdist.convention.sharing import Writes, plan_bases
-from aotdist.convention.stack import lower_all
-from aotdist.convention.subclass import UNWRAP
+from aotdist.convention.stack import INSIDE, OUTSIDE, lower_all
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
@@ -78,14 +74,11 @@ def laws_hold(fn: Callable[..., Any], arguments: Arguments, *, training: bool = 
         stacks_hold(inside, lambda level: plains if level else detached, backward=False)
         leaves_arguments_alone(call_of(inside[-1][0]), plains)
         composed, plans = lower_all(program, facts)
-        lifted = plans.unwrap.lift(plans.plain_writes.lift(call_of(composed)))
-        lifted = plans.switched_on.lift(plans.writes.lift(lifted))
+        lifted = plans.lift_outside(plans.lift_inside(call_of(composed)))
         if not facts.metadata_writes():  # of a detached tensor, `detach_` is another thing
-            behaves_as(plans.epilogue.lift(lifted), call_of(program), detached, backward=False)
+            behaves_as(lifted, call_of(program), detached, backward=False)
 
 
-OUTSIDE: tuple[Layer, ...] = (EPILOGUE, METADATA, DIFFERENTIABLE)
-INSIDE: tuple[Layer, ...] = (UNWRAP, PLAIN)
 _Levels = list[tuple[Program[Any], Plan | None]]
 """A program, then each layer's inner one with the plan that leads back from it."""
 
