@@ -25,6 +25,7 @@ from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
+from aotdist.passes.verify import verify_split
 from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 from aotdist.report.logs import log_compiled
 from aotdist.report.progress import showing
@@ -186,6 +187,8 @@ def _compile_training(
         policy = emitter.backend.partition if settings.partition == "auto" else settings.partition
         joint = linked(cut)
         split = partition(joint, policy)
+        if settings.verify:
+            verify_split(split)
         gates = plan_gates(cut, traced.facts)
     by_choice = split.backward
     whole = without_choices(by_choice, traced.facts, traced.program.ins)
