@@ -240,14 +240,15 @@ class CompileOptions:
 
     Args:
         backend: `eager` does not compile at all; `fx` runs the graphs as they are (bit-equal to eager);
-            `inductor` hands them to Inductor; `auto` lets aotdist choose.
+            `inductor` hands them to Inductor; `triton` makes kernels of our own of them, on GPUs; `auto` lets
+            aotdist choose.
         partition: what the backward is given instead of computing it again.
         bucket_bytes: largest collective that merging may build.
         disabled_passes: names of graph passes to leave out.
         verify: check the graphs' invariants after every pass.
     """
 
-    backend: Literal["auto", "eager", "fx", "inductor"] = "auto"
+    backend: Literal["auto", "eager", "fx", "inductor", "triton"] = "auto"
     partition: PartitionPolicy | None = None
     bucket_bytes: int | None = None
     disabled_passes: tuple[str, ...] | None = None

@@ -118,6 +118,12 @@ def test_values_out_of_range_are_named(words, named):
     assert named in str(caught.value)
 
 
+def test_every_backend_that_has_a_name_may_be_chosen():
+    names = ("auto", "eager", "fx", "inductor", "triton")
+    chosen = [parse_options(["--compile.backend", name], speaks=True).compile.backend for name in names]
+    assert chosen == list(names)
+
+
 def test_compile_settings_that_were_not_given_follow_the_environment():
     base = Settings.from_environment({"AOTDIST_PARTITION": "default", "AOTDIST_BUCKET_BYTES": "1000"})
     settings = CompileOptions(partition="min_cut", disabled_passes=("bucket",)).settings(base)
