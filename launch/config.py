@@ -231,7 +231,8 @@ class Float8Options:
 
     def __post_init__(self) -> None:
         fits = self.recipe == "delayed" or not self.all_gather
-        _require(fits, f"--float8.all-gather goes with no recipe {self.recipe}", "choose the recipe delayed")
+        needed = f"--float8.all-gather needs --float8.recipe delayed, not {self.recipe}"
+        _require(fits, needed, "choose that recipe, or leave the option out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +312,7 @@ class ProfileOptions:
         _require_positive(self, "first_step")
         _require_not_negative(self, "steps")
         fits = self.steps > 0 or not self.memory
-        _require(fits, "--profile.memory is of no step", "say of how many: --profile.steps")
+        _require(fits, "--profile.memory needs --profile.steps > 0", "say how many steps")
 
 
 @dataclass(frozen=True, slots=True)

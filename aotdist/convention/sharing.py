@@ -173,7 +173,7 @@ class _Cluster:
         whole = plain_tensors(_root_of(self._example(idx)))
         met = [position for position, other in enumerate(whole) if share_memory(own, other)]
         if not met:
-            raise self._refuse([idx], "of which autograd has it that it lies elsewhere")
+            raise self._refuse([idx], "but autograd records a different base for it")
         owner = base.views[0] if base.itself is None else base.itself
         yield from ((owner, position, base.itself is None) for position in met)
 

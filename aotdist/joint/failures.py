@@ -181,8 +181,8 @@ def _detached_too_early(error: RuntimeError) -> UnsupportedProgram:
 
 def _gone_through_before(error: RuntimeError) -> UnsupportedProgram:
     return UnsupportedProgram(
-        "the program asks autograd for gradients itself, and returns what is made of the history that is "
-        f"freed by that ({str(error).partition(' (')[0]})",
+        "the program asks autograd for gradients itself, and returns a tensor whose graph was already freed "
+        f"by its own `autograd.grad` ({str(error).partition(' (')[0]})",
         stage="joint",
         fix="say `retain_graph=True` there, or return a detached tensor (`loss.detach()`)",
     )

@@ -80,7 +80,7 @@ def test_what_is_partly_freed_is_refused(name: str) -> None:
             case _:
                 return loss + w.sum()
 
-    with pytest.raises(UnsupportedProgram, match=r"history that is freed by that(.|\n)*retain_graph=True"):
+    with pytest.raises(UnsupportedProgram, match=r"already freed by its own(.|\n)*retain_graph=True"):
         aotdist.compile(program, backend="fx")(torch.ones(3), leaf(3))
 
 
