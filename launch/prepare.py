@@ -26,7 +26,7 @@ from aotdist.api import compile as compile_in_place
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.launch.sharding import blocks_of, chosen, same_on_all_ranks, shard
+from aotdist.launch.sharding import blocks_of, chosen, require_own, same_on_all_ranks, shard
 from aotdist.settings import Settings, settings_of
 
 if TYPE_CHECKING:
@@ -59,17 +59,20 @@ def prepare(
         The prepared objects in the order in which they came; one alone as it is.
 
     Raises:
-        BadSettings: the accelerator is set up for what cannot be combined with this.
+        BadSettings: there is no accelerator, or it is set up for what cannot be combined with this.
         UnsupportedProgram: the model is wrapped or sharded already, or an optimizer is of other parameters.
     """
+    _require_accelerator(accelerator)
     _require_combinable(accelerator)
     model = _only_model(objects)
+    optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    for optimizer in optimizers:
+        require_own(model, optimizer)
     plugin = accelerator.state.dynamo_plugin
     code_backend = resolve(backend if backend is not None else getattr(plugin, "code_backend", "auto"))
     code_backend.check()
     settings = settings_of(settings if settings is not None else getattr(plugin, "settings", None))
     if accelerator.use_distributed:
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
         _shard(accelerator, model, optimizers, is_block)
         vars(model)["_is_accelerate_prepared"] = True  # accelerate is to count it in, and not to wrap it
     with _uncompiled(accelerator):
@@ -185,6 +188,21 @@ def _tell(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> 
     accelerator.state.fsdp_plugin = options
     PartialState().distributed_type = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
+
+
+def _require_accelerator(given: Any) -> None:
+    """Refuse what stands where the accelerator should.
+
+    Raises:
+        BadSettings: it is something else, the model most likely.
+    """
+    from accelerate import Accelerator
+
+    if not isinstance(given, Accelerator):
+        raise BadSettings(
+            f"`aotdist.prepare` takes the accelerator first, and was given a {type(given).__name__}",
+            fix="call `aotdist.prepare(accelerator, model, optimizer)`, with an `accelerate.Accelerator`",
+        )
 
 
 def _require_combinable(accelerator: Accelerator) -> None:

@@ -65,19 +65,14 @@ def shard(
 
     Args:
         model: the model, whole and the same on every rank.
-        optimizers: of its parameters; what they know about these (moments, say) is sharded as they are.
+        optimizers: of its parameters (see `require_own`); what they know about these (moments, say) is sharded as they are.
         blocks: parts that are gathered one by one, the inner ones first; the rest is gathered together.
         mesh: of one axis.
         precision: what parameters are cast to when they are gathered, and gradients when they are reduced.
         reshard_after_forward: whether gathered parameters of blocks are let go of until the backward.
 
-    Raises:
-        UnsupportedProgram: an optimizer has parameters that are not the model's.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizers = list(optimizers)
-    for optimizer in optimizers:
-        _require_own(optimizer, names)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=precision)
@@ -86,10 +81,16 @@ def shard(
         _point_to(optimizer, {parameter: shards[name] for parameter, name in names.items()})
 
 
-def _require_own(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+def require_own(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that does not belong to a model.
+
+    Raises:
+        UnsupportedProgram: it has parameters that are not the model's.
+    """
+    own = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
         for at, parameter in enumerate(group["params"]):
-            if parameter not in names:
+            if parameter not in own:
                 raise UnsupportedProgram(
                     f"parameter {at} of group {number} of the {type(optimizer).__name__}, of size "
                     f"{list(parameter.shape)}, is not the model's",

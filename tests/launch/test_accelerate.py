@@ -155,6 +155,20 @@ def test_wrapped_models_are_refused() -> None:
         aotdist.prepare(accelerator, mlp().to("meta"))
 
 
+def test_optimizers_of_other_parameters_are_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(UnsupportedProgram, match="parameter 0 of group 0 of the SGD, of size .* is not the m"):
+        aotdist.prepare(Accelerator(cpu=True), mlp(), optimizer)
+
+
+def test_a_forgotten_accelerator_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(BadSettings, match="was given a Sequential"):
+        aotdist.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(BadSettings, match="was given a int"):
+        aotdist.prepare(3, model)
+
+
 def test_accelerate_takes_no_other_names() -> None:
     """Why there is a plugin; when this fails, accelerate takes the name by itself."""
     with pytest.raises(ValueError, match="AOTDIST"):
