@@ -349,8 +349,10 @@ class RunOptions:
         _require_positive(self, "log_every", "validation_batches")
         _require_not_negative(self, "validate_every", "sample_bytes", "sample_temperature")
         _require(bool(self.sample_prompt), "--run.sample-prompt is empty", "give at least one character")
-        plain_name = self.name is None or Path(self.name).name == self.name
-        _require(plain_name, f"--run.name is {self.name!r}", "give a folder name without slashes")
+        name = self.name
+        # An empty one is a variable of the shell that is not set, and no wish for a run without a name.
+        plain_name = name is None or (name not in ("", ".", "..") and Path(name).name == name)
+        _require(plain_name, f"--run.name is {name!r}", "give the name of a folder, without slashes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,10 @@ def test_other_ranks_leave_silently(capsys):
         ("--compile.bucket-bytes 0", "bucket_bytes is 0"),
         ("--checkpoint.every -1", "--checkpoint.every is -1"),
         ("--profile.memory", "--profile.memory needs --profile.steps > 0"),
-        ("--run.name a/b", "'a/b'"),
+        ("--run.name a/b", "--run.name is 'a/b'"),
+        ("--run.name ..", "--run.name is '..'"),
+        ("--run.name=", "--run.name is ''"),
+        ("--run.name= --resume auto", "--run.name is ''"),
         ("--run.validate-every -1", "--run.validate-every is -1"),
     ],
 )
