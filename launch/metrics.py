@@ -9,10 +9,13 @@ import dataclasses
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from aotdist.errors import BadSettings
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -96,11 +99,26 @@ def to_line(record: Record) -> str:
     return json.dumps({"kind": _NAMES[type(record)], **fields}, allow_nan=False)
 
 
-def from_line(line: str) -> Record:
-    """The record of a line; null becomes nan."""
-    fields: dict[str, Any] = json.loads(line)
-    make = _KINDS[fields.pop("kind")]
-    return make(**{name: math.nan if value is None else value for name, value in fields.items()})
+_TYPES = {"int": int, "float": int | float}
+"""What JSON makes of a field with such an annotation; all others are texts."""
+
+
+def from_line(line: str | bytes) -> Record:
+    """The record of a line; null becomes nan.
+
+    Raises:
+        ValueError: it is the line of no record.
+    """
+    try:
+        fields: dict[str, Any] = dict(json.loads(line))
+        make = _KINDS[fields.pop("kind")]
+        record = make(**{name: math.nan if value is None else value for name, value in fields.items()})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no record has {error}") from error
+    for field in dataclasses.fields(record):
+        if not isinstance(getattr(record, field.name), _TYPES.get(str(field.type), str)):
+            raise ValueError(f"{field.name} is no {field.type}")
+    return record
 
 
 def _finite(value: Any) -> Any:
@@ -129,15 +147,32 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a file; a last line that was cut short is left out.
+    """All records of a file; lines that are damaged are left out with a warning, one cut short without.
 
     Raises:
-        ValueError: a line before the last is damaged.
+        BadSettings: there is something else in its place, or it may not be read.
     """
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return [from_line(line) for line in lines]
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or was cut short
+    except (IsADirectoryError, PermissionError) as error:
+        raise BadSettings(
+            f"{path} cannot be read: {error.strerror}",
+            stage="launch",
+            fix="move it away: a run goes on from its checkpoint without what it recorded before",
+        ) from error
+    found = [_record_or_none(line) for line in lines]
+    records = [record for record in found if record is not None]
+    if len(records) < len(lines):
+        first, count = found.index(None) + 1, len(lines) - len(records)
+        warnings.warn(f"aotdist: {path}: {count} damaged, the first in line {first}: left out", stacklevel=2)
+    return records
+
+
+def _record_or_none(line: bytes) -> Record | None:
+    try:
+        return from_line(line)
+    except ValueError:  # what is no UTF-8, too
+        return None
 
 
 def cut_metrics(path: Path, step: int, validated: int) -> None:

@@ -98,16 +98,33 @@ def read_manifest(folder: Path) -> Manifest:
             raise BadCheckpoint(f"it has format {document['format']}, and this version reads {FORMAT}")
         heading: dict[str, Any] = document["heading"]
         heading["layout"] = tuple(heading["layout"])
-        return Manifest(
+        manifest = Manifest(
             Heading(**heading),
             tensors=document["tensors"],
             files={name: FileFacts(**facts) for name, facts in document["files"].items()},
             versions=document["versions"],
         )
+        _require_types(manifest)
+        return manifest
     except OSError as error:
         raise BadCheckpoint(f"its {MANIFEST_FILE} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(f"its {MANIFEST_FILE} is damaged") from error
+
+
+def _require_types(manifest: Manifest) -> None:
+    """Refuse what JSON could say as well: dataclasses take values of any type.
+
+    Raises:
+        TypeError: a number is none, or a text is none.
+    """
+    heading, files = manifest.heading, manifest.files.values()
+    numbers = [heading.step, heading.position, heading.validated, *heading.layout, *heading.text.values()]
+    texts = [*manifest.tensors.values(), *manifest.versions.values(), *(file.sha256 for file in files)]
+    if len(heading.layout) != 3 or any(type(one) is not int for one in numbers):
+        raise TypeError("a number of the heading is none")
+    if any(type(file.num_bytes) is not int for file in files) or any(type(one) is not str for one in texts):
+        raise TypeError("a file or a tensor is described otherwise")
 
 
 def spell_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:

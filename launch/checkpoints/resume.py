@@ -90,9 +90,10 @@ def _restore(
 ) -> None:
     heading = manifest.heading
     for name, flag in _TEXT_FLAGS.items():
-        if heading.text[name] != text[name]:
+        before = heading.text.get(name)
+        if before != text[name]:
             raise BadSettings(
-                f"the run's place in its text is lost: {name} was {heading.text[name]} and is {text[name]}",
+                f"the run's place in its text is lost: {name} was {before} and is {text[name]}",
                 fix=f"give it the text that it began with: {flag}",
             )
     load_tensors(state, folder, manifest, rank=world.place.rank, layout=world.layout.sizes)

@@ -36,6 +36,13 @@ def test_a_manifest_reads_back_as_it_was(tmp_path):
         (MANIFEST.text()[:100], "is damaged"),
         ("[]", "is damaged"),
         (json.dumps({"format": 1}), "is damaged"),
+        (MANIFEST.text().replace('"step": 7', '"step": "7"'), "is damaged"),
+        (MANIFEST.text().replace('"step": 7', '"step": [7]'), "is damaged"),
+        (MANIFEST.text().replace('"seq_len": 32', '"seq_len": null'), "is damaged"),
+        (MANIFEST.text().replace('"num_bytes": 3', '"num_bytes": 3.5'), "is damaged"),
+        (MANIFEST.text().replace('"float32[2]"', "2"), "is damaged"),
+        (json.dumps({**json.loads(MANIFEST.text()), "files": []}), "is damaged"),
+        (json.dumps({**json.loads(MANIFEST.text()), "tensors": []}), "is damaged"),
         (MANIFEST.text().replace('"format": 1', '"format": 9'), "has format 9, and this version reads 1"),
     ],
 )

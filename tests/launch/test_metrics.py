@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aotdist.errors import BadSettings
 from aotdist.launch.metrics import (
     EndRecord,
     MetricsLog,
@@ -66,8 +67,30 @@ def test_what_will_be_recorded_again_is_cut(tmp_path, step, validated, kept):
     assert read_metrics(path) == [records[k] for k in kept]
 
 
-def test_a_damaged_line_in_between_is_an_error(tmp_path):
+DAMAGED = [
+    b"{broken",
+    b"",
+    b"\xff\xfe\x00",
+    b"\x00" * 9,
+    b"[1,2]",
+    b"3",
+    b'{"kind": "step"}',
+    b'{"kind": "other", "step": 1}',
+    b'{"kind": "validation", "step": "1", "loss": 2.0, "tokens": 3}',
+    b'{"kind": "validation", "step": 1, "loss": 2.0, "tokens": 3, "more": 4}',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("{broken\n" + to_line(STEP) + "\n")
-    with pytest.raises(ValueError, match="Expecting"):
-        read_metrics(path)
+    path.write_bytes(to_line(STEP).encode() + b"\n" + line + b"\n" + to_line(STEP).encode() + b"\n")
+    with pytest.warns(UserWarning, match="1 damaged, the first in line 2"):
+        cut_metrics(path, 1, 0)
+    assert read_metrics(path) == [STEP, STEP]
+
+
+def test_a_folder_in_its_place_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(BadSettings, match=r"metrics.jsonl cannot be read: Is a directory"):
+        cut_metrics(tmp_path / "metrics.jsonl", 1, 0)

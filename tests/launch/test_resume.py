@@ -162,7 +162,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(job, capsys):
     assert [record.step for record in step_records(job.records("young"))] == [1, 2]
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "no manifest", "partial"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "no manifest", "no step", "partial"])
 def test_a_checkpoint_that_is_not_whole_is_passed_over(job, capsys, damage):
     run(job, "whole", steps=6)
     run(job, "torn", steps=6)
@@ -175,6 +175,10 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(job, capsys, damage):
             file.write_bytes(file.read_bytes()[:-1] + b"?")
         case "no manifest":
             (folder / "manifest.json").unlink()
+        case "no step":
+            manifest = json.loads((folder / "manifest.json").read_text())
+            manifest["heading"]["step"] = "6"
+            (folder / "manifest.json").write_text(json.dumps(manifest))
         case "partial":
             folder.rename(folder.with_name("partial-00000006"))
     assert resume(job, "torn") == 0
@@ -183,6 +187,23 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(job, capsys, damage):
     assert ("step-00000006 is refused: its " in printed) == (damage != "partial")
     assert job.numbers("whole") == job.numbers("torn")
     assert checkpoints(job, "torn") == ["step-00000004", "step-00000006"]
+
+
+def test_damaged_records_are_in_nobodys_way(job):
+    run(job, "torn", steps=4)
+    file = job.folder / "torn" / "metrics.jsonl"
+    file.write_bytes(b"\xff\n[1,2]\n" + file.read_bytes())
+    with pytest.warns(UserWarning, match="2 damaged, the first in line 1"):
+        assert resume(job, "torn", "--optim.steps=6") == 0
+    assert [record.step for record in step_records(job.records("torn"))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_in_the_place_of_the_records_is_named(job, capsys):
+    run(job, "torn", steps=2)
+    (job.folder / "torn" / "metrics.jsonl").unlink()
+    (job.folder / "torn" / "metrics.jsonl").mkdir()
+    assert resume(job, "torn", "--optim.steps=3") == 2
+    assert "metrics.jsonl cannot be read: Is a directory" in capsys.readouterr().err
 
 
 def test_no_good_checkpoint_is_an_error_and_not_a_new_beginning(job, capsys):
