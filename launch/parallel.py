@@ -59,19 +59,34 @@ class Place:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Place:
-        """What torchrun's variables say; a job of one process without them."""
+        """What torchrun's variables say; a job of one process without them.
+
+        Raises:
+            BadSettings: one of them is no number, or there is no such rank.
+        """
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return cls()
-        rank = int(environ["RANK"])
-        local_rank = int(environ.get("LOCAL_RANK", rank))
+        rank, world_size = _number("RANK", environ), _number("WORLD_SIZE", environ)
+        if rank >= world_size:
+            raise BadSettings(f"RANK={rank} is none of WORLD_SIZE={world_size} ranks", fix=_BY_TORCHRUN)
         return cls(
             rank=rank,
-            local_rank=local_rank,
-            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=_number("LOCAL_RANK", environ, otherwise=rank),
+            world_size=world_size,
             launched=True,
             launch_id=environ.get("TORCHELASTIC_RUN_ID", ""),
-            restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            restarts=_number("TORCHELASTIC_RESTART_COUNT", environ, otherwise=0),
         )
+
+
+_BY_TORCHRUN = "start the ranks with torchrun, which sets it; or unset RANK and WORLD_SIZE, for one process"
+
+
+def _number(name: str, environ: Mapping[str, str], otherwise: int = 0) -> int:
+    text = environ.get(name, str(otherwise))
+    if not (text.isascii() and text.isdigit()):
+        raise BadSettings(f"{name}={text!r} is no number", fix=_BY_TORCHRUN)
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +237,11 @@ def _join_group(device: torch.device, timeout_s: float, place: Place) -> None:
 
     torchrun keeps the store when it starts the ranks again: they would meet the addresses, and the notices,
     of those that are gone (torch 2.13: "Connection refused" in two of three restarts).
+
+    Raises:
+        BadSettings: the variables do not say where the ranks meet.
     """
+    _require_meeting_place(os.environ)
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
@@ -233,6 +252,14 @@ def _join_group(device: torch.device, timeout_s: float, place: Place) -> None:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _require_meeting_place(environ: Mapping[str, str]) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            what = f"this is a rank of several, and {name} does not say where they meet"
+            raise BadSettings(what, fix=_BY_TORCHRUN)
+    _number("MASTER_PORT", environ)
 
 
 def leave() -> None:

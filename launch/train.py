@@ -13,9 +13,10 @@ from aotdist.launch.parallel import Place, leave
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the job and returns the exit code: 0 done, 1 failed, 2 wrong options, 128 + n on signal n."""
-    place = Place.from_environment()
+    place = Place()  # until it is known, what goes wrong is everyone's to say
     with shutdown.StopRequest() as stop:
         try:
+            place = Place.from_environment()
             run_job(parse_options(arguments, speaks=place.rank == 0), place, stop)
             return shutdown.EXIT_DONE
         except BaseException as error:  # the last door: every fault leaves through one report

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aotdist import BadSettings
-from aotdist.launch import parallel
+from aotdist.launch import parallel, shutdown, train
 from aotdist.launch.config import JobOptions, ModelOptions, ParallelOptions
 from aotdist.launch.model import build_decoder
 from aotdist.launch.parallel import Layout, Place, join, spread, sync_gradients
@@ -19,6 +19,29 @@ def test_torchruns_variables_say_where_a_process_stands():
 
 def test_without_them_a_process_is_alone():
     assert Place.from_environment({}) == Place(rank=0, local_rank=0, world_size=1, launched=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='x' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "", "LOCAL_RANK": "0"}, "WORLD_SIZE='' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is no number"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 is none of WORLD_SIZE=2 ranks"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR does not say where they meet"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT does not say where they meet"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "b"}, "MASTER_PORT='b' is no n"),
+    ],
+)
+def test_variables_that_do_not_fit_are_named(environ, named, monkeypatch, capsys):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shutdown, "FIRST_WORD_S", 0)
+    assert train.main(["--parallel.device=cpu"]) == 2
+    message = capsys.readouterr().err
+    assert named in message and "torchrun" in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(
