@@ -13,6 +13,7 @@ from aotdist.convention.memory import share_memory
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call, Input, state_of
+from aotdist.export.refusals import refuse_call
 from aotdist.export.signature import GraphSignature, signature_of
 from aotdist.export.trace import TracedCall, trace_call
 from aotdist.facts import DataWritten
@@ -52,9 +53,10 @@ def aot_export_module(
         kwargs: keyword arguments of the call.
 
     Raises:
-        BadSettings: an option that is not available is set.
+        BadSettings: an option that is not available is set, or this is no call of a module.
         UnsupportedProgram: the program cannot be expressed that way; the error says what is in the way.
     """
+    refuse_call(mod, args, kwargs)
     if pre_dispatch:
         raise BadSettings(
             "`pre_dispatch` cannot be honoured", fix="leave it out: graphs are recorded below autograd"

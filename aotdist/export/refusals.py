@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.facts import IsInput, ViewOfInput
 from aotdist.joint.trace import Traced
 from aotdist.subclasses.protocol import Plain, is_real, recipe_of
 from aotdist.torch_seam.functional import is_fake
+
+
+def refuse_call(mod: Any, args: Any, kwargs: Any) -> None:
+    """Refuse what is no call of a module.
+
+    Raises:
+        BadSettings: naming what is something else.
+    """
+    if not isinstance(mod, nn.Module):
+        raise BadSettings(
+            f"`aot_export_module` takes a module, and was given a {type(mod).__name__}",
+            stage="export",
+            fix="pass a module, or use `aot_export_joint_simple` for a function",
+        )
+    if not isinstance(args, Sequence):  # a tensor would be taken row by row
+        raise BadSettings(
+            f"`args` is a {type(args).__name__}", stage="export", fix="pass a tuple of arguments: `(x,)`"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise BadSettings(
+            f"`kwargs` is a {type(kwargs).__name__}", stage="export", fix="pass a dictionary of arguments"
+        )
 
 
 def refuse_example(path: str, example: torch.Tensor) -> None:

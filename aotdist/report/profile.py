@@ -102,9 +102,10 @@ def profile(
             `trace-rank1.json.gz`.
 
     Raises:
-        BadSettings: `steps` is less than 1, `warmup` less than 0, `path` is no JSON file that can be written,
-            or a profiler is at work.
+        BadSettings: `step` cannot be called, `steps` is less than 1, `warmup` less than 0, `path` is no JSON
+            file that can be written, or a profiler is at work.
     """
+    _require(callable(step), f"cannot profile a {type(step).__name__}", "pass a function that takes a step")
     _require(steps >= 1, f"steps={steps} profiles nothing", "run at least one step")
     _require(warmup >= 0, f"warmup={warmup} is no number of steps", "say 0 for none")
     _require(not is_profiling(), "a profiler is at work already", "profile outside of it: PyTorch has one")

@@ -366,6 +366,19 @@ def test_the_loss_is_one_of_the_results(index: int):
         aot_export_module(Linear(), (torch.ones(2, 3),), trace_joint=True, output_loss_index=index)
 
 
+@pytest.mark.parametrize(
+    ("mod", "args", "kwargs", "named"),
+    [
+        (lambda x: x, (torch.ones(3),), None, "takes a module, and was given a function"),
+        (Linear(), torch.ones(2, 3), None, "`args` is a Tensor"),
+        (Linear(), (torch.ones(2, 3),), torch.ones(3), "`kwargs` is a Tensor"),
+    ],
+)
+def test_what_is_no_call_of_a_module_is_refused(mod, args, kwargs, named):
+    with pytest.raises(BadSettings, match=named):
+        aot_export_module(mod, args, trace_joint=False, kwargs=kwargs)
+
+
 def test_the_loss_has_to_be_named():
     with pytest.raises(BadSettings, match="output_loss_index"):
         aot_export_module(Linear(), (torch.ones(2, 3),), trace_joint=True)

@@ -108,6 +108,13 @@ def test_writes_of_what_a_tensor_is_are_told_in_words() -> None:
     )
 
 
+@pytest.mark.parametrize("page", [True, "", 3])
+def test_a_page_without_a_name_is_refused(page: Any) -> None:
+    model = aotdist.compile(torch.nn.Linear(2, 2), backend="fx")
+    with pytest.raises(aotdist.BadSettings, match="`html` is"):
+        aotdist.explain(model, html=page)
+
+
 class Data(html.parser.HTMLParser):
     """The text of the element with the id `data`."""
 

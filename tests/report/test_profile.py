@@ -109,6 +109,11 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(wrong: dict[str, An
     assert not ran
 
 
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(aotdist.errors.BadSettings, match="cannot profile a int"):
+        aotdist.profile(3)
+
+
 def test_one_profile_in_another_is_refused():
     ran = []
     with pytest.raises(aotdist.errors.BadSettings, match="a profiler is at work already"):
