@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,7 @@ class Frozen(Compiled):
         discard_parameters: bool,
     ) -> None:
         super().__init__(lambda: module, module, self._make_for)
+        self._module, self._backend = module, backend
         self._state = FrozenState(module)
         self._constants = Constants(self._state)
         self._compile = Compiling(backend, settings)
@@ -71,6 +73,21 @@ class Frozen(Compiled):
         _refuse_gradients(args, kwargs)
         with torch.no_grad():
             return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
+        """A copy of the module, frozen as this is: it has constants of its own, and compiles anew.
+
+        Raises:
+            UnsupportedProgram: the parameters were discarded; or the module was written since.
+        """
+        self._state.refuse_writes()
+        self._state.refuse_discarded()
+        module = copy.deepcopy(self._module, memo)
+        frozen = Frozen(
+            module, self._backend, self._settings, self._steps, discard_parameters=self._discards
+        )
+        memo[id(self)] = frozen
+        return frozen
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile for such a call, without calling."""

@@ -88,6 +88,19 @@ class FrozenState:
                     fix="freeze the module again: what is frozen shares memory with it",
                 )
 
+    def refuse_discarded(self) -> None:
+        """Refuse to copy what is gone.
+
+        Raises:
+            UnsupportedProgram: the parameters were discarded.
+        """
+        if self._shells:
+            raise UnsupportedProgram(
+                "what was frozen with `discard_parameters` cannot be copied: its parameters are gone",
+                stage="freeze",
+                fix="copy the module before, and freeze both",
+            )
+
     def discard_parameters(self) -> None:
         """Empty the parameters: their memory is given back, and nobody may call the module any more.
 

@@ -490,3 +490,26 @@ def test_disabled_it_is_the_module():
     with aotdist.disable():
         assert_same(frozen(x), module(x).detach())
     assert not frozen.artifacts
+
+
+def test_a_copy_has_constants_of_its_own():
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), torch.randn(2, 3)
+    frozen = fx(module)
+    wanted = frozen(x)
+    copied = copy.deepcopy({"model": module, "frozen": frozen})
+    assert_same(copied["frozen"](x), wanted)
+    with torch.no_grad():
+        module[0].weight.zero_()
+    assert_same(copied["frozen"](x), wanted)
+    with torch.no_grad():
+        copied["model"][0].weight.zero_()
+    with pytest.raises(UnsupportedProgram, match=r"`0.weight` was written"):
+        copied["frozen"](x)
+    with pytest.raises(UnsupportedProgram, match=r"`0.weight` was written"):
+        copy.deepcopy(frozen)
+
+
+def test_what_was_discarded_is_not_copied():
+    frozen = fx(nn.Linear(3, 4).eval(), (torch.randn(2, 3),), discard_parameters=True)
+    with pytest.raises(UnsupportedProgram, match="cannot be copied"):
+        copy.deepcopy(frozen)
