@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -98,8 +99,8 @@ def build(
         what was written; `print` it.
 
     Raises:
-        BadSettings: the target or a setting is unknown, the file cannot be written, or this process is in a
-            process group already.
+        BadSettings: the target or a setting is unknown, the file cannot be written, `make` needs arguments,
+            or this process is in a process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
     """
     file, binaries = Path(path), dict[str, bytes]()
@@ -153,6 +154,25 @@ def compiled_ahead(
     return _on_each_rank(make, _backend(target), world_size, settings, loaded)
 
 
+def refuse_arguments(make: Callable[..., Any]) -> None:
+    """Refuse a maker that cannot be called as makers are.
+
+    Raises:
+        BadSettings: it needs arguments.
+    """
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        raise BadSettings(
+            f"`{name}` is called without arguments: {error}",
+            stage="store",
+            fix="name a function that makes what to compile, and what to call it with, by itself",
+        ) from error
+    except ValueError:  # a function of C that does not tell
+        return
+
+
 def _on_each_rank(
     make: Callable[[], Made],
     backend: Backend,
@@ -169,6 +189,7 @@ def _on_each_rank(
         )
     if world_size < 1:
         raise BadSettings(f"a world has no {world_size} ranks", stage="store", fix="give 1 or more")
+    refuse_arguments(make)
     chosen = settings_of(settings)
     ranks = list[list[T]]()
     for rank in range(world_size):

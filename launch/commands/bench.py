@@ -20,7 +20,7 @@ import aotdist
 from aotdist.errors import BadSettings
 from aotdist.launch.commands.build import maker_named
 from aotdist.settings import Settings
-from aotdist.store.build import Made, called_by
+from aotdist.store.build import Made, called_by, refuse_arguments
 from aotdist.torch_seam.dtensor import local_part
 from aotdist.torch_seam.trees import pytree
 
@@ -33,7 +33,7 @@ MODEL names a function that makes what to compile and what to call it with, see 
 called once for each of the three. Under torchrun (`torchrun --no-python aotdist bench ...`) it may make
 meshes and shard. How to compile is read from AOTDIST_* variables."""
 
-_EAGER = "eager"
+_EAGER, _OURS = "eager", "aotdist"
 
 
 def add_to(subparsers: Any) -> None:
@@ -72,14 +72,16 @@ class _Contender:
     seconds: list[float] = field(default_factory=list)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
+    """Time all, print the table and return the exit code: 1 where aotdist has no results."""
     if options.rounds < 1:
         raise BadSettings(f"--rounds is {options.rounds}", fix="give 1 or more")
     make, settings = maker_named(options.model), Settings.from_environment()
+    refuse_arguments(make)
     ways: dict[str, Callable[[Any], Any]] = {
         _EAGER: lambda target: target,
         "torch.compile": torch.compile,
-        "aotdist": lambda target: aotdist.compile(target, backend=options.backend, settings=settings),
+        _OURS: lambda target: aotdist.compile(target, backend=options.backend, settings=settings),
     }
     with _ranks(), torch.no_grad() if options.inference else nullcontext():
         contenders = [_Contender(name, _step_of(make, way)) for name, way in ways.items()]
@@ -88,6 +90,7 @@ def _run(options: argparse.Namespace) -> None:
         _take_turns([each for each in contenders if not each.failure], options.rounds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print("\n".join(_table(contenders)))
+        return int(any(each.failure for each in contenders if each.name == _OURS))
 
 
 @contextmanager

@@ -19,6 +19,9 @@ def model():
 def reads_data():
     return lambda x: x * 2 if x.sum() > 0 else x, (torch.ones(3),)
 
+def wants(x):
+    return x
+
 def makes_nothing():
     return None
 
@@ -43,7 +46,7 @@ def test_times_and_results(file: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_who_fails_is_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", f"{file}:reads_data", "--backend", "fx", "--rounds", "1", "--inference"]) == 0
+    assert main(["bench", f"{file}:reads_data", "--backend", "fx", "--rounds", "1", "--inference"]) == 1
     *_, ours = capsys.readouterr().out.splitlines()
     assert "failed: UnsupportedProgram" in ours
 
@@ -51,6 +54,11 @@ def test_who_fails_is_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -
 def test_wrong_use(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"{file}:model", "--rounds", "0"]) == 2
     assert "give 1 or more" in capsys.readouterr().err
+
+
+def test_what_makes_it_needs_no_arguments(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"{file}:wants"]) == 2
+    assert "`wants` is called without arguments: missing a required argument: 'x'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["makes_nothing", "yields_nothing"])

@@ -58,6 +58,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_made(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["explain", "build"])
+def test_what_makes_a_model_needs_no_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "torch.nn:Linear"]) == 2
+    assert "`Linear` is called without arguments" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{file}:nothing"]) == 2
     assert "names no function" in capsys.readouterr().err
