@@ -31,7 +31,7 @@ from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
-from aotdist.torch_seam.dynamo import tapes_off
+from aotdist.torch_seam.dynamo import is_of_dynamo, tapes_off
 from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call, uncompiled_call
 from aotdist.torch_seam.tensors import mark_dims
@@ -391,6 +391,11 @@ def compiled_call(target: Any) -> Compiled:
     call = compiled_call_of(target) if isinstance(target, nn.Module) else target
     call = call.contained if isinstance(call, ContainerCall) else call
     if not isinstance(call, Compiled):
+        if is_of_dynamo(target):
+            raise BadSettings(
+                "this was compiled by `torch.compile`, graph by graph",
+                fix='ask each of `aotdist.dynamo.regions()`, which are those of backend="aotdist"',
+            )
         raise BadSettings(
             f"this {type(target).__name__} was not compiled", fix="call `aotdist.compile` on it first"
         )

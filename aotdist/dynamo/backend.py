@@ -79,9 +79,9 @@ def _checked(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
             "the option `dynamic` cannot be honoured: Dynamo decides which sizes are open",
             fix="call `torch.compile(..., dynamic=True)`",
         )
-    known = ["backend", *(field.name for field in fields(Settings))]
+    known = ["backend", *(field.name for field in fields(Settings) if field.name != "dynamic")]
     for name in options:
-        if name not in known:
+        if name not in (*known, "dynamic"):
             near = difflib.get_close_matches(name, known, n=1)
             raise BadSettings(
                 f"`{name}` is not an option",

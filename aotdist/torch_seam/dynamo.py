@@ -23,6 +23,15 @@ def dynamo_source(placeholder: torch.fx.Node) -> str:
     return "" if source is None else source.name
 
 
+def is_of_dynamo(target: Any) -> bool:
+    """Whether a callable came from `torch.compile`, or a module has `compile()` called on it."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    call = getattr(target, "_compiled_call_impl", None) or target
+    return frames is not None and (
+        isinstance(call, frames.OptimizedModule) or hasattr(call, "_torchdynamo_orig_callable")
+    )
+
+
 def is_wrapped_number(placeholder: torch.fx.Node) -> bool:
     """Whether an input of a graph of Dynamo's is a Python number that is passed as a tensor."""
     argument = placeholder.meta.get("grapharg")

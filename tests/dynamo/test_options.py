@@ -24,7 +24,7 @@ from tests.house.tree import ROOT
             {"options": {"bucket_byte": 3}},
             "`bucket_byte` is not an option\n  fix: did you mean `bucket_bytes`",
         ),
-        ({"options": {"nothing_like_it": 3}}, "options are backend, partition"),
+        ({"options": {"nothing_like_it": 3}}, r"options are backend, partition, (?!.*\bdynamic\b)"),
         ({"options": {"bucket_bytes": -1}}, "settings.bucket_bytes is -1"),
         ({"options": {"dynamic": True}}, r"torch.compile\(..., dynamic=True\)"),
         ({"options": aotdist.Settings(dynamic=True)}, r"torch.compile\(..., dynamic=True\)"),
@@ -38,6 +38,19 @@ def test_refused(how: dict[str, Any], says: str):
     with pytest.raises(BackendCompilerFailed, match=says) as found:
         torch.compile(lambda x: x * 2, backend=backend, **how)(torch.ones(2))
     assert isinstance(found.value.inner_exception, aotdist.BadSettings)
+
+
+def in_place(module: torch.nn.Module) -> torch.nn.Module:
+    module.compile(backend=backend)
+    return module
+
+
+@pytest.mark.parametrize("make", [functools.partial(torch.compile, backend=backend), in_place])
+def test_what_dynamo_compiled_is_explained_region_by_region(make):
+    with pytest.raises(aotdist.BadSettings, match=r"ask each of `aotdist.dynamo.regions\(\)`"):
+        aotdist.explain(make(torch.nn.Linear(2, 2)))
+    with pytest.raises(aotdist.BadSettings, match=r"ask each of `aotdist.dynamo.regions\(\)`"):
+        aotdist.explain(torch.compile(lambda x: x, backend=backend))
 
 
 def test_options_are_settings(made):
