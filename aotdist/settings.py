@@ -162,7 +162,11 @@ class Settings:
                 continue
             name = variable.removeprefix("AOTDIST_").lower()
             if name not in parsers:
-                cls.make(**{name: text})
+                near = difflib.get_close_matches(name, parsers, n=1)
+                raise BadSettings(
+                    f"the environment has {variable}, and `{name}` is not a setting",
+                    fix=f"did you mean AOTDIST_{near[0].upper()}?" if near else f"unset {variable}",
+                )
             try:
                 options[name] = parsers[name](text)
             except ValueError as error:

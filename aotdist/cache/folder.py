@@ -133,10 +133,14 @@ class Folder:
             known = self.path.lstat()
         except FileNotFoundError:
             return None
+        except NotADirectoryError:
+            file = next(one for one in self.path.parents if one.exists())
+            return f"the cache folder {self.path} cannot be made: {file} is a file"
         except OSError as error:
             return f"the cache folder {self.path} cannot be read: {error}"
         if not stat.S_ISDIR(known.st_mode):
-            return f"the cache folder {self.path} is no folder"
+            is_file = stat.S_ISREG(known.st_mode)
+            return f"the cache folder {self.path} is {'a file' if is_file else 'no folder'}"
         if not _is_owners_alone(known):
             return f"the cache folder {self.path} can be written by others than you (`chmod 700` it)"
         return None

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import aotdist
 from aotdist.errors import AotdistError, BadSettings
 from aotdist.launch.commands import bench, build, cache, doctor, explain, train
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; `sys.argv` when None.
     """
     parser = argparse.ArgumentParser(prog="aotdist", description="Compile training steps ahead of time.")
+    parser.add_argument("--version", action="version", version=f"aotdist {aotdist.__version__}")
     parser.set_defaults(takes_more=False)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for subcommand in _SUBCOMMANDS:

@@ -117,7 +117,7 @@ def is_a_file(path: Path) -> None:
 def test_a_folder_that_others_may_have_made_is_not_used(folder: Folder, make: Callable[[Path], None]) -> None:
     make(folder.path)
     with pytest.warns(
-        UserWarning, match="the cache folder .* (is no folder|written by others)|not kept"
+        UserWarning, match="the cache folder .* (is a file|is no folder|written by others)|not kept"
     ) as caught:
         folder.keep(entry())
         assert folder.get(KEY) is None

@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Patch, Path], None], Mapping[str, str
     "gpus": ("broken", "NVIDIA driver", driver, {}),
     "ranks": ("broken", "no NCCL", gpus_without_nccl, {}),
     "network": ("limited", "leads to no address", nameless, {}),
-    "settings": ("broken", "not a setting", lambda *_: None, {"AOTDIST_BUCKET": "1"}),
+    "settings": ("broken", "AOTDIST_BUCKET", lambda *_: None, {"AOTDIST_BUCKET": "1"}),
     "cache": ("broken", "others than you", open_cache, {}),
 }
 
@@ -125,6 +125,14 @@ def test_what_does_not_go_together(
 ) -> None:
     (finding,) = [each for each in found(monkeypatch, tmp_path, change, environ) if text in each.what]
     assert finding.state == "limited" and finding.fix
+
+
+@pytest.mark.parametrize("place", ["", "compiled"])
+def test_a_cache_that_is_a_file(place: str, tmp_path: Path) -> None:
+    (tmp_path / "compiled").touch()  # of the folder that the settings name, what programs are kept in
+    environ = {"AOTDIST_CACHE_FOLDER": str(tmp_path / place)}
+    (finding,) = [each for each in findings(environ) if each.subject == "cache"]
+    assert finding.what.endswith("is a file") and "move away" in finding.fix and "chmod" not in finding.fix
 
 
 def test_a_broken_machine_fails(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:

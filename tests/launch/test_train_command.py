@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+import aotdist
 from aotdist.launch import train
 from aotdist.launch.commands.main import main
 
@@ -56,6 +57,13 @@ def test_help_shows_both(trained, capsys):
     main(["train", "--help"])
     assert "--ranks N" in capsys.readouterr().out
     assert trained == [["--help"]]
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["--version"])
+    assert leaving.value.code == 0
+    assert capsys.readouterr().out == f"aotdist {aotdist.__version__}\n"
 
 
 def test_other_commands_take_no_more_than_they_know(capsys):
