@@ -386,8 +386,18 @@ class JobOptions:
     run: RunOptions = field(default_factory=RunOptions)
     resume: str | None = None
 
+    def __post_init__(self) -> None:
+        first, last = self.profile.first_step, self.optim.steps
+        _require(
+            self.profile.steps == 0 or first <= last,
+            f"--profile.first-step {first} comes after the last step, --optim.steps {last}",
+            "profile an earlier step, or train for longer",
+        )
 
-def parse_options(arguments: Sequence[str] | None, *, speaks: bool) -> JobOptions:
+
+def parse_options(
+    arguments: Sequence[str] | None, *, speaks: bool, program: str = PROGRAM
+) -> JobOptions:
     """Options from the command line (`sys.argv` when `arguments` is None).
 
     With `--resume FOLDER`, what is not given is as that run had it.
@@ -395,6 +405,7 @@ def parse_options(arguments: Sequence[str] | None, *, speaks: bool) -> JobOption
     Args:
         arguments: the words after the program's name.
         speaks: whether help and errors are printed; with many ranks only one should.
+        program: what help and errors call it.
 
     Raises:
         SystemExit: 0 after `--help`, 2 when an option is unknown or does not parse.
@@ -404,7 +415,7 @@ def parse_options(arguments: Sequence[str] | None, *, speaks: bool) -> JobOption
     resume = _resumed_folder(words)
     default = JobOptions() if resume is None else read_options(resume / CONFIG_FILE)
     return tyro.cli(
-        JobOptions, prog=PROGRAM, description=DESCRIPTION, args=words, default=default, console_outputs=speaks
+        JobOptions, prog=program, description=DESCRIPTION, args=words, default=default, console_outputs=speaks
     )
 
 

@@ -56,7 +56,7 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     checkpoints = run.path / CHECKPOINTS_FOLDER
     resumed = None if run.is_new else resume(state, checkpoints, world, text)
     if resumed is not None:
-        facts["going on"] = str(resumed)
+        facts["going on"] = str(resumed) + _left_out(options, resumed.step)
     saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
     with closing(_reporter(options, world, run, facts, state)) as reporter, naming_lost_ranks(), saver:
         held_out = Windows(corpus.validation, options.data.seq_len)
@@ -72,6 +72,16 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
         reporter.record(EndRecord(status, state.step, time.perf_counter() - started))
     if not finished:
         raise Interrupted(stop.signal_number or signal.SIGINT)
+
+
+def _left_out(options: JobOptions, step: int) -> str:
+    """What will not be done of what was asked for, since the run is at a step already."""
+    steps, profile = options.optim.steps, options.profile
+    if step >= steps:
+        return f"; --optim.steps {steps} was reached already: nothing is left to train"
+    if profile.steps and step >= profile.first_step + profile.steps - 1:
+        return f"; the steps to profile, from {profile.first_step}, are over: nothing is profiled"
+    return ""
 
 
 def _text_facts(options: JobOptions, corpus: Corpus) -> dict[str, int]:

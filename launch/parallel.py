@@ -292,13 +292,18 @@ def spread(model: Decoder, world: World, options: JobOptions) -> None:
     """
     model.to(world.device)
     if world.tp_mesh is not None:
-        _require_even_split(options, world.layout.tp)
+        require_even_split(options, world.layout.tp)
         _split_matrices(model, world.tp_mesh)
     if world.dp_mesh is not None:
         _shard_parameters(model, world.dp_mesh, world.compute_dtype, options.parallel.reshard_after_forward)
 
 
-def _require_even_split(options: JobOptions, tp: int) -> None:
+def require_even_split(options: JobOptions, tp: int) -> None:
+    """Refuse a model that does not split over TP ranks.
+
+    Raises:
+        BadSettings: naming the option.
+    """
     splits = {
         "--model.num-kv-heads": options.model.num_kv_heads,
         "--model.hidden-dim": options.model.swiglu_dim,

@@ -59,6 +59,26 @@ def claim_run_folder(options: JobOptions, place: Place) -> RunFolder:
     return RunFolder(_new_folder(run), is_new=True)
 
 
+def refuse_taken(options: JobOptions) -> None:
+    """Refuse the name of a run that is there, before anything is started; nothing is made.
+
+    Raises:
+        BadSettings: it is taken.
+    """
+    run = options.run
+    if options.resume is None and run.name is not None and (run.folder / run.name).exists():
+        if not _died_at_birth(run.folder / run.name):
+            raise _taken(run, run.name)
+
+
+def _taken(options: RunOptions, name: str) -> BadSettings:
+    return BadSettings(
+        f"a run called {name!r} exists already in {options.folder}",
+        fix="choose another --run.name, remove that folder, or go on with that run: --resume "
+        f"{options.folder / name}",
+    )
+
+
 def _folder_of_launch(options: RunOptions, launch_id: str) -> Path | None:
     """The latest folder that this torchrun has made, of the run's name if it has one."""
     configs = options.folder.glob(f"{options.name or '*'}/{CONFIG_FILE}")
@@ -83,11 +103,7 @@ def _new_folder(options: RunOptions) -> Path:
             what = f"the run folder {folder} cannot be made: {error.strerror}"
             raise BadSettings(what, fix="choose another place with --run.folder") from error
         return folder
-    raise BadSettings(
-        f"a run called {name!r} exists already in {options.folder}",
-        fix="choose another --run.name, remove that folder, or go on with that run: --resume "
-        f"{options.folder / name}",
-    )
+    raise _taken(options, name)
 
 
 def _died_at_birth(folder: Path) -> bool:

@@ -6,18 +6,24 @@ import sys
 from collections.abc import Sequence
 
 from aotdist.launch import shutdown
-from aotdist.launch.config import parse_options
+from aotdist.launch.config import PROGRAM, parse_options
 from aotdist.launch.job import run_job
 from aotdist.launch.parallel import Place, leave
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the job and returns the exit code: 0 done, 1 failed, 2 wrong options, 128 + n on signal n."""
+def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Runs the job and returns the exit code: 0 done, 1 failed, 2 wrong options, 128 + n on signal n.
+
+    Args:
+        arguments: the words after the program's name; `sys.argv` when None.
+        program: what help and errors call it.
+    """
     place = Place()  # until it is known, what goes wrong is everyone's to say
     with shutdown.StopRequest() as stop:
         try:
             place = Place.from_environment()
-            run_job(parse_options(arguments, speaks=place.rank == 0), place, stop)
+            options = parse_options(arguments, speaks=place.rank == 0, program=program)
+            run_job(options, place, stop)
             return shutdown.EXIT_DONE
         except BaseException as error:  # the last door: every fault leaves through one report
             return shutdown.end(error, place, stop)

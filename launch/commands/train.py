@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 from aotdist.errors import BadSettings
 
+_PROGRAM = "aotdist train"
 _DESCRIPTION = """\
 Train the example model; every option that is not below is the trainer's (`aotdist train --help`).
 
@@ -47,18 +50,41 @@ def _run(options: argparse.Namespace) -> int:
     restarts = 3 if options.max_restarts is None else options.max_restarts
     if restarts < 0:
         raise BadSettings(f"--max-restarts is {restarts}", fix="give 0 or more")
+    _require_sound(words, options.ranks)
     command = torchrun(options.ranks, restarts, words)
     os.execv(command[0], command)  # signals then reach torchrun, which hands them on
 
 
 def _train(words: list[str]) -> int:
-    try:
+    with _naming_what_is_missing():
         from aotdist.launch import train
+    return train.main(words, _PROGRAM)
+
+
+def _require_sound(words: list[str], ranks: int) -> None:
+    """Refuse here what every rank would: torchrun would start them again, and again.
+
+    Raises:
+        SystemExit: an option is unknown or does not parse, or help was asked for.
+        BadSettings: the options contradict each other, do not fit the ranks, or name a run that is there.
+    """
+    with _naming_what_is_missing():
+        from aotdist.launch.config import parse_options
+        from aotdist.launch.parallel import Layout, require_even_split
+        from aotdist.launch.run_folder import refuse_taken
+    options = parse_options(words, speaks=True, program=_PROGRAM)
+    require_even_split(options, Layout.of(options.parallel, ranks).tp)
+    refuse_taken(options)
+
+
+@contextmanager
+def _naming_what_is_missing() -> Generator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:  # the other commands need none of these packages
         raise BadSettings(
             f"training needs the package {error.name}", fix="pip install 'aotdist[train]'"
         ) from error
-    return train.main(words)
 
 
 def torchrun(ranks: int, restarts: int, words: list[str]) -> list[str]:

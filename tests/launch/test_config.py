@@ -111,6 +111,7 @@ def test_other_ranks_leave_silently(capsys):
         ("--compile.bucket-bytes 0", "bucket_bytes is 0"),
         ("--checkpoint.every -1", "--checkpoint.every is -1"),
         ("--profile.memory", "--profile.memory needs --profile.steps > 0"),
+        ("--profile.steps 1 --profile.first-step 9 --optim.steps 2", "--profile.first-step 9 comes after"),
         ("--run.name a/b", "--run.name is 'a/b'"),
         ("--run.name ..", "--run.name is '..'"),
         ("--run.name=", "--run.name is ''"),

@@ -139,6 +139,19 @@ def test_options_that_are_given_override_those_of_the_run(job):
     assert document["options"]["model"]["dim"] == 32
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--optim.steps=2"], "--optim.steps 2 was reached already"),
+        (["--optim.steps=6", "--profile.steps=1", "--profile.first-step=3"], "nothing is profiled"),
+    ],
+)
+def test_what_is_not_done_any_more_is_said(job, capsys, options, said):
+    run(job, "longer", steps=4)
+    assert resume(job, "longer", *options) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_auto_begins_a_run_and_goes_on_with_it(job, capsys):
     arguments = job.arguments("auto", *EVERY_2, "--resume=auto", steps=2)
     assert train.main(arguments) == 0

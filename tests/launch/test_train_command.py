@@ -13,7 +13,7 @@ from aotdist.launch.commands.main import main
 def trained(monkeypatch):
     """The words that the trainer was given."""
     given = []
-    monkeypatch.setattr(train, "main", lambda words: given.append(words) or 143)
+    monkeypatch.setattr(train, "main", lambda words, program: given.append(words) or 143)
     return given
 
 
@@ -51,6 +51,37 @@ def test_numbers_of_nothing_are_refused(words, trained, executed, capsys):
     assert main(["train", *words]) == 2
     assert " or more" in capsys.readouterr().err
     assert (trained, executed) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--parallel.tp", "3"], "tp 3 does not fit 2 ranks"),
+        (["--parallel.tp", "2", "--data.seq-len", "33"], "--data.seq-len 33 does not split over 2 TP ranks"),
+        (["--optim.steps", "0"], "--optim.steps is 0"),
+        (["--run.name", "there"], "a run called 'there' exists already"),
+        (["--resume", "nowhere"], "nowhere/config.json cannot be read"),
+    ],
+)
+def test_what_every_rank_would_refuse_is_refused_before_they_start(
+    words, named, executed, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "runs" / "there" / "checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--ranks", "2", *words]) == 2
+    assert named in capsys.readouterr().err
+    assert executed == []
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "2")])
+def test_unknown_options_name_the_command(ranks, executed, capsys):
+    try:
+        assert main(["train", *ranks, "--model.dmi", "3"]) == 2
+    except SystemExit as leaving:
+        assert leaving.code == 2
+    message = capsys.readouterr().err
+    assert "aotdist train --help" in message and "aotdist.launch.train" not in message
+    assert executed == []
 
 
 def test_help_shows_both(trained, capsys):
