@@ -11,8 +11,11 @@ their program, the stage that noticed, and the way out::
 from __future__ import annotations
 
 
-class AotdistError(Exception):
+class AotdistError(RuntimeError):
     """Base of every error that aotdist raises on purpose.
+
+    It is a `RuntimeError`, as what PyTorch raises for the same reasons is, so code that expects
+    PyTorch's finds ours. What tells PyTorch's from ours looks for `AotdistError` first.
 
     Args:
         what: the fault in one sentence, naming the slot (`blocks.3.scale`) when there is one.

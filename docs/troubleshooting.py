@@ -254,7 +254,7 @@ SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
 HEAD = """\
 # Troubleshooting
 
-Errors by name. Each is an `aotdist.AotdistError`, and says what happened to which tensor, at which line of
+Errors by name. Each is an `aotdist.AotdistError`, a `RuntimeError`, and says what happened to which tensor, at which line of
 your program, at which stage, and how to fix it. `docs/troubleshooting.py` writes this page, and runs the
 programs that it shows.
 

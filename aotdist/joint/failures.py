@@ -11,7 +11,7 @@ import torch
 from aotdist.capture.origins import Origins, raised_at
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_refusals import detached_since, reshaped_since
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.program import Slot
 from aotdist.torch_seam.functional import DataDependentOutputException, DynamicOutputShapeException
 from aotdist.torch_seam.groups import ObjectsExchangedError
@@ -62,6 +62,8 @@ def naming_outdated_views(log: ViewLog) -> Generator[None]:
     """
     try:
         yield
+    except AotdistError:
+        raise
     except (ValueError, RuntimeError) as error:
         if not any(change.reshapes() for change in log.changes) or _CANNOT_VIEW not in str(error):
             raise
@@ -73,6 +75,8 @@ def naming_failures() -> Generator[None]:
     """An error that says "no data here", or "no history there", becomes ours, with the user's line."""
     try:
         yield
+    except AotdistError:
+        raise
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
         if _LOST_HISTORY in str(error):
             raise detached_since(raised_at(error.__traceback__)) from error
@@ -128,6 +132,8 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
             yield
         except NotImplementedError as error:
             raise _no_backward(error) from error
+        except AotdistError:
+            raise
         except RuntimeError as error:
             if _NO_FORMULA.match(str(error)):
                 raise _no_backward(error) from error

@@ -14,7 +14,7 @@ import torch
 from aotdist.capture.guise import Guises
 from aotdist.convention.memory import by_stride
 from aotdist.convention.swapping import Exchange
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.joint import collectives
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.joint.failures import refusal
@@ -160,6 +160,8 @@ class Functionalisation(FunctionalTensorMode):
             self.strided.is_viewed(args[0])
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        except AotdistError:
+            raise
         except RuntimeError as error:
             # torch 2.11 looks every argument up in the innermost tracer, and fails for want of it.
             foreign = unknown_to_the_innermost_tracer([*args, *kwargs.values()])

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from aotdist.capture.source import Source
-from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.errors import AotdistError, InternalError, UnsupportedProgram
 from aotdist.facts import Facts, Fresh, NodeOut, OutputFact, Untouched
 from aotdist.joint.alike import Computed
 from aotdist.joint.backward import (
@@ -315,7 +315,9 @@ def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[Mapping[Pr
         return {}, "it goes through a function that is `@once_differentiable`"
     try:
         return backward.run(retain_graph=True).grads, ""
-    except (UnsupportedProgram, RuntimeError) as error:
+    except InternalError:
+        raise
+    except RuntimeError as error:  # `UnsupportedProgram` is one
         return {}, str(error).partition("\n")[0]
 
 

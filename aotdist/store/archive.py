@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from aotdist.errors import BadArtifact
+from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
 from aotdist.store.ranks import Variant
 
@@ -157,6 +157,8 @@ def open_archive(path: Path, kind: Kind = "compiled") -> Archive:
             )
         _check_members(path, manifest, contents)
         records = [json.loads(data) for name, data in contents.items() if name.startswith("variants/")]
+    except AotdistError:
+        raise
     except _UNREADABLE as error:
         raise _corrupt(path, f"it cannot be read ({type(error).__name__}: {error})") from error
     variants = tuple(Variant(**record) for record in records)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist.capture.source import Source
 from aotdist.codegen.triton import Packed
-from aotdist.errors import BadArtifact, UnsupportedProgram
+from aotdist.errors import AotdistError, BadArtifact, UnsupportedProgram
 from aotdist.program import Row
 from aotdist.store.kinds import CLASSES, FUNCTIONS, NAMES_OF_FUNCTIONS
 from aotdist.store.live import Live, MeshName, class_named
@@ -193,6 +193,8 @@ class Values:
                 value = reader(kind, json)
                 if value is not _OTHER:
                     return value
+        except AotdistError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             what = f"a {kind} is written in another way than ours ({type(error).__name__}: {error})"
             raise BadArtifact(what, stage="store") from error

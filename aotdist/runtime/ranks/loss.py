@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aotdist.errors import RankLost
+from aotdist.errors import AotdistError, RankLost
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
 from aotdist.runtime.ranks.failing import addresses
@@ -153,7 +153,8 @@ class LossWatch:
 def _is_broken_transport(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError):
         return True
-    return isinstance(error, RuntimeError) and _BROKEN_TRANSPORT.search(str(error)) is not None
+    of_transport = isinstance(error, RuntimeError) and not isinstance(error, AotdistError)
+    return of_transport and _BROKEN_TRANSPORT.search(str(error)) is not None
 
 
 def _key(rank: int) -> str:
