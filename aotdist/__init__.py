@@ -18,7 +18,11 @@ from aotdist.errors import (
     SignatureMismatch,
     UnsupportedProgram,
 )
+from aotdist.export.export_module import aot_export_module
+from aotdist.export.joint_simple import aot_export_joint_simple
+from aotdist.export.signature import BackwardSignature, GraphSignature
 from aotdist.freezing.frozen import Frozen, freeze
+from aotdist.functorch.entry import aot_function, aot_module, aot_module_simplified
 from aotdist.launch.prepare import prepare
 from aotdist.report.profile import Profile, profile
 from aotdist.settings import Settings
@@ -31,11 +35,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AotdistError",
+    "BackwardSignature",
     "BadArtifact",
     "BadSettings",
     "Built",
     "CacheCorrupt",
     "Frozen",
+    "GraphSignature",
     "InternalError",
     "Profile",
     "RankDivergence",
@@ -46,6 +52,11 @@ __all__ = [
     "TrainStep",
     "UnsupportedProgram",
     "__version__",
+    "aot_export_joint_simple",
+    "aot_export_module",
+    "aot_function",
+    "aot_module",
+    "aot_module_simplified",
     "build",
     "compile",
     "compile_backward",

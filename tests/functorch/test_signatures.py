@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from types import ModuleType
 
 import functorch.compile as theirs
 import pytest
+import torch
 
+import aotdist
 import aotdist.functorch as ours
+from aotdist import export
 
 LEFT_OUT = {"_disable_torch_fn_metadata_mode", "boxed_forward_device_index", "cudagraphs"}
 """Private, and about a mode of PyTorch's own tracing; two that only torch 2.11 had, about CUDA graphs."""
@@ -47,3 +51,28 @@ def _comparable(default):
 def test_everything_public_has_its_counterpart():
     assert sorted(NAMES) == sorted(ours.__all__)
     assert all(hasattr(theirs, name) for name in ours.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("aot_function", ours),
+        ("aot_module", ours),
+        ("aot_module_simplified", ours),
+        ("aot_export_module", export),
+        ("aot_export_joint_simple", export),
+        ("GraphSignature", export),
+        ("BackwardSignature", export),
+    ],
+)
+def test_the_entry_points_are_public_names(name: str, home: ModuleType):
+    assert name in aotdist.__all__
+    assert getattr(aotdist, name) is getattr(home, name)
+
+
+def test_errors_are_found_by_who_expects_those_of_pytorch():
+    with pytest.raises(RuntimeError, match="cannot be honoured"):
+        aotdist.aot_function(torch.sin, ours.nop, keep_inference_input_mutations=True)
+    compiled = aotdist.aot_function(lambda x: x * 2 if x.sum() > 0 else x, ours.nop)
+    with pytest.raises(RuntimeError, match="a tensor's value is needed|reads a tensor's data"):
+        compiled(torch.ones(2))
