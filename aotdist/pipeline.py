@@ -143,7 +143,7 @@ def _compile_traced(job: Job, times: StageTimes, on_failure: ExitStack) -> Compi
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
         times.counting(lambda: len(traced.graph.gm.graph.nodes))
-        joint, records = _joint_passes(traced.graph, backend, settings)
+        joint, records = _joint_passes(_to_prepare(traced, backend), backend, settings)
     if traced.has_backward():
         region, more = _compile_training(joint, traced, plans, emitter, times)
     else:
@@ -170,6 +170,13 @@ def drawn_on(graph: Graph) -> torch.device | None:
     return None if seed is None else seed.meta["val"].device
 
 
+def _to_prepare(traced: Traced, backend: Backend) -> Graph:
+    """The recorded graph as the backend prepares it: whole, for one that cuts it in two."""
+    if not backend.owns_cut:
+        return traced.graph
+    return without_choices(linked(traced.graph), traced.facts, traced.program.ins)
+
+
 def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[Graph, tuple[PassRecord, ...]]:
     """A joint or an inference graph after its passes, with a record of each; nothing in it is left whole."""
     graph, records = run_passes(backend.prepare_joint(graph), "joint", settings)
@@ -180,12 +187,12 @@ def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[G
 
 
 def _compile_training(
-    cut: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
+    prepared: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
 ) -> tuple[Training, tuple[PassRecord, ...]]:
     settings = emitter.settings
     with times.stage("partition"):
         policy = emitter.backend.partition if settings.partition == "auto" else settings.partition
-        joint = linked(cut)
+        cut, joint = (traced.graph, prepared) if emitter.backend.owns_cut else (prepared, linked(prepared))
         split = partition(joint, policy)
         if settings.verify:
             verify_split(split)
@@ -200,11 +207,13 @@ def _compile_training(
     with times.stage("codegen"):
         halves = emitter.halves(split)
     facts, ins = traced.facts, traced.program.ins
-    more = OnDemand(cut, joint, by_choice, split, halves, facts, ins, traced.symbols, emitter)
     double_backward = plan_double_backward(
         linked(traced.graph), facts.functions, split.saved, hooked=facts.hooked
     )
     node = node_plan(traced, plans, split, halves.tangent_strides, double_backward)
+    more = OnDemand(
+        cut, joint, by_choice, split, halves, facts, ins, traced.symbols, emitter, node.kept_primal_slots
+    )
     region = Training(
         cut=cut,
         joint=joint,
@@ -217,7 +226,7 @@ def _compile_training(
         parts=more.parts,
         gates=gates,
         differentiable_parts=_DifferentiableParts(traced.graph, double_backward, emitter),
-        others=more.of_other_kinds(traced.later_backwards, node.kept_primal_slots),
+        others=more.of_other_kinds(traced.later_backwards),
         double_backward=_double_backward_compiler(traced, joint, split, node, emitter),
     )
     return region, (*records, *records_of_backward)
@@ -231,10 +240,13 @@ def _double_backward_compiler(
     if later is None or not later.is_differentiable() or not node.kept_primals:
         return None
 
+    # It starts from saved values, so it is nothing for who cuts whole programs.
+    own = emitter.of_reference() if emitter.backend.owns_cut else emitter
+
     def compiled(traced_backward: Traced) -> Training:
         _, plans = lower_all(traced_backward.program, traced_backward.facts)
-        graph, _ = _joint_passes(traced_backward.graph, emitter.backend, emitter.settings)
-        return _compile_training(graph, traced_backward, plans, emitter, StageTimes())[0]
+        graph, _ = _joint_passes(traced_backward.graph, own.backend, own.settings)
+        return _compile_training(graph, traced_backward, plans, own, StageTimes())[0]
 
     return DoubleBackwardCompiler(later, joint, split, node, traced.symbols, traced.fake_mode, compiled)
 

@@ -379,7 +379,7 @@ def _trace(
                         bases=bases,
                         dims=dims,
                         counts=counts,
-                        cuts=captured.ambient.grad and not job.backend.owns_cut,
+                        cuts=captured.ambient.grad,
                         may_run_later=not captured.environment.rules,
                         in_python=captured.in_backward,
                     )

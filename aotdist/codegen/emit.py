@@ -93,6 +93,10 @@ class Emitter:
         backward.finish()
         return backward
 
+    def of_reference(self) -> Emitter:
+        """One that runs graphs operator by operator."""
+        return replace(self, backend=FxBackend())
+
     def reference_backward(self, graph: Graph) -> Emitted:
         """The same operator by operator, for every size that the trace allows."""
         return FxBackend().emit(graph, Emission("backward", self.fake_mode, self.settings, name=self.name))

@@ -11,6 +11,9 @@ forward and the backward module; PyTorch's own are accepted too. All graphs keep
 - backward: saved values, `tangents_1, ...` -> a gradient, or None, for each primal;
 - inference: `arg0_1, ...` -> new values of written inputs, results.
 
+A backward that neither was shown (from one result to another, where somebody watches; for gradients of other
+kinds than the results) is made of what the forward saves, and runs operator by operator.
+
 Where this differs from PyTorch's: only tensors are arguments and results of graphs, and a result that is an
 input or a view is made outside of them; a closed-over tensor is one more argument, and gets its gradient; a
 call that the compiled program does not fit (another shape, grad mode, constant) is compiled once more,

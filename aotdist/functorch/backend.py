@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 from aotdist.api import disable
 from aotdist.codegen.backend import CallableBackend, boxed
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
-from aotdist.codegen.fx import print_graph
+from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.functorch.convention import Order, joint_module, named_as_theirs
-from aotdist.functorch.cut import cut_of, is_computed, joined, with_arguments
+from aotdist.functorch.cut import cut_of, is_computed, is_cut, joined, with_arguments
 from aotdist.functorch.partitions import PartitionFn
 from aotdist.passes.run import run_passes
 from aotdist.program import Graph, Slot
@@ -83,6 +83,8 @@ class FunctorchBackend:
                 gm = with_arguments(graph, graph.ins, slots, "primals_{}")
                 return self._emit(gm, graph, slots, emission, source)
             case "backward":
+                if not is_cut(graph):  # a part, or for gradients of other kinds: no partition saw it
+                    return FxBackend().emit(graph, emission)
                 return Emitted(self._backward(graph, emission), source)
 
     def _emit(

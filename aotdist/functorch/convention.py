@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.halves import BACKWARD_ROLES
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents
 
@@ -37,7 +38,7 @@ class Order:
         writes = [slot for slot in (Slot("write", p.path, p.inner) for p in primals) if slot in outs]
         grads = dict.fromkeys(Slot("grad", primal.path, primal.inner) for primal in primals)
         # A plain primal may have a wrapper for a gradient, of several plain tensors.
-        more = (s for s in joint.outs if s.role in ("grad", "backward_write") and s not in grads)
+        more = (s for s in joint.outs if s.role in BACKWARD_ROLES and s not in grads)
         return cls(
             primals,
             tuple(slot for slot in joint.ins if slot.role == "tangent"),

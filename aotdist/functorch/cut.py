@@ -177,6 +177,11 @@ def is_computed(saved: Slot) -> bool:
     return saved.path.startswith("%")
 
 
+def is_cut(graph: Graph) -> bool:
+    """Whether it stems from a graph that the user's partition has cut."""
+    return any(_CUT in node.meta for node in graph.placeholders())
+
+
 def cut_of(graph: Graph) -> Cut:
     """What `joined` left with the graph's arguments: tangents, and what is saved of primals."""
     return next(node.meta[_CUT] for node in graph.placeholders() if _CUT in node.meta)

@@ -30,6 +30,7 @@ from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, 
 from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete, evaluate
+from aotdist.subclasses.protocol import plain_tensors
 
 
 class Parts(Protocol):
@@ -204,6 +205,8 @@ class Backward:
                 raise refusal([grad], CAUGHT if caught else WATCHED)
             given.update(zip(expected.slots(), expected(grad), strict=True))
         part = self.parts(outs, frozenset(given), in_parts=not caught)
+        if any(isinstance(source, Slot) and source.role == "primal" for source in part.sources):
+            given = held_by_name(ctx, plan, plain_tensors, part.sources) | given
         given.update((slot, ctx.written[position]) for slot, position in plan.buffers.items())
         given.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
         saved = ctx.saved_tensors if plan.frees else ()

@@ -48,6 +48,7 @@ class OnDemand:
         ins: names of the inputs.
         symbols: the symbolic sizes.
         emitter: compiles graphs.
+        kept: the plain inputs that are there besides saved values.
     """
 
     cut: Graph
@@ -59,6 +60,7 @@ class OnDemand:
     ins: Row[PrimalIdx, Slot]
     symbols: Symbols
     emitter: Emitter
+    kept: Sequence[Slot] = ()
     _reduced: dict[frozenset[Slot], BoxedCall] = field(default_factory=dict)
     _parts: dict[Any, Part] = field(default_factory=dict)
 
@@ -67,6 +69,10 @@ class OnDemand:
         if missing not in self._reduced:
             choice = choice_without(self.facts, missing)
             with alone(), users_modes_off():
+                if choice is not None and self.emitter.backend.owns_cut:
+                    some = self._not_cut(linked(self.cut), choice.slots(self.ins), missing)
+                    self._reduced[missing] = _picking(self._compiled(some), some.ins, self._given(missing))
+                    return self._reduced[missing]
                 if choice is None:
                     some = without_choices(self.by_choice, self.facts, self.ins)
                 else:
@@ -75,26 +81,39 @@ class OnDemand:
                 self._reduced[missing] = self._compiled(some)
         return self._reduced[missing]
 
+    def _given(self, missing: frozenset[Slot]) -> list[Slot]:
+        """What a backward is given without the tangents `missing`, in order."""
+        return [slot for slot in self.split.backward.ins if slot not in missing]
+
     def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
         """What computes some results of the backward from some gradients, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._parts:
             with alone(), users_modes_off():
-                whole = self._in_parts if in_parts else parts_of(linked(self.cut, arrived), self.split)
-                graph = part(whole, outs, arrived, any_strides=self._loose)
+                graph = self._part(outs, arrived, in_parts=in_parts)
                 position = {slot: at for at, slot in enumerate(self.split.saved)}
                 sources = tuple(position.get(slot, slot) for slot in graph.ins)
                 self._parts[key] = Part(self._compiled(graph), sources)
         return self._parts[key]
 
-    def of_other_kinds(
-        self, later: LaterBackwards | None, kept: Sequence[Slot]
-    ) -> Callable[[Arrived], OtherBackward] | None:
+    def _part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Graph:
+        if self.emitter.backend.owns_cut:
+            graph = self.cut if in_parts else linked(self.cut, arrived)
+            gradients = (slot for slot in graph.ins if slot.role in GRADIENT_ROLES)
+            return self._not_cut(graph, outs, frozenset(gradients) - arrived)
+        whole = self._in_parts if in_parts else parts_of(linked(self.cut, arrived), self.split)
+        return part(whole, outs, arrived, any_strides=self._loose)
+
+    def _not_cut(self, recorded: Graph, outs: Sequence[Slot], missing: frozenset[Slot]) -> Graph:
+        """Results of the backward as the trace recorded it, from what a cut of somebody else's saves."""
+        graph = from_saved(returning(recorded, outs), self.joint, self.split, self.kept)
+        return without_tangents(graph, missing, any_strides=self._loose)
+
+    def of_other_kinds(self, later: LaterBackwards | None) -> Callable[[Arrived], OtherBackward] | None:
         """What compiles the backward for gradients of other kinds than the results, if there can be one.
 
         Args:
             later: traces it.
-            kept: the plain inputs that are there besides saved values.
         """
         if later is None or not later.meets_other_kinds():
             return None
@@ -104,14 +123,14 @@ class OnDemand:
             found = next((one for one in made if one.takes(arrived)), None)
             if found is None:
                 with alone(), users_modes_off():
-                    found = self._of_kinds(later.of_kinds(arrived), kept)
+                    found = self._of_kinds(later.of_kinds(arrived))
                 made.append(found)
             return found
 
         return compiled
 
-    def _of_kinds(self, joint: OtherJoint, kept: Sequence[Slot]) -> OtherBackward:
-        graph = from_saved(joint.graph, self.joint, self.split, kept)
+    def _of_kinds(self, joint: OtherJoint) -> OtherBackward:
+        graph = from_saved(joint.graph, self.joint, self.split, self.kept)
         loose = self.emitter.takes_any_strides(graph)
         return OtherBackward(
             tangents={idx: tangent_like(*kind, loose=loose) for idx, kind in joint.tangents.items()},
@@ -155,6 +174,18 @@ class OnDemand:
             earlier=[collectives(self.split.backward)],
         )
         return self.for_any_kind(graph, call)
+
+
+def _picking(call: BoxedCall, ins: Sequence[Slot], given: Sequence[Slot]) -> BoxedCall:
+    """`call`, which takes `ins`, as one that is given more."""
+    position = {slot: k for k, slot in enumerate(given)}
+
+    def picking(args: list[Any]) -> Sequence[Any]:
+        taken = [args[position[slot]] for slot in ins]
+        args.clear()
+        return call(taken)
+
+    return picking
 
 
 def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwise: BoxedCall) -> BoxedCall:
