@@ -80,8 +80,8 @@ class Maker(Protocol):
         ...
 
 
-OpenDims: TypeAlias = Callable[[Mapping[str, Any]], Mapping[int, frozenset[int]]]
-"""From the keyword arguments of a call to the dimensions that are dynamic, by the identity of the tensor."""
+OpenDims: TypeAlias = Callable[[UserCall], Mapping[int, frozenset[int]]]
+"""From a call to the dimensions that are dynamic, by the identity of the tensor."""
 
 
 class Compiling:
@@ -90,8 +90,8 @@ class Compiling:
     Args:
         backend: turns graphs into callables.
         settings: how to compile.
-        open_dims: says of a call's keyword arguments which dimensions may differ from call to call, by the
-            identity of the tensor; besides those that `settings` and marks name.
+        open_dims: says of a call which dimensions may differ from call to call, by the identity of the
+            tensor; besides those that `settings` and marks name.
     """
 
     def __init__(self, backend: Backend, settings: Settings, open_dims: OpenDims | None = None) -> None:
@@ -104,7 +104,7 @@ class Compiling:
         """See `Maker`."""
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
         if self._open_dims is not None:
-            call = replace(call, dims=self._open_dims(call.kwargs))
+            call = replace(call, dims=self._open_dims(call))
         artifact = compile_call(call, self._backend, self._settings, earlier=artifacts, symbolic=symbolic)
         if len(artifacts) < self._settings.max_artifacts:
             self._warned = False

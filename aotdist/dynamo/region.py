@@ -42,7 +42,11 @@ class Region(Compiled):
         vars(gm)["__name__"] = self.name
         self.number = next(_numbers)
         self._graph = graph
-        super().__init__(lambda: graph.gm, graph.run, Compiling(backend, settings, graph.open_dims))
+        super().__init__(
+            lambda: graph.gm,
+            graph.run,
+            Compiling(backend, settings, lambda call: graph.open_dims(call.kwargs)),
+        )
         _every_region.add(self)
 
     def __call__(self, *inputs: Any) -> Any:

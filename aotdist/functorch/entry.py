@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from aotdist.api import CompiledFunction, Compiling
+from aotdist.api import CompiledFunction, Compiling, OpenDims
+from aotdist.capture.capture import UserCall
 from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
+from aotdist.functorch.open_sizes import OpenSizes
 from aotdist.functorch.partitions import PartitionFn, default_partition
 from aotdist.passes.order import PASS_NAMES
-from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.symbols import hint
 
 
 def _refuse(**options: tuple[bool, str]) -> None:
@@ -31,11 +33,18 @@ def _refuse(**options: tuple[bool, str]) -> None:
 class AotFunction(CompiledFunction):
     """A function whose graphs go through compilers, and a partition, that the user brought."""
 
-    def __init__(self, fn: Callable[..., Any], backend: FunctorchBackend, *, dynamic: bool) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        backend: FunctorchBackend,
+        *,
+        dynamic: bool,
+        open_dims: OpenDims | None = None,
+    ) -> None:
         # The user's compilers get what the user's partition returned: nothing changes a graph in between.
         passes = frozenset(PASS_NAMES)
         settings = replace(backend.settings, partition="default", disabled_passes=passes, dynamic=dynamic)
-        super().__init__(fn, Compiling(backend, settings))
+        super().__init__(fn, Compiling(backend, settings, open_dims))
 
     def compile_for(self, *args: Any) -> None:
         """Compile for a call with these arguments, without calling."""
@@ -157,7 +166,9 @@ def aot_module_simplified(
 
     Args:
         mod: returns a flat tuple or list.
-        args: what it is called with. If these hold no data (a Dynamo backend's), the first call compiles.
+        args: what it is called with. If these hold no data, the first call compiles. Sizes that are symbols
+            there, or in the graph of Dynamo's that `mod` is, are symbols of the graphs; numbers that are such
+            sizes are read off the tensors that have them.
         fw_compiler: compiles forwards.
         bw_compiler: compiles backwards; `fw_compiler` if None.
         partition_fn: cuts the joint graph in two.
@@ -187,10 +198,11 @@ def aot_module_simplified(
         mod = pre_grad_passes(mod, args)
     named = _named_state(mod)
     names, state = [name for name, _ in named], [tensor for _, tensor in named]
+    sizes = OpenSizes({}, {}) if ignore_shape_env else OpenSizes.of(mod, args)
 
     def flat_call(*flat: Any) -> Any:
         by_name = dict(zip(names, flat, strict=False))
-        result = torch.func.functional_call(mod, by_name, flat[len(names) :])
+        result = torch.func.functional_call(mod, by_name, tuple(sizes.put_in(flat[len(names) :])))
         if not isinstance(result, (tuple, list)):
             raise UnsupportedProgram(
                 f"the module returns a {type(result).__name__}, not a tuple or a list",
@@ -201,14 +213,17 @@ def aot_module_simplified(
 
     flat_call.__name__ = compile_region_name or type(mod).__name__
     compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
-    symbolic = any(is_symbolic(tuple(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
     backend = FunctorchBackend(compilers, partition_fn, _num_distinct(named))
-    compiled = AotFunction(flat_call, backend, dynamic=symbolic and not ignore_shape_env)
+
+    def open_dims(call: UserCall) -> dict[int, frozenset[int]]:
+        return sizes.by_identity(call.args[len(names) :])
+
+    compiled = AotFunction(flat_call, backend, dynamic=False, open_dims=open_dims)
     if all(is_real(arg) for arg in args if isinstance(arg, torch.Tensor)):
-        compiled.compile_for(*state, *args)
+        compiled.compile_for(*state, *map(hint, sizes.left_out(args)))
 
     def forward(*runtime_args: Any) -> Any:
-        return compiled(*state, *runtime_args)
+        return compiled(*state, *sizes.left_out(runtime_args))
 
     attached = cast(Any, forward)
     attached.zero_grad = mod.zero_grad

@@ -191,6 +191,31 @@ def test_what_cannot_be_honoured_is_refused_by_name(option: str, value):
         ours.aot_module_simplified(Normed(), (data(4, 3),), ours.nop, **{option: value})
 
 
+def test_it_serves_as_a_backend_of_dynamo_that_leaves_sizes_open():
+    """Dynamo passes these as numbers beside the tensors that have them."""
+    module, compilers = nn.Linear(3, 3), Compilers()
+
+    def fn(x, scale):
+        return module(x).sin() * scale, x.new_ones(x.size(0) + 1)
+
+    def backend(gm, examples):
+        return ours.aot_module_simplified(gm, examples, **compilers.all())
+
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend=backend, dynamic=True)
+    for rows, scale in ((2, 3), (5, 3), (5, 4)):
+        x = leaf(rows, 3)
+        (out, ones), (expected, other) = compiled(x, scale), fn(x, scale)
+        assert torch.equal(out, expected) and torch.equal(ones, other)
+        grads = [torch.autograd.grad(loss.sum(), (x, *module.parameters())) for loss in (out, expected)]
+        assert all(map(torch.equal, *grads))
+    assert compilers.counts() == {"forward": 2, "backward": 2}, "one for each scale, which is no size"
+    weight, bias, given, *sizes = compilers.examples["forward"][0]
+    assert [*weight.shape, *bias.shape] == [3, 3, 3]
+    assert isinstance(given.size(0), torch.SymInt) and str(given.size(0)) in map(str, sizes)
+    torch.compiler.reset()
+
+
 def test_it_serves_as_a_backend_of_dynamo():
     compilers, module = Compilers(), nn.Linear(3, 3)
 
