@@ -290,14 +290,14 @@ def as_strided_scatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch
 
 
 def loop(
-    test: Callable[..., Sequence[torch.Tensor]],
+    test: Callable[..., torch.Tensor],
     step: Callable[..., Sequence[torch.Tensor]],
     carried: Sequence[torch.Tensor],
     more: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
     """`while test: carried = step`, in memory of its own."""
     steps = 0
-    while test(*carried, *more)[0]:
+    while test(*carried, *more):
         carried, steps = step(*carried, *more), steps + 1
     return carried if steps else [tensor.clone() for tensor in carried]
 

@@ -322,6 +322,7 @@ def cut(
     effects: Sequence[Node] = (),
     *,
     by_rows: Collection[int] = (),
+    alone: bool = False,
 ) -> GraphModule:
     """The part of a graph that leads from `arguments` to `results`, each in memory of its own.
 
@@ -331,6 +332,7 @@ def cut(
         results: what it returns: nodes, zeros like a fake, or an argument by its position.
         effects: nodes that run in any case.
         by_rows: positions of results that are to lie by rows.
+        alone: it returns its one result itself, and no tuple.
     """
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
@@ -356,7 +358,7 @@ def cut(
             out = _copied(graph, out, by_rows=position in by_rows)
         taken.add(storage_id(out.meta["val"]))
         outs.append(out)
-    graph.output(tuple(outs))
+    graph.output(outs[0] if alone else tuple(outs))
     return graph_module(whole.gm, graph)
 
 

@@ -126,7 +126,8 @@ def _record_loop(
             Argument(functional_value(plain), node)  # type: ignore[arg-type]
             for plain, node in zip(flat, stands_for, strict=True)
         ]
-        graphs.append(recorder.attribute(name, cut(body.joint, arguments, body.results(), body.effects())))
+        part = cut(body.joint, arguments, body.results(), body.effects(), alone=body is test)
+        graphs.append(recorder.attribute(name, part))
     likes = [node.meta["val"] for node in step.results()]
     args = (*graphs, tuple(nodes[:split]), tuple(nodes[split:]))
     remaining = iter(recorder.call(_WHILE_LOOP, args, likes, draws=test.draws() or step.draws()))
