@@ -87,11 +87,12 @@ def _partition_module(gm: GraphModule, num_values: int, policy: Policy) -> tuple
 def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
     """A joint graph in PyTorch's convention as one of ours, and the results that are constants."""
     builder = GraphBuilder(gm)
+    overwritten = _overwritten(gm)
     ins: list[Slot] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             ins.append(Slot(_argument_role(node), node.name))
-            builder.placeholder(node)
+            builder.placeholder(node).meta["overwritten"] = node in overwritten
         elif node.op != "output":
             builder.copy(node)
         if node.op != "output":
@@ -102,6 +103,21 @@ def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
     outs = [Slot("output" if k < num_values else "grad", f"out[{k}]") for k in range(len(flat))]
     constants = {k: value for k, value in enumerate(flat[:num_values]) if not isinstance(value, Node)}
     return builder.finish(results, ins, outs), constants
+
+
+def _overwritten(gm: GraphModule) -> set[Node]:
+    """The arguments that have another value when the backward comes: the forward writes them.
+
+    It returns their new values, and PyTorch's description of a result says so; or it ends with `copy_`.
+    """
+    found = {node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("overwritten")}
+    described = {node.meta.get("desc"): node for node in gm.graph.find_nodes(op="placeholder")}
+    for desc in gm.graph.output_node().meta.get("desc") or ():
+        written = getattr(desc, "mutated_input", None)
+        found |= {described[written]} if written is not None and written in described else set()
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        found |= {node.args[0]} if node.meta.get("partitioner_tag") != "is_backward" else set()
+    return found
 
 
 def _argument_role(node: Node) -> Literal["primal", "size", "tangent"]:
