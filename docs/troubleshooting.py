@@ -254,9 +254,9 @@ SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
 HEAD = """\
 # Troubleshooting
 
-Errors by name. Each is an `aotdist.AotdistError`, a `RuntimeError`, and says what happened to which tensor, at which line of
-your program, at which stage, and how to fix it. `docs/troubleshooting.py` writes this page, and runs the
-programs that it shows.
+Errors by name. Each is an `aotdist.AotdistError`, which is a `RuntimeError`, and says what happened to which
+tensor, at which line of your program, at which stage, and how to fix it. `docs/troubleshooting.py` writes
+this page, and runs the programs that it shows.
 
 `aotdist doctor` checks the machine: versions, compilers, GPUs, the cache. `TORCH_LOGS="+aotdist"` shows what
 is compiled, stage by stage.

@@ -395,9 +395,7 @@ class JobOptions:
         )
 
 
-def parse_options(
-    arguments: Sequence[str] | None, *, speaks: bool, program: str = PROGRAM
-) -> JobOptions:
+def parse_options(arguments: Sequence[str] | None, *, speaks: bool, program: str = PROGRAM) -> JobOptions:
     """Options from the command line (`sys.argv` when `arguments` is None).
 
     With `--resume FOLDER`, what is not given is as that run had it.

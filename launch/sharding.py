@@ -65,7 +65,8 @@ def shard(
 
     Args:
         model: the model, whole and the same on every rank.
-        optimizers: of its parameters (see `require_own`); what they know about these (moments, say) is sharded as they are.
+        optimizers: of its parameters (see `require_own`); what they know about these (moments, say) is sharded
+            as they are.
         blocks: parts that are gathered one by one, the inner ones first; the rest is gathered together.
         mesh: of one axis.
         precision: what parameters are cast to when they are gathered, and gradients when they are reduced.

@@ -83,9 +83,7 @@ class Frozen(Compiled):
         self._state.refuse_writes()
         self._state.refuse_discarded()
         module = copy.deepcopy(self._module, memo)
-        frozen = Frozen(
-            module, self._backend, self._settings, self._steps, discard_parameters=self._discards
-        )
+        frozen = Frozen(module, self._backend, self._settings, self._steps, discard_parameters=self._discards)
         memo[id(self)] = frozen
         return frozen
 
