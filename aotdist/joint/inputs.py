@@ -41,6 +41,7 @@ from aotdist.torch_seam.autograd import nodes_behind
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, made_again, part_of, second_shell
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import as_parameter, set_version
+from aotdist.torch_seam.transforms import beneath_transforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Inputs:
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         """What the traced function is given in place of `example`."""
-        with _mode_of(example), class_functions_off():
+        with _mode_of(example), class_functions_off(), beneath_transforms():
             return self._add(slot, example)
 
     def _add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ class Lifting(TorchFunctionMode):
     ) -> Any:
         self._written_views.notice()
         self._view_mode.settle()
-        swapped_args, swapped_kwargs = _each(self._swap, args, kwargs)
+        swapped_args, swapped_kwargs = _each(self.swap, args, kwargs)
         if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
             self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])
         if func == _GRAD.__get__:
@@ -137,7 +137,8 @@ class Lifting(TorchFunctionMode):
             result = instead(*swapped_args, **swapped_kwargs)
         return self._guises.show(result)
 
-    def _swap(self, tensor: torch.Tensor) -> torch.Tensor:
+    def swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the program works on in the place of `tensor`."""
         return self._stand_in(tensor) if self._is_foreign(tensor) else tensor
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:

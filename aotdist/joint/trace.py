@@ -38,6 +38,7 @@ from aotdist.program import Graph, PrimalIdx, Program, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.swaps import hearing_of_swaps
+from aotdist.torch_seam.transforms import swapped_by_transforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ def trace(
         outs, lifting = _run_forward(
             program, tensors, recorder, inputs, view_mode, storages, classes, stand_in
         )
+        stack.enter_context(swapped_by_transforms(lifting.swap))  # in the backward, too
         forward = effects.forward(outs, lifting)
         backward = effects.backward(forward, in_python or InBackward(None), may_run_later=may_run_later)
     facts = effects.facts(forward, backward)
@@ -176,7 +178,14 @@ def _run_forward(
         written_views,
         recorder.asked_for_strides,
     )
-    with classes.shown(), lifting, inputs.current(), naming_failures(), naming_outdated_views(view_mode.log):
+    with (
+        swapped_by_transforms(lifting.swap),
+        classes.shown(),
+        lifting,
+        inputs.current(),
+        naming_failures(),
+        naming_outdated_views(view_mode.log),
+    ):
         outs = program.fn(*tensors)
         written_views.notice()
         view_mode.settle()

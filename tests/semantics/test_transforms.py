@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import aotdist
 from tests.semantics.observation import Scene, same_as_eager
@@ -29,6 +30,74 @@ INSIDE: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", INSIDE)
 def test_inside(name: str, around: Callable) -> None:
     same_as_eager(lambda: Scene(INSIDE[name], (torch.randn(2, 3, requires_grad=True),)), around=around)
+
+
+class Held(nn.Module):
+    """A module whose parameter and constant a transform of its own meets first."""
+
+    def __init__(self, transform: Callable[["Held", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.layer = nn.Linear(3, 3)
+        self.constant = torch.randn(2, 3)
+        self.transform = transform
+
+    def loss(self, row: torch.Tensor) -> torch.Tensor:
+        return (row @ self.weight * self.constant[0]).sin().sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.transform(self, x)
+
+
+FIRST_MET: dict[str, Callable[[Held, torch.Tensor], torch.Tensor]] = {
+    "a constant in grad": lambda s, x: grad(lambda x: (x * s.constant).sin().sum())(x),
+    "grad": lambda s, x: grad(s.loss)(x),
+    "vmap": lambda s, x: vmap(lambda row: row @ s.weight)(x),
+    "gradients by sample": lambda s, x: vmap(grad(s.loss))(x),
+    "grad in grad": lambda s, x: grad(lambda x: s.loss(x) + grad(s.loss)(x * s.constant).sum())(x),
+    "vjp": lambda s, x: vjp(lambda x: x @ s.weight, x)[1](s.constant)[0],
+    "jacrev": lambda s, x: jacrev(lambda x: (x @ s.weight).sin())(x),
+    "jacfwd": lambda s, x: jacfwd(lambda x: (x @ s.weight).sin())(x),
+    "hessian": lambda s, x: hessian(s.loss)(x),
+    "jvp": lambda s, x: jvp(lambda x: (x @ s.weight).sin(), (x,), (x,))[1],
+    "a constant in jvp": lambda s, x: jvp(lambda x: x * s.constant, (x,), (x,))[1],
+    "a layer": lambda s, x: vmap(grad(lambda row: s.layer(row).sin().sum()))(x),
+    "written to": lambda s, x: vmap(lambda row: row.clone().mul_(s.weight[0]))(x),
+    "under no_grad": lambda s, x: grad(lambda x: (x.sin() * torch.no_grad()(s.weight.sum)()).sum())(x),
+    "batched by vmap": lambda s, x: vmap(lambda row, weight: row * weight)(x, s.weight[:2]),
+    "a whole constant batched": lambda s, x: vmap(lambda row, other: row * other)(x, s.constant),
+    "a layer batched": lambda s, x: vmap(lambda w, b: x @ w + b)(s.weight, s.layer.bias),
+    "what grad is of": lambda s, x: grad(lambda w: (x @ w).sin().sum())(s.weight),
+    "what jvp is at": lambda s, x: jvp(lambda y: y.sin() * x, (s.constant,), (x,))[1],
+    "what jvp is along": lambda s, x: jvp(torch.sin, (x,), (s.constant,))[1],
+    "returned by vmap": lambda s, x: vmap(lambda row: s.constant)(x) + vmap(lambda row: s.weight)(x)[:, :2],
+    "parameters by name": lambda s, x: grad(
+        lambda held: functional_call(s.layer, held, (x,)).sin().sum()
+    )(dict(s.layer.named_parameters()))["weight"],
+}
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", FIRST_MET)
+def test_first_met_inside(name: str, around: Callable) -> None:
+    """Tensors that the program reaches, and meets only where a transform is at work."""
+
+    def build() -> list[Scene]:
+        module = Held(FIRST_MET[name])
+        return [Scene(module, (torch.randn(2, 3, requires_grad=True),)) for _ in range(2)]
+
+    same_as_eager(build, around=around)
+
+
+def test_a_global_met_inside() -> None:
+    compiled = aotdist.compile(lambda x: grad(lambda row: (row * GLOBAL).sin().sum())(x), backend="fx")
+    x = torch.ones(3)
+    for _ in range(2):
+        assert torch.equal(compiled(x), (x * GLOBAL).cos() * GLOBAL)
+        GLOBAL.add_(1)
+
+
+GLOBAL = torch.arange(3.0)
 
 
 AROUND: dict[str, Callable[[Callable], torch.Tensor]] = {

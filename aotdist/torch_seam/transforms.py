@@ -1,0 +1,55 @@
+"""`torch.func` transforms: where they take tensors, and what is not theirs."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch._functorch import eager_transforms, predispatch, vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.patches import Patch
+
+Swap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+_TAKE_TENSORS = (
+    (vmap, "_add_batch_dim"),
+    (vmap, "_remove_batch_dim"),
+    (eager_transforms, "_wrap_for_grad"),
+    (predispatch, "_make_dual"),
+)
+_HAVE_TAKEN = [getattr(owner, name) for owner, name in _TAKE_TENSORS]
+
+
+def beneath_transforms() -> AbstractContextManager[Any]:
+    """What is done inside is none of what a transform around it differentiates, batches or wraps."""
+    return temporarily_clear_interpreter_stack()
+
+
+def swapped_by_transforms(swap: Swap) -> AbstractContextManager[None]:
+    """Transforms of this thread take `swap(tensor)` for each tensor that they are handed, or hand back.
+
+    They wrap tensors in C++, which no torch-function mode hears of.
+    """
+    return _SWAPPED.made(swap)
+
+
+def _hook_transforms(hearing: bool) -> None:
+    for (owner, name), take in zip(_TAKE_TENSORS, _HAVE_TAKEN, strict=True):
+        setattr(owner, name, functools.partial(_take_swapped, take) if hearing else take)
+
+
+_SWAPPED = Patch[Swap]("transform_hearers", _hook_transforms)
+
+
+def _take_swapped(take: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    swap = _SWAPPED.said
+    if swap is not None:
+        with torch_functions_off():
+            args = tuple(swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return take(*args, **kwargs)
