@@ -20,6 +20,15 @@ def no_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def dispatch_keys_kept() -> AbstractContextManager[Any]:
+    """Which dispatch keys this thread excludes and includes is afterwards what it was before.
+
+    An internal assertion of PyTorch's that fails inside of `jvp` leaves autograd excluded (torch 2.13): from then
+    on nothing in the process requires grad.
+    """
+    return torch._C._PreserveDispatchKeyGuard()
+
+
 @contextmanager
 def users_modes_off() -> Generator[None]:
     """Dispatch modes of the user's off: what counts operators (`FlopCounterMode`) is not to count a trace's.

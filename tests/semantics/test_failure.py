@@ -243,3 +243,16 @@ def test_functions_that_control_flow_is_given_fail_too() -> None:
             compiled(torch.ones(2, requires_grad=True))
     assert torch.compiler.is_dynamo_compiling is asked and torch._C._len_torch_dispatch_stack() == 0
     assert not compiled.artifacts
+
+
+def test_dispatch_keys_that_a_failure_leaves_excluded_are_put_back() -> None:
+    """As an assertion of PyTorch's own does that fails inside of `torch.func.jvp` (torch 2.13)."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+        raise Fault
+
+    with pytest.raises(Fault):
+        aotdist.compile(program, backend="fx")(torch.ones(3))
+    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
