@@ -277,6 +277,61 @@ def test_a_change_of_values_compiles_nothing(name):
     assert len(compiled_call(model).artifacts) == 1
 
 
+class Everything(nn.Module):
+    """It goes through all of its state, and that of a module that it closes over."""
+
+    def __init__(self, look: Callable[["Everything"], Any]) -> None:
+        super().__init__()
+        self.look = look
+        self.held = nn.ParameterDict({"a": nn.Parameter(torch.ones(4))})
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_parameter("unset", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.look(self)
+
+
+LOOKS: dict[str, Callable[[Everything], Any]] = {
+    "values of a dictionary": lambda m: sum(m.held.values()),
+    "the length of a dictionary": lambda m: len(m.held),
+    "whether a dictionary has it": lambda m: 3 if "b" in m.held else 2,
+    "parameters": lambda m: sum(p.sum() for p in m.parameters()),
+    "buffers": lambda m: sum(b.sum() for b in m.buffers()),
+    "names of buffers": lambda m: len([name for name, _ in m.named_buffers()]),
+    "the state": lambda m: sum(t.sum() for t in m.state_dict().values()),
+}
+
+REGISTER: dict[str, Callable[[Everything], Any]] = {
+    "in a dictionary": lambda m: m.held.update({"b": leaf_of(5.0)}),
+    "a parameter of a child": lambda m: m.layer.register_parameter("more", nn.Parameter(torch.ones(4))),
+    "the first buffer of a child": lambda m: m.layer.register_buffer("more", torch.ones(4)),
+    "a second buffer": lambda m: m.register_buffer("more", torch.ones(4)),
+    "no more in the state": lambda m: m._non_persistent_buffers_set.add("scale"),
+    "another unset one": lambda m: (m.__delattr__("unset"), m.register_parameter("new", leaf_of(7.0))),
+    "taken away": lambda m: m.__delattr__("scale"),
+}
+
+
+def leaf_of(value: float) -> nn.Parameter:
+    return nn.Parameter(torch.full((4,), value))
+
+
+@pytest.mark.parametrize("how", REGISTER)
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_is_registered_later_is_noticed(look: str, how: str) -> None:
+    sights = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = Everything(LOOKS[look])
+        call = aotdist.compile(lambda x, model=model: model(x), backend="fx") if compiles else model
+        sights.append([])
+        for change in (lambda m: None, REGISTER[how], lambda m: None):
+            change(model)
+            sights[-1] += play(Scene(model, (torch.ones(4, requires_grad=True),)), call)
+    assert_same(*sights)
+
+
 def test_going_back_finds_the_old_artifact():
     model = aotdist.compile(network(), backend="fx")
     for _ in range(3):
