@@ -110,6 +110,8 @@ def concrete(value: T, symbols: Mapping[str, int]) -> T:
     elif _is_ours(made):
         fields = {f.name: concrete(getattr(made, f.name), symbols) for f in dataclasses.fields(made)}
         made = dataclasses.replace(made, **fields)
+    elif isinstance(made, slice):
+        made = slice(*(concrete(part, symbols) for part in _parts(made)))
     elif hasattr(made, "_fields"):
         made = type(made)(*(concrete(part, symbols) for part in made))
     else:
@@ -125,6 +127,8 @@ def _parts(value: Any) -> Sequence[Any]:
         return list(value.values())
     if isinstance(value, Row):
         return list(value)
+    if isinstance(value, slice):
+        return (value.start, value.stop, value.step)
     return [getattr(value, f.name) for f in dataclasses.fields(value)] if _is_ours(value) else ()
 
 

@@ -295,7 +295,7 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
 def _own(printer: Printer, constant: Any) -> str:
     """`constant` as an expression; a container is another one at each call."""
     match constant:
-        case list() | tuple():
+        case list() | tuple() if type(constant) is not torch.Size:
             items = [_own(printer, item) for item in constant]
             return sequence(items) if isinstance(constant, tuple) else f"[{', '.join(items)}]"
         case dict():
@@ -365,9 +365,13 @@ def _literal(printer: Printer, value: Any) -> str:
         return f"objects[{value.position}]"
     if isinstance(value, SYMBOLIC):
         return print_size(printer, expression(value))
-    if type(value) in (list, tuple) and is_symbolic(value):
+    if type(value) in (list, tuple, torch.Size) and is_symbolic(value):
         items = [_literal(printer, item) for item in value]
-        return sequence(items) if type(value) is tuple else f"[{', '.join(items)}]"
+        shown = f"[{', '.join(items)}]" if type(value) is list else sequence(items)
+        return f"{printer.bind('Size', torch.Size)}({shown})" if type(value) is torch.Size else shown
+    if type(value) is slice and is_symbolic(value):
+        parts = (_literal(printer, part) for part in (value.start, value.stop, value.step))
+        return f"{printer.bind('slice', slice)}({', '.join(parts)})"
     plain = type(value) in (int, str, bool, type(None)) or (
         type(value) in (list, tuple) and all(type(item) is int for item in value)
     )

@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -263,3 +263,31 @@ def test_generated_programs(program: Program) -> None:
             event(f"refused: {refusal.what}")
         else:
             event(f"{len(compiled.artifacts)} artifacts for {len(sizes)} sizes")
+
+
+class Pair(NamedTuple):
+    shape: torch.Size
+    rows: int
+
+
+class Sized(nn.Module):
+    """It returns, and keeps, what it knows of sizes."""
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.shape, self.both = x.shape, [x.shape, x.shape[0]]
+        pair = Pair(x.shape[:1], x.shape[0] + 1)
+        return x * 2, x.shape, pair, {"a": [x.view(-1).shape]}, x.stride(), slice(0, x.shape[0])
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_sizes_that_are_returned_are_numbers(dynamic: bool) -> None:
+    eager, compiled = Sized(), aotdist.compile(Sized(), backend="fx", settings={"dynamic": dynamic})
+    for rows in (5, 7):
+        seen = [(model(torch.ones(rows, 4))[1:], model.shape, model.both) for model in (eager, compiled)]
+        assert seen[0] == seen[1]
+        # Of what class each is shows in its text; a symbol in it hides behind that of its number.
+        assert repr(seen[0]) == repr(seen[1])
+        (shape, pair, nested, strides, part), kept, both = seen[1]
+        numbers = [*shape, *pair.shape, pair.rows, *nested["a"][0], *strides, part.stop, *kept, *both[0]]
+        assert {type(number) for number in numbers} == {int}
+    assert len(compiled_call(compiled).artifacts) == (1 if dynamic else 2)
