@@ -22,6 +22,7 @@ from aotdist.convention.layer import Call
 from aotdist.program import NodeOutIdx, PrimalIdx
 from aotdist.torch_seam.autograd import (
     call_after_backward,
+    gradients_heard,
     hooks_after_accumulation,
     hooks_of_gradient,
     node_base,
@@ -46,7 +47,23 @@ class _WithGradient:
     hook: Hook
 
     def __call__(self, grad: Any) -> Any:
-        return None if grad is None else self.hook(grad)
+        if grad is not None:
+            return self.hook(grad)
+        self._tell_that_none_comes()
+        return None
+
+    def _tell_that_none_comes(self) -> None:
+        """Let a hook that waits for several gradients go on without this one, if it gets any of the others.
+
+        It asks the engine which nodes are run, and the one node of the program leads to all of its inputs.
+        """
+        match gradients_heard(self.hook):
+            case None:
+                pass
+            case 0:
+                call_after_backward(lambda: self.hook(None) if gradients_heard(self.hook) else None)
+            case _:
+                self.hook(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -324,6 +325,17 @@ def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:
 def backward_task() -> int:
     """A number for the running backward, different for each."""
     return torch._C._current_graph_task_id()
+
+
+def gradients_heard(hook: Callable[..., Any]) -> int | None:
+    """How many gradients one that waits for several has got in the running backward; None of any other hook.
+
+    It is one of those that `register_multi_grad_hook` registers, which count together.
+    """
+    waits = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>"
+    if not getattr(hook, "__qualname__", "").startswith(waits):
+        return None
+    return inspect.getclosurevars(hook).nonlocals["count"].get(backward_task(), 0)
 
 
 def runs_in_backward(leaf: torch.Tensor) -> bool:

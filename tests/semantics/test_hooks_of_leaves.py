@@ -170,3 +170,54 @@ def test_twice_and_differentiably() -> None:
         grads[0].square().sum().backward()
 
     assert_heard_alike(of_module(Branches), use)
+
+
+def some_of_three(
+    heard: list[Any], register: Callable[..., None], *, compiles: bool, of_results: bool
+) -> None:
+    """Backwards that reach some of three leaves, or begin at some of three results, with hooks of two each."""
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
+
+    def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a * 2, b * 3, c * 4
+
+    if not of_results:
+        register(leaves)
+    outs = aotdist.compile(fn, backend="fx")(*leaves) if compiles else fn(*leaves)
+    if of_results:
+        register(outs)
+    for some in ([0], [1], [2], [0, 1], [1, 2], [0, 1, 2]):
+        sum(outs[k].sum() for k in some).backward(retain_graph=True)
+        heard.append(some)
+    (outs[0].sum() + leaves[1].sum() * 5).backward()
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("of_results", [False, True])
+def test_hooks_of_several_gradients(of_results: bool, mode: Any) -> None:
+    """They are called if any of their gradients comes; at the end, if not all do."""
+    heard: list[list[Any]] = [[], []]
+    for compiles, told in enumerate(heard):
+
+        def register(tensors: Any, told: list[Any] = told) -> None:
+            for pair in ((0, 1), (1, 0), (1, 2)):
+
+                def hook(grads: Any, pair: tuple[int, int] = pair) -> None:
+                    each = [grads] if mode == "any" else grads
+                    told.append((pair, [None if grad is None else grad.tolist() for grad in each]))
+
+                torch.autograd.graph.register_multi_grad_hook([tensors[k] for k in pair], hook, mode=mode)
+
+        some_of_three(told, register, compiles=bool(compiles), of_results=of_results)
+    assert in_each(heard[0]) == in_each(heard[1])
+
+
+def in_each(heard: list[Any]) -> list[list[str]]:
+    """What was heard in each backward, in any order."""
+    found: list[list[str]] = [[]]
+    for each in heard:
+        if isinstance(each, list):
+            found.append([])
+        else:
+            found[-1] = sorted([*found[-1], repr(each)])
+    return found
