@@ -25,7 +25,7 @@ from aotdist.capture.code import is_users_class, is_users_code, is_users_module,
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of, contents
 from aotdist.capture.modules import KINDS, own_tensors
-from aotdist.capture.readers import reader_of
+from aotdist.capture.readers import is_array, reader_of
 from aotdist.capture.source import Applied, Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
@@ -206,11 +206,11 @@ class _Walk:
     def note_absent(self) -> None:
         """Let it count that attributes are not there which the program may look for; a class may have them.
 
-        Those of modules are for the guard of their tree. Those of plain tensors are looked for by `getattr`;
-        parameters and buffers, of which there are many, are not asked at every call.
+        Those of modules are for the guard of their tree. Those of plain tensors, and functions, are looked for
+        by `getattr`; parameters and buffers, of which there are many, are not asked at every call.
         """
         for named in self.named:
-            if isinstance(named.value, torch.Tensor) and not (
+            if isinstance(named.value, (torch.Tensor, types.FunctionType)) and not (
                 named.may_gain and (self.any_name or self.asks)
             ):
                 continue
@@ -233,8 +233,10 @@ class _Walk:
                 yield source, value
 
     def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        if (read := reader_of(value, self.names)) is not None:
+        read = reader_of(value, self.names)
+        if read is not None or is_array(value):  # that of a tensor, which is read by it, may be replaced
             self._identity(source, value)
+        if read is not None:
             yield source.applied(read, f"what {source.path} holds"), read(value)
             return
         match value:
@@ -358,6 +360,8 @@ class _Walk:
                 return
         if isinstance(function, types.FunctionType) and id(function) not in self.seen:
             self.seen.add(id(function))
+            place = Source(cls.__name__, cls).attribute("__dict__")
+            self._identity(place.item(name, f"{cls.__name__}.{name}"), value)
             yield from self._function_state(function, special=name in special_methods(cls))
 
     def _function_state(
@@ -374,6 +378,10 @@ class _Walk:
             yield from _wrapped(fn)
             return
         names = names_in(fn.__code__)
+        itself = Source(fn.__name__, fn)
+        self._identity(itself.attribute("__code__"), fn.__code__)  # which IPython's autoreload replaces
+        self.owners.append((itself, fn))
+        self.named.append(_Named(itself, fn))
         self.names |= names.attributes
         self.loaded |= names.loaded
         self.stored |= names.stored

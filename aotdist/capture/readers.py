@@ -37,9 +37,15 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
-    shares = isinstance(value, numpy.ndarray) and any(name in names for name in _SHARE_MEMORY)
+    shares = is_array(value) and any(name in names for name in _SHARE_MEMORY)
     is_data = not value.dtype.hasobject and value.nbytes <= _LARGEST_ARRAY
     return numbers if is_data and not shares else None
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def value_of_variable(variable: contextvars.ContextVar[Any]) -> Any:
