@@ -38,7 +38,6 @@ from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.ambient import autocast_off, autocast_only
 from aotdist.torch_seam.control_flow import fast_paths_on
 from aotdist.torch_seam.functional import is_fake
-from aotdist.torch_seam.modes import quiet_fakes
 from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint, symbols_in
 from aotdist.torch_seam.trees import pytree
 
@@ -370,19 +369,18 @@ def _trace(
             if job.backend.name == "fx" and not dims:  # compilers make kernels of the other path
                 scope.enter_context(fast_paths_on())
             try:
-                with quiet_fakes() if dims or counts else nullcontext():
-                    traced = trace(
-                        program,
-                        recorder,
-                        training=not captured.ambient.inference,
-                        name_closed_over=captured.name_closed_over,
-                        bases=bases,
-                        dims=dims,
-                        counts=counts,
-                        cuts=captured.ambient.grad,
-                        may_run_later=not captured.environment.rules,
-                        in_python=captured.in_backward,
-                    )
+                traced = trace(
+                    program,
+                    recorder,
+                    training=not captured.ambient.inference,
+                    name_closed_over=captured.name_closed_over,
+                    bases=bases,
+                    dims=dims,
+                    counts=counts,
+                    cuts=captured.ambient.grad,
+                    may_run_later=not captured.environment.rules,
+                    in_python=captured.in_backward,
+                )
             except LooksAround as found:
                 known = _with_inputs(distinct, inputs)
                 slot = captured.name_closed_over(found.example)

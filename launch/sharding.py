@@ -65,7 +65,7 @@ def shard(
 
     Args:
         model: the model, whole and the same on every rank.
-        optimizers: of its parameters (see `require_own`); what they know about these (moments, say) is sharded
+        optimizers: of its parameters (see `require_own`); what they know about these (moments) is sharded
             as they are.
         blocks: parts that are gathered one by one, the inner ones first; the rest is gathered together.
         mesh: of one axis.

@@ -48,7 +48,7 @@ from aotdist.torch_seam.functional import (
 )
 from aotdist.torch_seam.groups import no_objects_exchanged
 from aotdist.torch_seam.inductor import TracingContext, tracing
-from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes
+from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes, quiet_fakes
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
 from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
 from aotdist.torch_seam.symbols import expression, hint, shape_env
@@ -133,6 +133,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for mode in (
             dispatch_keys_kept(),
+            quiet_fakes(),
             own_autocast_cache(),
             saved_tensor_hooks_off(),
             calling_to_be_traced(),

@@ -4,6 +4,7 @@ Where a program fails while it is captured, nothing that it did before is done; 
 Where it fails at run time, its random numbers are drawn as far as eager draws them.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -256,3 +257,20 @@ def test_dispatch_keys_that_a_failure_leaves_excluded_are_put_back() -> None:
     with pytest.raises(Fault):
         aotdist.compile(program, backend="fx")(torch.ones(3))
     assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
+
+def test_a_failure_that_the_program_catches_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x @ torch.ones(7, 7)
+        except RuntimeError:
+            return x * 2
+
+    # PyTorch's loggers do not propagate to the root, where pytest listens.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    try:
+        assert torch.equal(aotdist.compile(program, backend="fx")(torch.ones(3)), torch.full((3,), 2.0))
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not caplog.records
