@@ -7,6 +7,7 @@ puts the base's gradient together from that of the written part and that of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,36 @@ class _Put(torch.autograd.Function):
         if ctx.place is None:
             return None, grad, None, None
         return None, ctx.place.part_of(ctx.place.laid_out(grad)), grad, None
+
+
+def base_behind(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `tensor` is a view of, if a write of one gives the other a history; else None."""
+    base = tensor._base
+    if base is None or tensor.requires_grad != base.requires_grad or tensor.numel() == 0:
+        return None
+    return base
+
+
+def is_written_alone(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether `take` and `put` can write a view as eager does, if it is the only one of its base.
+
+    Strides say where it lies in its base; not so in a wrapper, or among elements of another kind. Where no
+    gradient reaches the base by itself, autograd does all of it.
+    """
+    return not base.requires_grad or (not is_wrapper(view) and _kind(view) == _kind(base))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def are_written_alone(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether `take` and `put` can write each of `written`: else the trace has to see the base."""
+    views = [(tensor, base) for tensor in written if (base := base_behind(tensor)) is not None]
+    if not views:
+        return True
+    bases = [id(base_behind(tensor)) for tensor in (*written, *others)]
+    return all(is_written_alone(view, base) and bases.count(id(base)) == 1 for view, base in views)
 
 
 def take(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.convention.memory import overlapping_groups, share_memory, span, start_of
+from aotdist.convention.put import base_behind, is_written_alone
 from aotdist.convention.synthetic_base import NO_BASES, Base, BasePlan, Member, Span, ViewBase
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row
 from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam.autograd import creation_meta
 from aotdist.torch_seam.tensors import storage_id
 
 
@@ -64,6 +66,7 @@ def plan_bases(program: Program[DistinctIdx], writes: Writes) -> BasePlan:
     if not known:
         return NO_BASES
     groups = [group for group in _groups(program, writes) if any(idx in known for idx, _ in group)]
+    groups += _connected(program, writes)
     bases: list[Base] = []
     for cluster in _clusters(program, groups):
         bases += _Cluster(program, cluster, writes).bases()
@@ -94,6 +97,25 @@ def _groups(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group]:
     alone = [[k] for k, (idx, _) in enumerate(places) if idx in writes.reaching and k not in met]
     for positions in (*groups, *alone):
         yield [places[position] for position in positions]
+
+
+def _connected(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group]:
+    """Views whose history a write of one changes, whether they share memory or not: each as a group."""
+    of_base: dict[int, list[DistinctIdx]] = {}
+    for idx, example in program.examples.enumerate():
+        if (base := base_behind(example)) is not None:
+            of_base.setdefault(id(base), []).append(idx)
+    for inputs in of_base.values():
+        if not writes.with_history.isdisjoint(inputs) and _need_base([program.examples[i] for i in inputs]):
+            for idx in inputs:
+                yield from ([(idx, leaf)] for leaf, _ in enumerate(plain_tensors(program.examples[idx])))
+
+
+def _need_base(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether inputs of one root, one written with history, are to be traced through it."""
+    (first, *others) = inputs
+    base = base_behind(first)
+    return bool(others) or (base is not None and not is_written_alone(first, base))
 
 
 def _whole(plain: torch.Tensor) -> torch.Tensor:
@@ -149,7 +171,8 @@ class _Cluster:
         for idx in self._inputs:
             by_root.setdefault(id(_root_of(self._example(idx))), []).append(idx)
         for inputs in by_root.values():
-            if len(inputs) > 1 and not self._writes.with_history.isdisjoint(inputs):
+            examples = [self._example(idx) for idx in inputs]
+            if not self._writes.with_history.isdisjoint(inputs) and _need_base(examples):
                 yield self._view_base(inputs)
 
     def _view_base(self, inputs: Sequence[DistinctIdx]) -> ViewBase:
@@ -160,7 +183,9 @@ class _Cluster:
                 inputs, "but not its `requires_grad`, and the write takes part in the backward"
             )
         views = tuple(idx for idx in inputs if idx != itself)
-        return ViewBase(views, tuple(int(self._example(idx).storage_offset()) for idx in views), itself)
+        offsets = tuple(int(self._example(idx).storage_offset()) for idx in views)
+        creations = tuple(creation_meta(self._example(idx)) for idx in views)
+        return ViewBase(views, offsets, itself, creations)
 
     def _parts(self, plain: _Plain, base_of: dict[DistinctIdx, ViewBase]) -> Iterator[_Part]:
         """The parts of a span by which the trace reaches a plain tensor: those of its base, if it has one."""

@@ -9,7 +9,9 @@ program is traced a second time over *bases*, of which there are two kinds:
   what autograd knows of the inputs, and the gradients that they get, stay as they are.
 - a **view base**, where a write takes part in the backward of inputs that autograd connects: it must see
   that one is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are
-  views of (an input, or their common `_base`) is traced first, and the views are made of it again.
+  views of (an input, or their common `_base`) is traced first, and the views are made of it again. Autograd
+  connects views that share no memory, too; and a view by itself has such a base where strides do not say
+  where it lies in it (`put.is_written_alone`).
 
 What memory shares and what autograd sees are two questions: `f(x, x[0], x.detach())` takes a span of `x` and
 `x.detach()`, in which the view base of `x[0]` lies. `sharing` says which bases inputs need.
@@ -30,6 +32,7 @@ from aotdist.convention.layer import Call
 from aotdist.convention.memory import start_of
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, recipe_of
+from aotdist.torch_seam.autograd import creation_meta
 from aotdist.torch_seam.tensors import storage_id
 
 
@@ -97,16 +100,18 @@ class ViewBase:
         views: the inputs that are views of it.
         offsets: where each view starts in the storage.
         itself: the input that it is, if it is one.
+        creations: what autograd knows of how each view was made.
     """
 
     views: tuple[DistinctIdx, ...]
     offsets: tuple[int, ...]
     itself: DistinctIdx | None
+    creations: tuple[Any, ...]
 
     def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The base of these inputs; None if they are no such views."""
         base = None if self.itself is None else distinct[self.itself]
-        return base_of([distinct[idx] for idx in self.views], self.offsets, base)
+        return base_of([distinct[idx] for idx in self.views], self.offsets, self.creations, base)
 
 
 Base: TypeAlias = Span | ViewBase
@@ -215,12 +220,20 @@ def span_over(
 
 
 def base_of(
-    views: Sequence[torch.Tensor], offsets: Sequence[int], base: torch.Tensor | None
+    views: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    creations: Sequence[Any],
+    base: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """What `views` are views of: `base`, if it is given. None if they are not, or start elsewhere in it."""
+    """What `views` are views of: `base`, if it is given.
+
+    None if they are not, start elsewhere in it, or were made such that autograd says other things of writes.
+    """
     base = views[0]._base if base is None else base
-    for view, offset in zip(views, offsets, strict=True):
+    for view, offset, creation in zip(views, offsets, creations, strict=True):
         if view._base is not base or int(view.storage_offset()) != offset:
+            return None
+        if creation_meta(view) != creation:
             return None
     return base
 

@@ -37,7 +37,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     refuse_unknown_subclass,
 )
-from aotdist.torch_seam.autograd import nodes_behind
+from aotdist.torch_seam.autograd import creation_meta, nodes_behind, set_creation_meta
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, made_again, part_of, second_shell
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import as_parameter, set_version
@@ -225,6 +225,7 @@ class Inputs:
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
         with torch.enable_grad():
             view = made_again(example, base.tensor)
+        set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
 

@@ -18,6 +18,7 @@ from aotdist.capture.source import Source, held_in
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.layer import Call
+from aotdist.convention.mutation import differentiable_writes
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.anomaly import pointing_at_the_forward
@@ -312,6 +313,7 @@ def fit_of(compilation: Compilation) -> Fit:
         sizes=sizes,
         counts=counts,
         written=tuple(sorted(written)),
+        with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
         asked=facts.asked,
         storages=tuple(
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))

@@ -19,7 +19,7 @@ from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Held, Source, held_in
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import DifferentiableWrites
-from aotdist.convention.put import take
+from aotdist.convention.put import are_written_alone, take
 from aotdist.convention.stack import Plans
 from aotdist.convention.swapping import check_swappable
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
@@ -69,6 +69,7 @@ class Fit:
         sizes: the symbols in them.
         counts: numbers that the program finds and changes.
         written: inputs that the program writes.
+        with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
         storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
         ambient: the modes.
@@ -90,6 +91,7 @@ class Fit:
     sizes: Sizes
     counts: tuple[Count, ...]
     written: tuple[PrimalIdx, ...]
+    with_history: tuple[PrimalIdx, ...]
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     ambient: Ambient
@@ -377,10 +379,11 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
                 span = printer.bind("span_over", span_over)
                 kind = printer.bind(str(dtype).removeprefix("torch."), dtype)
                 printer.line(f"{name} = {span}({sequence(lies)}, {base.offsets()}, {numel}, {kind})")
-            case ViewBase(views=views, offsets=offsets, itself=itself):
+            case ViewBase(views=views, offsets=offsets, itself=itself, creations=creations):
                 known = "None" if itself is None else distinct[itself]
                 shown = sequence([distinct[view] for view in views])
-                made = f"{printer.bind('base_of', base_of)}({shown}, {offsets}, {known})"
+                made_so = printer.bind("creations", creations)
+                made = f"{printer.bind('base_of', base_of)}({shown}, {offsets}, {made_so}, {known})"
                 if itself is None:
                     printer.line(f"{name} = {made}")
                     _miss_unless(printer, [f"{name} is not None"])
@@ -409,6 +412,8 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
     conditions += _storage_conditions(printer, fit)
     if fit.written:
         conditions.append(_overlap_condition(printer, fit))
+    if fit.with_history:
+        conditions.append(_alone_condition(printer, fit))
     return conditions
 
 
@@ -474,6 +479,14 @@ def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wr
         seen = f"{printer.bind('recipe_of', recipe_of)}({name})"
         return f"{printer.bind('same_layout', rule.same_layout)}({seen}, {printer.bind('recipe', recipe)})"
     return rule.same_context_source(name, printer.bind(f"{name} at capture", rule.context_of(example)))
+
+
+def _alone_condition(printer: Printer, fit: Fit) -> str:
+    """That inputs which are written with history are to autograd what they were at capture."""
+    names, views = fit.primal_variables(), fit.bases.views()
+    others = [at for at in fit.slots.indices() if at not in views and at not in fit.with_history]
+    given = (sequence([names[at] for at in group]) for group in (fit.with_history, others))
+    return f"{printer.bind('are_written_alone', are_written_alone)}({', '.join(given)})"
 
 
 def _overlap_condition(printer: Printer, fit: Fit) -> str:

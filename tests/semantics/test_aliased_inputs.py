@@ -1,6 +1,8 @@
 """Inputs that share memory, one of them written."""
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -418,3 +420,93 @@ def test_a_view_that_requires_grad_where_its_base_does_not(make: str, program: s
             aotdist.compile(OTHER_HISTORY[program], backend="fx")(*VIEWS[make]())
     else:
         assert_both_give_the_same(OTHER_HISTORY[program], use)
+
+
+APART: dict[str, Callable[..., Any]] = {
+    "both": lambda w, x, y: (x.mul_(w), y.add_(w), None)[2],
+    "both, the second first": lambda w, x, y: (y.mul_(2), x.add_(y.sum() * w), y)[2],
+    "one by turns": lambda w, x, y: (x.mul_(2), y.mul_(w), x.add_(1), x, y)[3:],
+    "the first, then the second is read": lambda w, x, y: (x.add_(w), y.sum())[1],
+    "both, then one is read": lambda w, x, y: (x.add_(w), y.add_(1), y.sum())[2],
+}
+
+
+def _scene_apart(
+    program: str,
+    make: Callable[[], torch.Tensor],
+    weight: Callable[[], torch.Tensor] = lambda: leaf(2, 4),
+) -> Scene:
+    origin = make()
+    base = origin * 1.5
+    return Scene(APART[program], (weight(), base[:2], base[2:]), held={"origin": origin, "base": base})
+
+
+@pytest.mark.parametrize("program", APART)
+@pytest.mark.parametrize(
+    "make", [plain, leaf, lambda: two().requires_grad_()], ids=["plain", "non-leaf", "two non-leaf"]
+)
+def test_views_of_one_tensor_that_share_no_memory(make: Callable[[], torch.Tensor], program: str) -> None:
+    """A write of one is history of the other: autograd has it that both are the tensor that they show."""
+    eager = _scene_apart(program, make)
+    try:
+        play(eager, eager.fn)
+    except RuntimeError as refusal:
+        with pytest.raises(type(refusal), match=re.escape(str(refusal))):
+            aotdist.compile(eager.fn, backend="fx")(*_scene_apart(program, make).args)
+    else:
+        same_as_eager(lambda: _scene_apart(program, make))
+
+
+@pytest.mark.parametrize("program", APART)
+def test_dtensors_that_are_views_of_one(mesh: DeviceMesh, program: str) -> None:
+    def shards(*size: int) -> torch.Tensor:
+        return sharded(mesh, plain(*size)).requires_grad_()
+
+    same_as_eager(lambda: replace(_scene_apart(program, shards, lambda: shards(2, 4)), lenient=True))
+
+
+@pytest.mark.parametrize("program", APART)
+@pytest.mark.parametrize("make", [leaf, lambda: two().requires_grad_()], ids=["non-leaf", "two non-leaf"])
+def test_the_base_of_views_that_share_no_memory(make: Callable[[], torch.Tensor], program: str) -> None:
+    def use(call: Any) -> list[torch.Tensor | None]:
+        scene = _scene_apart(program, make)
+        call(*scene.args)
+        scene.held["base"].sum().backward()
+        return [scene.held["origin"].grad, scene.args[0].grad]
+
+    assert_both_give_the_same(APART[program], use)
+
+
+def test_views_of_two_tensors_that_become_views_of_one() -> None:
+    """Which views autograd connects is part of the signature, in both directions."""
+
+    def build() -> list[Scene]:
+        base, other, third = leaf() * 1.5, leaf() * 1.5, leaf() * 1.5
+        pairs = [(base[:2], other[2:]), (third[:2], third[2:]), (base[2:], other[:2])]
+        return [Scene(APART["both"], (leaf(2, 4), *pair)) for pair in pairs]
+
+    assert len(same_as_eager(build, compilations=2).artifacts) == 2
+
+
+@pytest.mark.parametrize("part", [lambda x: x[1:3], lambda x: x.t()[1], lambda x: x.view(2, 8)])
+def test_a_written_view_of_a_wrapper(part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def use(call: Any) -> list[torch.Tensor | None]:
+        origin = two().requires_grad_()
+        base = origin * 1.5
+        view = part(base)
+        call(view)
+        base.mul(3).sum().backward()
+        return [base.detach(), origin.grad]
+
+    assert_both_give_the_same(lambda x: x.mul_(2), use)
+
+
+def test_a_written_wrapper_that_becomes_a_view() -> None:
+    def build() -> list[Scene]:
+        origin = two().requires_grad_()
+        return [
+            Scene(lambda x: x.mul_(2), (view,), held={"origin": origin})
+            for view in (origin[:2] * 1.5, (origin * 1.5)[:2])
+        ]
+
+    same_as_eager(build, compilations=2)
