@@ -126,10 +126,11 @@ def is_written_alone(view: torch.Tensor, base: torch.Tensor) -> bool:
     Strides say where it lies in its base; not so in a wrapper, or among elements of another kind. Where no
     gradient reaches the base by itself, autograd does all of it.
     """
-    return not base.requires_grad or (not is_wrapper(view) and _kind(view) == _kind(base))
+    return not base.requires_grad or (not is_wrapper(view) and kind_of(view) == kind_of(base))
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+    """What strides do not say of a tensor's elements: dtype, and whether they are conjugated or negated."""
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 

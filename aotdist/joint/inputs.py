@@ -24,6 +24,7 @@ from aotdist.convention.views import Opened
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.symbols import Symbols
+from aotdist.joint.views_again import view_again
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
@@ -38,7 +39,7 @@ from aotdist.subclasses.protocol import (
     refuse_unknown_subclass,
 )
 from aotdist.torch_seam.autograd import creation_meta, nodes_behind, set_creation_meta
-from aotdist.torch_seam.functional import FunctionalTensor, data_writes, made_again, part_of, second_shell
+from aotdist.torch_seam.functional import FunctionalTensor, data_writes, part_of, second_shell
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import as_parameter, set_version
 from aotdist.torch_seam.transforms import beneath_transforms
@@ -224,7 +225,9 @@ class Inputs:
 
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
         with torch.enable_grad():
-            view = made_again(example, base.tensor)
+            view = view_again(example, base.tensor)
+        if view is None:
+            raise _refuse_kind(example, slot)
         set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
@@ -291,6 +294,16 @@ def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled() and not example.is_inference():
         return torch.inference_mode(False)
     return nullcontext()
+
+
+def _refuse_kind(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
+    assert example._base is not None, "a view"
+    return UnsupportedProgram(
+        f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype}, that is no choice "
+        "of its rows, columns and so on; it, or another view of that tensor, is written with history",
+        stage="joint",
+        fix=f"pass what `{slot.path}` is a view of, and take the view inside of the function",
+    )
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:

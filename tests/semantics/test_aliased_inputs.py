@@ -510,3 +510,70 @@ def test_a_written_wrapper_that_becomes_a_view() -> None:
         ]
 
     same_as_eager(build, compilations=2)
+
+
+def _complex(*size: int) -> torch.Tensor:
+    return torch.randn(*(size or (4, 4)), dtype=torch.complex64, requires_grad=True)
+
+
+OF_ANOTHER_KIND: dict[str, tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "real parts": (_complex, lambda z: z.real),
+    "imaginary parts": (_complex, lambda z: z.imag),
+    "both parts": (_complex, torch.view_as_real),
+    "both parts of a row": (_complex, lambda z: torch.view_as_real(z)[1:2]),
+    "real parts of a slice, transposed": (_complex, lambda z: z[1:, ::2].t().real),
+    "parts of a column, with a dimension": (_complex, lambda z: torch.view_as_real(z)[:, 2].unsqueeze(1)),
+    "a conjugate": (_complex, lambda z: z.conj()),
+    "a conjugate of a part": (_complex, lambda z: z.conj()[1:, 2]),
+    "the adjoint": (_complex, lambda z: z.mH),
+    "negated": (_complex, lambda z: z.conj().imag),
+    "complex": (leaf, lambda x: torch.view_as_complex(x.view(4, 2, 2))),
+    "a complex row": (leaf, lambda x: torch.view_as_complex(x.view(4, 2, 2))[1]),
+    "a complex conjugate": (leaf, lambda x: torch.view_as_complex(x.view(4, 2, 2)).mT.conj()),
+}
+
+
+def _kind_as_eager(make: Callable[..., torch.Tensor], views: Callable[[torch.Tensor], Any], fn: Any) -> None:
+    def use(call: Any) -> list[torch.Tensor | None]:
+        origin = make()
+        base = origin * 1.5
+        outs = call(*views(base))
+        torch.autograd.backward([base, *outs], [torch.randn_like(t) for t in (base, *outs)])
+        return [base.detach(), *outs, origin.grad]
+
+    assert_both_give_the_same(fn, use)
+
+
+@pytest.mark.parametrize("kind", OF_ANOTHER_KIND)
+def test_a_written_view_of_another_kind_of_tensor(kind: str) -> None:
+    make, view = OF_ANOTHER_KIND[kind]
+    _kind_as_eager(make, lambda base: [view(base)], lambda x: (x.mul_(2), x * 3)[1:])
+
+
+def test_real_and_imaginary_parts_are_written() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        x.mul_(2)
+        y.add_(x.sum())
+        return (x * 3,)
+
+    _kind_as_eager(_complex, lambda base: [base.real, base.imag], fn)
+    _kind_as_eager(_complex, lambda base: [base.real, base[1:].t().conj()], fn)
+
+
+@pytest.mark.parametrize("kind", ["both parts of a row", "complex", "a conjugate of a part"])
+def test_a_written_view_of_another_kind_with_any_sizes(kind: str) -> None:
+    make, view = OF_ANOTHER_KIND[kind]
+
+    def build() -> list[Scene]:
+        origins = [make(), make()]
+        return [Scene(lambda x: x.mul_(2), (view(o * 1.5),), held={"origin": o}) for o in origins]
+
+    same_as_eager(build, dynamic=True)
+
+
+def test_a_written_view_of_another_kind_that_no_slices_give() -> None:
+    z = _complex() * 1.5
+    before = z.detach().clone()
+    with pytest.raises(UnsupportedProgram, match="is a view of a torch.complex64 tensor, as torch.float32"):
+        aotdist.compile(lambda x: x.mul_(2), backend="fx")(torch.view_as_real(z).flatten())
+    assert torch.equal(z.detach(), before)
