@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.layer import Call
-from aotdist.convention.put import put, take
+from aotdist.convention.put import put, refuse_forbidden, take
 from aotdist.convention.subclass import plain_positions
 from aotdist.convention.version import bump, rewind
 from aotdist.facts import DataWritten, Facts
@@ -68,6 +68,7 @@ class DifferentiableWrites:
 
     def taken(self, primals: Sequence[Any]) -> tuple[list[Any], dict[PrimalIdx, torch.Tensor | None]]:
         """What the region is given, and of each input that is written the rest of its base."""
+        refuse_forbidden(*(primals[primal] for primal, _, _ in self.writes))
         for primal, bumps in self.counted:
             bump(primals[primal], bumps)
         given, rests = list(primals), dict[PrimalIdx, torch.Tensor | None]()

@@ -16,6 +16,7 @@ import torch
 
 from aotdist.convention.version import bump, uncounted
 from aotdist.subclasses.protocol import is_wrapper
+from aotdist.torch_seam.autograd import CreationMeta, creation_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,18 @@ def are_written_alone(written: Sequence[torch.Tensor], others: Sequence[torch.Te
         return True
     bases = [id(base_behind(tensor)) for tensor in (*written, *others)]
     return all(is_written_alone(view, base) and bases.count(id(base)) == 1 for view, base in views)
+
+
+def refuse_forbidden(*targets: torch.Tensor) -> None:
+    """Let autograd say of which views it forbids to write them, before anything is done.
+
+    Raises:
+        RuntimeError: one is of several that an operator returned, made by an autograd function, or the like.
+    """
+    for target in targets:
+        if creation_meta(target) not in (None, CreationMeta.DEFAULT):
+            with torch.enable_grad():
+                target.copy_(target.detach().requires_grad_())
 
 
 def take(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -53,7 +53,7 @@ def _shown_as(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
 def _negated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`tensor`, conjugated and negated as a view is."""
     tensor = tensor if tensor.is_conj() == like.is_conj() else tensor.conj()
-    return tensor if tensor.is_neg() == like.is_neg() else torch._neg_view(tensor)
+    return tensor if tensor.is_neg() == like.is_neg() else torch.ops.aten._neg_view.default(tensor)
 
 
 @dataclass(frozen=True, slots=True)

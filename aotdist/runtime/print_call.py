@@ -19,7 +19,7 @@ from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Held, Source, held_in
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import DifferentiableWrites
-from aotdist.convention.put import are_written_alone, take
+from aotdist.convention.put import are_written_alone, refuse_forbidden, take
 from aotdist.convention.stack import Plans
 from aotdist.convention.swapping import check_swappable
 from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
@@ -221,6 +221,9 @@ def _print_given(
 
 def _print_taken(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> list[str]:
     """Print `DifferentiableWrites.taken`; returns what the region is given."""
+    if writes.writes:
+        targets = [primals[primal] for primal, _, _ in writes.writes]
+        printer.line(f"{printer.bind('refuse_forbidden', refuse_forbidden)}({', '.join(targets)})")
     for primal, bumps in writes.counted:
         printer.line(f"{printer.bind('bump', bump)}({primals[primal]}, {bumps})")
     given = list(primals)

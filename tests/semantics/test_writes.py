@@ -10,8 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.functional import FakeTensorMode
-from tests.semantics.makers import leaf, two
-from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
+from tests.semantics.functions import Transposed
+from tests.semantics.makers import leaf, two, two_non_leaf
+from tests.semantics.observation import Scene, assert_both_give_the_same, bits, same_as_eager
 
 
 def plain(*size: int) -> torch.Tensor:
@@ -396,3 +397,48 @@ def test_writes_inside_of_what_gets_no_gradient_are_counted_on_what_the_user_hol
                 inner.add_(1)
 
     same_as_eager(lambda: Scene(program, (two().requires_grad_(), non_leaf())))
+
+
+FORBIDDEN = {
+    "one of several": lambda x: x.unbind(0)[1],
+    "a chunk": lambda x: x.chunk(2)[0],
+    "by an autograd function": Transposed.apply,
+    "a view of one of several": lambda x: x.unbind(0)[1][:2],
+}
+
+
+@pytest.mark.parametrize("make", [non_leaf, two_non_leaf], ids=["non_leaf", "two"])
+@pytest.mark.parametrize("view", FORBIDDEN)
+def test_a_view_that_autograd_forbids_to_write(view, make):
+    """It says so before anything is written, when the program is compiled and later."""
+
+    def fails(call):
+        x = make()
+        before = x.detach().clone()
+        with pytest.raises(RuntimeError) as raised:
+            call(FORBIDDEN[view](x))
+        assert bits(x) == bits(before)
+        _, says, why = str(raised.value).partition("is a view and is being modified inplace")
+        return says, why  # a wrapper's view is made again in the trace, by another operator
+
+    compiled = aotdist.compile(lambda x: x.mul_(2), backend="fx")
+    said = fails(lambda x: x.mul_(2))
+    assert [fails(compiled) for _ in range(2)] == [said, said]
+
+
+def test_a_view_that_autograd_forbids_to_write_beside_another_of_its_base():
+    """The trace sees the base of both, and how the views were made is part of the signature."""
+
+    def write(x, y):
+        x.mul_(2)
+        y.mul_(3)
+
+    compiled = aotdist.compile(write, backend="fx")
+    base = non_leaf()
+    compiled(base[:1], base[1:])
+    for call in (write, compiled):
+        base = non_leaf()
+        before = base.detach().clone()
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            call(*base.split([1, 2]))
+        assert torch.equal(base.detach(), before)
