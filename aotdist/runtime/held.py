@@ -55,6 +55,8 @@ def let_go(ctx: Any, plan: NodePlan) -> None:
     if plan.frees and not keeps_graph():
         ctx.maybe_clear_saved_tensors()
         ctx.kept_primals = None
+        if getattr(ctx, "rest", None) is None:  # else the backwards of other results may come
+            ctx.wrappers = ()
 
 
 def _written_since(name: str) -> UnsupportedProgram:

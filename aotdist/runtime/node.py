@@ -19,10 +19,12 @@ from aotdist.convention.version import version_of
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.results import detached_views
+from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
 from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.tensors import counter_of
 
 
 def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: Mapping[str, int]) -> Call:
@@ -62,11 +64,15 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
+            held = [primals[idx] for idx in plan.wrappers.ins]
+            held += [counter_of(outs[idx]) for idx in plan.wrappers.outs]
+            ctx.wrappers = tuple((wrapper, wrapper._version) for wrapper in held)
             ctx.set_materialize_grads(False)
             return tuple(outs)
 
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
+            check_unwritten(ctx.wrappers, plan.wrappers.names)
             run = backward.differentiably if torch.is_grad_enabled() else backward
             with class_functions_off():
                 return run(ctx, *(tangents[idx] for idx in plan.differentiable()))

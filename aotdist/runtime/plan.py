@@ -22,6 +22,7 @@ from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
 from aotdist.runtime.sums import adds_beneath
 from aotdist.runtime.tangent import Tangent, is_laid_out_as
+from aotdist.runtime.wrappers import SavedWrappers
 from aotdist.sizes import Expression
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
 
@@ -81,6 +82,7 @@ class NodePlan:
         passages: which gradients pass tensors that the caller holds.
         totals: recipes to assume of the gradients of waypoints.
         met: the same for views, by position: those whose gradient can go into the program.
+        wrappers: those that saved values lie in.
     """
 
     unwrap: UnwrapPlan
@@ -109,6 +111,7 @@ class NodePlan:
     passages: Passages
     totals: Mapping[NodeOutIdx, Tangent]
     met: Mapping[int, Tangent]
+    wrappers: SavedWrappers
 
     def expected(self, idx: NodeOutIdx, *, in_parts: bool) -> Tangent:
         """What the gradient of an output is taken for."""
@@ -220,6 +223,7 @@ def node_plan(
         facts.passages,
         {w.value: total for w, total in totals.values() if w.value is not None},
         {k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
+        SavedWrappers.of(facts, plans, split, traced.program.ins, outs),
     )
 
 

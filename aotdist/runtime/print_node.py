@@ -22,10 +22,12 @@ from aotdist.runtime.plan import NodePlan, SavedInput
 from aotdist.runtime.print_outputs import print_changes
 from aotdist.runtime.printer import Printer, print_size, sequence
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
+from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
 from aotdist.sizes import Expression, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import keeps_graph, node_base
 from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.tensors import counter_of
 
 Watch: TypeAlias = AbstractContextManager[Any] | None
 """What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
@@ -227,10 +229,37 @@ def _print_forward(
         outs = print_results(printer, list(plan.unwrap.outs), values, hints)
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}  # {out.slot.role} {out.slot}")
+        _print_noted(printer, names, plan.wrappers)
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
         if constant:
             printer.line(f"ctx.mark_non_differentiable({', '.join(constant)})")
         printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
+
+
+def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:
+    if wrappers:
+        counter = printer.bind("counter_of", counter_of)
+        noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
+        noted += [f"({counter}(o{idx}), o{idx}._version)" for idx in wrappers.outs]
+        printer.spread("ctx.wrappers = (", noted, ",)")
+
+
+def _print_check(printer: Printer, wrappers: SavedWrappers) -> None:
+    if wrappers:
+        noted = f"ctx.wrappers, {printer.bind('WRAPPERS', wrappers.names)}"
+        printer.line(f"{printer.bind('check_unwritten', check_unwritten)}({noted})")
+
+
+def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
+    """Print `aotdist.runtime.held.let_go`, for the backward of all results."""
+    if not plan.frees:
+        return
+    with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
+        printer.line("ctx.maybe_clear_saved_tensors()")
+        if plan.kept_primals:
+            printer.line("ctx.kept_primals = None")
+        if plan.wrappers:
+            printer.line("ctx.wrappers = ()")
 
 
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
@@ -248,6 +277,7 @@ def _print_backward(
     changes: BackwardChanges,
     watch: Watch,
 ) -> None:
+    _print_check(printer, plan.wrappers)
     arrived = [names[idx] for idx in plan.differentiable()]
     differentiable, of_some = (
         f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
@@ -282,11 +312,7 @@ def _print_backward(
         with printer.block(f"except {printer.bind('OtherKind', OtherKind)}:"):
             printer.line(returned_of_some)
     printer.line(f"del {', '.join(names)}")
-    if plan.frees:
-        with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
-            printer.line("ctx.maybe_clear_saved_tensors()")
-            if plan.kept_primals:
-                printer.line("ctx.kept_primals = None")
+    _print_letting_go(printer, plan)
     with _watched(printer, watch):
         printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
     grads = [recipe for recipe in plan.grads if recipe is not None]

@@ -26,6 +26,15 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def counter_of(wrapper: torch.Tensor) -> torch.Tensor:
+    """A tensor with the version counter of a wrapper, without what lies inside of it; 3.5 us.
+
+    Its class does not hear of that: `detach` itself would take 130 us for a `TwoTensor`.
+    """
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        return wrapper.detach()
+
+
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor, for which `isinstance(_, nn.Parameter)` holds: it stands for a parameter."""
     tensor._is_param = True  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
 """Gradients: which, when, how often, through hooks, custom functions and checkpoints."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -698,3 +700,80 @@ def test_forward_mode(kind):
             return list(forward_ad.unpack_dual(call(*args)))
 
     assert_equal_grads(lambda x, w: x.sin() * w.exp(), use)
+
+
+def two(*size: int) -> TwoTensor:
+    return TwoTensor(torch.randn(size or (3, 4)), torch.randn(size or (3, 4)))
+
+
+def product(w, x):
+    return w * x
+
+
+def exponential(w, x):
+    y = w.exp()
+    return y, y * 2, y.detach(), y[0]
+
+
+WRITTEN_SINCE = {
+    "an input": (product, lambda x, out: x.add_(100)),
+    "a slice of an input": (product, lambda x, out: x[1:].add_(100)),
+    "what is detached from an input": (product, lambda x, out: x.detach().add_(100)),
+    "a result": (exponential, lambda x, out: out[0].add_(100)),
+    "what is detached from a result": (exponential, lambda x, out: out[2].add_(100)),
+    "a row of a result": (exponential, lambda x, out: out[3].add_(100)),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN_SINCE)
+def test_a_wrapper_that_the_backward_needs_is_written(written):
+    """It counts writes, and what lies inside of it does not."""
+    fn, write = WRITTEN_SINCE[written]
+
+    def use(call):
+        w, x = two().requires_grad_(), two()
+        out = call(w, x)
+        end = out[1] if isinstance(out, tuple) else out
+        with torch.no_grad():
+            write(x, out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            end.sum().backward()
+        return w.grad
+
+    assert both(fn, use) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (x.mul_(2), w * x)[1],
+        lambda w, x: (x.t_(), w.t() * x)[1],
+        lambda w, x: (y := w.exp(), y * 2, y.detach())[:2],
+    ],
+    ids=["written before", "transposed before", "a result"],
+)
+def test_a_wrapper_that_the_backward_needs_is_written_before_and_after(fn):
+    """What the program itself writes before it needs a tensor is not written since."""
+
+    def use(call):
+        torch.manual_seed(0)
+        w, x = two().requires_grad_(), two()
+        out = call(w, x)
+        end = out[1] if isinstance(out, tuple) else out
+        end.sum().backward(retain_graph=True)
+        end.sum().backward()
+        with torch.no_grad():
+            (out[0] if isinstance(out, tuple) else x).add_(1)
+        return [*plain_tensors(w.grad), *plain_tensors(x)]
+
+    for ours, eager in zip(*both(fn, use), strict=True):
+        assert torch.equal(ours, eager)
+
+
+def test_a_saved_result_in_a_wrapper_keeps_nothing_alive():
+    w = two().requires_grad_()
+    out, double = compiled(lambda w: (y := w.exp(), y * 2))(w)
+    watched = weakref.ref(out)
+    del out
+    gc.collect()
+    assert watched() is None and double.grad_fn is not None
