@@ -71,9 +71,9 @@ FIRST_MET: dict[str, Callable[[Held, torch.Tensor], torch.Tensor]] = {
     "what jvp is at": lambda s, x: jvp(lambda y: y.sin() * x, (s.constant,), (x,))[1],
     "what jvp is along": lambda s, x: jvp(torch.sin, (x,), (s.constant,))[1],
     "returned by vmap": lambda s, x: vmap(lambda row: s.constant)(x) + vmap(lambda row: s.weight)(x)[:, :2],
-    "parameters by name": lambda s, x: grad(
-        lambda held: functional_call(s.layer, held, (x,)).sin().sum()
-    )(dict(s.layer.named_parameters()))["weight"],
+    "parameters by name": lambda s, x: grad(lambda held: functional_call(s.layer, held, (x,)).sin().sum())(
+        dict(s.layer.named_parameters())
+    )["weight"],
 }
 
 
