@@ -201,8 +201,8 @@ class ModuleGuard:
         # What was empty is asked in one go: a hook, a layer of an empty list.
         self._empty = tuple(holder for holder in (*hooks, *children, *named) if not holder)
         self._held = tuple((holder, tuple(holder.values())) for holder in (*hooks, *children) if holder)
-        # All that hangs there is read at a call, so that what is gone is missed: one more can only show here.
-        # The names themselves would be 7 us for 300, their number is 3 for 225 of these (and nothing for one).
+        # All that hangs there is read at a call, so that what is gone is missed: one more can only show
+        # here. The names themselves would be 7 us for 300, their number is 3 for 225 of these.
         self._named = tuple(holder for holder in named if holder)
         self._num_named = list(map(len, self._named))
         self._constants = tuple(
@@ -231,18 +231,15 @@ class ModuleGuard:
             return False
         if list(map(len, self._named)) != self._num_named:
             return False
-        for holder, values in self._held:
-            if tuple(holder.values()) != values:
-                return False
+        if any(tuple(holder.values()) != values for holder, values in self._held):
+            return False
         for attributes, name, value, _ in self._constants:
             if attributes.get(name) is not value and not same_constant(attributes.get(name), value):
                 return False
-        for owner, key in self._absent:
-            if owner.get(key) is not None:
-                return False
-        for owner, key in self._unset:
-            if owner.get(key, "is gone") is not None:
-                return False
+        if any(owner.get(key) is not None for owner, key in self._absent):
+            return False
+        if any(owner.get(key, "is gone") is not None for owner, key in self._unset):
+            return False
         return all(a.owner[a.key] is b.owner[b.key] for a, b in self._ties)
 
     def _has_new_attributes(self) -> bool:

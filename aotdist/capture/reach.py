@@ -206,8 +206,8 @@ class _Walk:
     def note_absent(self) -> None:
         """Let it count that attributes are not there which the program may look for; a class may have them.
 
-        Those of modules are for the guard of their tree. Those of plain tensors, and functions, are looked for
-        by `getattr`; parameters and buffers, of which there are many, are not asked at every call.
+        Those of modules are for the guard of their tree. Those of plain tensors, and functions, are looked
+        for by `getattr`; parameters and buffers, of which there are many, are not asked at every call.
         """
         for named in self.named:
             if isinstance(named.value, (torch.Tensor, types.FunctionType)) and not (
@@ -236,34 +236,35 @@ class _Walk:
         read = reader_of(value, self.names)
         if read is not None or is_array(value):  # that of a tensor, which is read by it, may be replaced
             self._identity(source, value)
-        if read is not None:
-            yield source.applied(read, f"what {source.path} holds"), read(value)
-            return
         match value:
+            case _ if read is not None:
+                yield source.applied(read, f"what {source.path} holds"), read(value)
             case types.FunctionType():
                 self._identity(source, value)
                 yield from self._function_state(value)
             case types.MethodType():
-                yield source.attribute("__self__", source.path), value.__self__
-                yield source.attribute("__func__", source.path), value.__func__
+                names = ("__self__", "__func__")
+                yield from ((source.attribute(name, source.path), getattr(value, name)) for name in names)
             case functools.partial():
-                yield source.attribute("func"), value.func
-                yield source.attribute("args"), value.args
-                yield source.attribute("keywords"), value.keywords
+                names = ("func", "args", "keywords")
+                yield from ((source.attribute(name), getattr(value, name)) for name in names)
             case list() | tuple() | dict() | types.MappingProxyType():
                 yield from self._items(source, value)
             case nn.Module():
-                self._identity(source, value)
-                self.modules.append((source, value))
-                for path, module in value.named_modules(prefix=source.path):
-                    self.seen.add(id(module))
-                    yield from self._of_module(path, module)
+                yield from self._module(source, value)
             case types.ModuleType() if not is_users_module(value):
                 pass
             case set() | frozenset() | collections.deque():
                 self._whole(source, value)
             case _:
                 self._object(source, value)
+
+    def _module(self, source: Source, value: nn.Module) -> Iterator[tuple[Source, Any]]:
+        self._identity(source, value)
+        self.modules.append((source, value))
+        for path, module in value.named_modules(prefix=source.path):
+            self.seen.add(id(module))
+            yield from self._of_module(path, module)
 
     def _object(self, source: Source, value: Any) -> None:
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):

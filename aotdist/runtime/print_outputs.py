@@ -365,7 +365,7 @@ def _literal(printer: Printer, value: Any) -> str:
         return f"objects[{value.position}]"
     if isinstance(value, SYMBOLIC):
         return print_size(printer, expression(value))
-    if type(value) in (list, tuple, torch.Size) and is_symbolic(value):
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and is_symbolic(value):
         items = [_literal(printer, item) for item in value]
         shown = f"[{', '.join(items)}]" if type(value) is list else sequence(items)
         return f"{printer.bind('Size', torch.Size)}({shown})" if type(value) is torch.Size else shown

@@ -23,8 +23,8 @@ def no_modes() -> AbstractContextManager[Any]:
 def dispatch_keys_kept() -> AbstractContextManager[Any]:
     """Which dispatch keys this thread excludes and includes is afterwards what it was before.
 
-    An internal assertion of PyTorch's that fails inside of `jvp` leaves autograd excluded (torch 2.13): from then
-    on nothing in the process requires grad.
+    An internal assertion of PyTorch's that fails inside of `jvp` leaves autograd excluded (torch 2.13): from
+    then on nothing in the process requires grad.
     """
     return torch._C._PreserveDispatchKeyGuard()
 

@@ -175,7 +175,7 @@ def test_twice_and_differentiably() -> None:
 def some_of_three(
     heard: list[Any], register: Callable[..., None], *, compiles: bool, of_results: bool
 ) -> None:
-    """Backwards that reach some of three leaves, or begin at some of three results, with hooks of two each."""
+    """Backwards that reach some of three leaves, or begin at some of three results; hooks of two each."""
     leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
 
     def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:

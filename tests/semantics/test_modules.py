@@ -280,7 +280,7 @@ def test_a_change_of_values_compiles_nothing(name):
 class Everything(nn.Module):
     """It goes through all of its state, and that of a module that it closes over."""
 
-    def __init__(self, look: Callable[["Everything"], Any]) -> None:
+    def __init__(self, look: Callable[[Everything], Any]) -> None:
         super().__init__()
         self.look = look
         self.held = nn.ParameterDict({"a": nn.Parameter(torch.ones(4))})
