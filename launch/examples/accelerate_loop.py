@@ -100,6 +100,7 @@ def main(*, dynamo: bool) -> None:
     if accelerator.is_main_process:
         sizes = [list(value.shape) for value in weights.values()]
         print(f"{len(sizes)} weights to keep, the first of size {sizes[0]}")
+    accelerator.wait_for_everyone()  # gloo's threads let go of their tensors: at exit they would abort
     accelerator.end_training()
 
 

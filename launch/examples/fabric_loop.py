@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning_fabric import Fabric
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
@@ -78,6 +79,9 @@ def main(*, eager: bool, shard: bool) -> None:
             print(f"epoch {epoch}: loss {mean.item():.7f}")
     if fabric.is_global_zero and not eager:
         print(f"{len(model.graphs)} graphs")
+    fabric.barrier()  # gloo's threads let go of their tensors: at Python's exit they would abort it
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

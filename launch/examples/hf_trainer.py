@@ -78,6 +78,7 @@ def main(*, eager: bool) -> None:
         if not eager:
             print(f"{len(model.graphs)} graphs")
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # gloo's threads let go of their tensors: at exit they would abort
         torch.distributed.destroy_process_group()
 
 

@@ -94,6 +94,7 @@ def main(*, eager: bool) -> None:
     if rank == 0 and not eager:
         print(", ".join(f"{region.name}: {len(region.artifacts)}" for region in regions()))
     if dist.is_initialized():
+        dist.barrier()  # gloo's threads let go of their tensors: at Python's exit they would abort it
         dist.destroy_process_group()
 
 

@@ -70,6 +70,7 @@ def main(*, eager: bool) -> None:
     if rank == 0 and not eager:
         print(f"{len(step.graphs)} graphs, the last of {len(step.graphs[-1]['inference'].graph.nodes)} nodes")
     if dist.is_initialized():
+        dist.barrier()  # gloo's threads let go of their tensors: at Python's exit they would abort it
         dist.destroy_process_group()
 
 
