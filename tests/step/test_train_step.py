@@ -285,6 +285,26 @@ def test_failing_step_changes_nothing() -> None:
     step(batch(2), False)
 
 
+def test_a_step_that_raises_midway_leaves_buffers_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = adamw(list(model.parameters()))
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        loss = model(x).square().sum()
+        if fails:
+            raise KeyError("of the user's")
+        return loss
+
+    step = aotdist.train_step(model, loss_fn, optimizer, backend="fx")
+    for _ in range(2):
+        step(torch.randn(6, 4), False)
+    before = copy.deepcopy(list(held(model, optimizer)))
+    with pytest.raises(KeyError):
+        step(torch.randn(6, 4), True)
+    assert all(same(a, b) for (_, a), (_, b) in zip(before, held(model, optimizer), strict=True))
+
+
 def refused(**options: Any) -> pytest.RaisesExc[Any]:
     return pytest.raises(aotdist.UnsupportedProgram, **options)
 
