@@ -25,6 +25,7 @@ from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
+    functional,
     functional_storage_id,
     functional_value,
     is_functional_base,
@@ -38,6 +39,7 @@ from aotdist.torch_seam.operators import (
     broken_up,
     functional_twin,
     handle_in_mode,
+    has_effects,
     is_left_whole_in_inference,
     is_operator,
     out_names,
@@ -49,7 +51,6 @@ from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
 from aotdist.torch_seam.trees import pytree
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
-_CHECK = torch.ops.aten._linalg_check_errors.default
 _POLYGAMMA = torch.ops.aten.polygamma_.default
 _FOREACH = "aten::_foreach_"
 _MATMULS: Mapping[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]] = {
@@ -189,10 +190,8 @@ class Functionalisation(FunctionalTensorMode):
             return lambda: self._by_itself(_one_by_one, func, args, kwargs)
         if is_fused_optimizer(func):
             return lambda: self._by_itself(step_functionally, func, args, kwargs)
-        if func is _CHECK:
-            # It only raises; PyTorch's mode would thread a token through the graph for it.
-            values = pytree.tree_map_only(FunctionalTensor, functional_value, args)
-            return lambda: func(*values, **kwargs)
+        if is_operator(func) and has_effects(func):
+            return lambda: self._for_its_effect(func, args, kwargs)
         if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
             return lambda: self._by_itself(_polygamma, *args)
         twin = _twin_of_symbolic_write(func, args)
@@ -201,6 +200,16 @@ class Functionalisation(FunctionalTensorMode):
             if twin is None
             else lambda: self._write_with(twin, with_defaults(func, args, kwargs), kwargs)
         )
+
+    def _for_its_effect(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what prints or raises: it stands in the graph as it is, among the others, and nothing drops it.
+
+        PyTorch's mode would thread a token through the graph for the order of such operators.
+        """
+        given = pytree.tree_map_only(FunctionalTensor, functional_value, (args, kwargs))
+        result = func(*given[0], **given[1])
+        with self:
+            return pytree.tree_map_only(torch.Tensor, functional, result)
 
     def _write_with(self, twin: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         """Let the first argument hold what `twin` computes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,16 @@ from torch._prims_common import suggest_memory_format as suggest_memory_format
 def is_operator(func: Any) -> bool:
     """Whether a call is of an operator, not of a higher-order one."""
     return isinstance(func, OpOverload)
+
+
+@functools.cache
+def has_effects(op: OpOverload) -> bool:
+    """Whether PyTorch keeps an operator, and the order of such, for what it does: it prints, or raises."""
+    from torch._higher_order_ops import effects
+
+    asked: Any = effects.has_effects
+    # torch 2.11 wants the arguments, and looks at none.
+    return asked(op) if len(inspect.signature(asked).parameters) == 1 else asked(op, (), {})
 
 
 def writes_arguments(op: OpOverload) -> bool:
