@@ -109,11 +109,11 @@ class AotModule(nn.Module):
         self.orig_module = mod
         self._compiled = compiled
         self._named_params = dict(mod.named_parameters(remove_duplicate=False))
-        self._named_buffers = dict(mod.named_buffers(remove_duplicate=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled call."""
-        return self._compiled(self._named_params, self._named_buffers, *args, **kwargs)
+        buffers = dict(self.orig_module.named_buffers(remove_duplicate=False))  # the program may assign them
+        return self._compiled(self._named_params, buffers, *args, **kwargs)
 
 
 def _named_state(mod: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -121,9 +121,28 @@ def _named_state(mod: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*mod.named_parameters(remove_duplicate=False), *mod.named_buffers(remove_duplicate=False)]
 
 
+def _place_of(mod: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a module has a buffer."""
+    owner, _, key = name.rpartition(".")
+    return vars(mod.get_submodule(owner))["_buffers"], key
+
+
 def _num_distinct(named: Sequence[tuple[str, torch.Tensor]]) -> int:
     """How many tensors these are: a tied one is one argument."""
     return len({id(tensor) for _, tensor in named})
+
+
+def _called_with(
+    mod: nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """`torch.func.functional_call`; what the module assigns to its buffers stays there, as in eager."""
+    after = dict(state)
+    result = torch.func.functional_call(mod, after, args, dict(kwargs))
+    for name, value in after.items():  # PyTorch leaves there what the module has in the end
+        if value is not state[name]:
+            owner, _, key = name.rpartition(".")
+            setattr(mod.get_submodule(owner), key, value)
+    return result
 
 
 def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> AotModule:
@@ -141,7 +160,7 @@ def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> AotModule:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return torch.func.functional_call(mod, {**named_params, **named_buffers}, args, kwargs)
+        return _called_with(mod, {**named_params, **named_buffers}, args, kwargs)
 
     kwargs = {"num_params_buffers": _num_distinct(_named_state(mod)), **kwargs}
     return AotModule(mod, aot_function(functional_call, *args, **kwargs))
@@ -162,7 +181,7 @@ def aot_module_simplified(
     pre_grad_passes: Callable[[GraphModule, Sequence[Any]], GraphModule] | None = None,
     compile_region_name: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a module for flat arguments at once; its parameters are taken as they are now.
+    """Compile a module for flat arguments at once; its parameters are those that it has now.
 
     Args:
         mod: returns a flat tuple or list.
@@ -202,7 +221,7 @@ def aot_module_simplified(
 
     def flat_call(*flat: Any) -> Any:
         by_name = dict(zip(names, flat, strict=False))
-        result = torch.func.functional_call(mod, by_name, tuple(sizes.put_in(flat[len(names) :])))
+        result = _called_with(mod, by_name, tuple(sizes.put_in(flat[len(names) :])), {})
         if not isinstance(result, (tuple, list)):
             raise UnsupportedProgram(
                 f"the module returns a {type(result).__name__}, not a tuple or a list",
@@ -222,8 +241,12 @@ def aot_module_simplified(
     if all(is_real(arg) for arg in args if isinstance(arg, torch.Tensor)):
         compiled.compile_for(*state, *map(hint, sizes.left_out(args)))
 
+    params = [tensor for _, tensor in mod.named_parameters(remove_duplicate=False)]
+    places = [_place_of(mod, name) for name in names[len(params) :]]
+
     def forward(*runtime_args: Any) -> Any:
-        return compiled(*state, *sizes.left_out(runtime_args))
+        buffers = (owner[key] for owner, key in places)  # the program may assign them
+        return compiled(*params, *buffers, *sizes.left_out(runtime_args))
 
     attached = cast(Any, forward)
     attached.zero_grad = mod.zero_grad

@@ -149,6 +149,36 @@ def test_a_simplified_module_under_no_grad_has_no_backward():
     assert compilers.counts() == {"inference": 1}
 
 
+class Counting(nn.Module):
+    """It assigns a buffer, where others write theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.inner = nn.Module()
+        self.inner.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.inner.calls = self.inner.calls + 1
+        return (x * self.inner.calls * self.weight,)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda mod: ours.aot_module(mod, ours.nop),
+        lambda mod: ours.aot_module_simplified(mod, (torch.ones(1),), ours.nop),
+    ],
+    ids=["aot_module", "aot_module_simplified"],
+)
+def test_what_is_assigned_to_a_buffer_stays(compiled):
+    eager, mod = Counting(), Counting()
+    call = compiled(mod)
+    for _ in range(3):
+        assert torch.equal(call(torch.ones(1))[0], eager(torch.ones(1))[0])
+        assert torch.equal(mod.inner.calls, eager.inner.calls)
+
+
 def test_a_simplified_module_returns_something_flat():
     for library, kind in ((ours, UnsupportedProgram), (theirs, RuntimeError)):
         with pytest.raises(kind):
