@@ -102,7 +102,7 @@ def call_with_primals_and_tangents(gm: torch.fx.GraphModule, num_primals: int, n
     num_tangents = len(gm.graph.find_nodes(op="placeholder")) - num_primals
     results: Any = gm.graph.output_node().args[0]
     ins: Any = [[0] * num_primals, [0] * num_tangents]
-    outs: Any = ([0] * num_values, [0] * (len(results) - num_values))
+    outs: Any = ((0,) * num_values, (0,) * (len(results) - num_values))
     info = _PyTreeInfo(["primals", "tangents"], pytree.tree_structure(ins), pytree.tree_structure(outs))
     gm.graph.set_codegen(_PyTreeCodeGen(info))
     gm.recompile()

@@ -179,3 +179,10 @@ def test_decompositions_are_applied():
         "aten.sigmoid.default",
         "aten.mul.Tensor",
     ]
+
+
+@pytest.mark.parametrize("export", [aot_export_joint_simple, theirs.aot_export_joint_simple])
+def test_a_joint_graph_returns_tuples(export) -> None:
+    gm = export(lambda x, y: [x * y, x + y], (_leaf(), _leaf()), trace_joint=True)
+    values, grads = result = gm((torch.ones(3), torch.ones(3)), (torch.ones(3), torch.ones(3)))
+    assert (type(result), type(values), type(grads)) == (tuple, tuple, tuple)
