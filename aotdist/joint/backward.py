@@ -24,6 +24,7 @@ from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
+from aotdist.joint.parts import parts_without_gradient
 from aotdist.joint.recorder import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
@@ -89,6 +90,7 @@ class Backward:
         arrivals: the bases among `ends` whose gradient comes through a view.
         shown: a context for each run: what the user's code in it sees.
         in_python: watches what each run changes in Python.
+        views: what the program returns that is made of an end outside, where it may get a gradient.
     """
 
     def __init__(
@@ -101,12 +103,13 @@ class Backward:
         arrivals: Mapping[NodeOutIdx, Arrival],
         shown: Callable[[], AbstractContextManager[None]],
         in_python: InBackward,
+        views: Sequence[torch.Tensor] = (),
     ) -> None:
         recorder.phase = "backward"
         self._recorder = recorder
         self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
         self.mode, self.shown, self.in_python = mode, shown, in_python
-        self._autocast = recorder.backward_autocast
+        self._autocast, self._views = recorder.backward_autocast, views
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
         self._tangents = {
@@ -183,6 +186,8 @@ class Backward:
             for context in (self._autocast(), self.mode, naming):
                 stack.enter_context(context)
             starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
+            parts = parts_without_gradient(self._views, [start for start, _ in starts])
+            starts += [(part, _nothing_for(part)) for part in parts]
             tensors, first = zip(*starts, strict=True)
             stack.enter_context(self.shown())
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env))

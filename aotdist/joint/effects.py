@@ -105,6 +105,11 @@ class ForwardEffects:
         tensors = self.outputs.tensors
         return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
 
+    def views_of_ends(self) -> list[torch.Tensor]:
+        """What is made of a result outside, where it may get a gradient."""
+        pairs = zip(self.outs, self.outputs.facts, strict=True)
+        return [out for out, fact in pairs if isinstance(fact, ViewOfIntermediate) and out.requires_grad]
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardEffects:
@@ -259,8 +264,17 @@ class Effects:
         wanted = forward.metadata.gradient_ends(self.inputs.row())
         asked = self.classes.are_asked_in_backward(self._starts(forward))
         shown = functools.partial(self.classes.shown, asked=asked)
-        mode = forward.lifting
-        return Backward(self.recorder, forward.node_outs, ends, wanted, mode, arrivals, shown, in_python)
+        return Backward(
+            self.recorder,
+            forward.node_outs,
+            ends,
+            wanted,
+            forward.lifting,
+            arrivals,
+            shown,
+            in_python,
+            forward.views_of_ends(),
+        )
 
     def _trace_choices(
         self, backward: Backward, by_themselves: Sequence[Chosen]

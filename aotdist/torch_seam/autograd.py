@@ -35,6 +35,11 @@ def takes_gradients_of(tensor: torch.Tensor) -> bool:
     return node is not None and list(node._input_metadata[tensor.output_nr].shape) == list(tensor.size())
 
 
+def has_several_results(tensor: torch.Tensor) -> bool:
+    """Whether the node that made a tensor made others with it."""
+    return tensor.grad_fn is not None and len(tensor.grad_fn._input_metadata) > 1
+
+
 def sequence_nr(node: Any) -> int:
     """The number of an autograd node: no two that one thread makes have the same."""
     return node._sequence_nr()

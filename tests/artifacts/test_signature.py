@@ -85,7 +85,7 @@ class Doubling(Counting):
 def test_other_code_is_refused(artifact: Path) -> None:
     torch.manual_seed(0)
     aotdist.load(artifact, model := Doubling())
-    with pytest.raises(aotdist.SignatureMismatch, match="code of `Doubling`: built for none"):
+    with pytest.raises(aotdist.SignatureMismatch, match="`Doubling.forward`: built for none"):
         model(torch.randn(3, 4), 0.5)
 
 

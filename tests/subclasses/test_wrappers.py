@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
@@ -237,6 +237,30 @@ def test_what_has_no_backward_in_eager_is_named(mesh: DeviceMesh) -> None:
         x.split(2)[0].sum().backward()
     with pytest.raises(UnsupportedProgram, match="of several views of a DTensor .*mixed"):
         aotdist.compile(lambda x: x.split(2)[0] * 2, backend="fx")(x)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [lambda y: y.chunk(2), lambda y: y.unbind(1), lambda y: y.split(3), lambda y: (*y.chunk(2), y)],
+    ids=["chunk", "unbind", "split", "beside the whole"],
+)
+def test_all_parts_of_a_wrapper_are_returned(mesh: DeviceMesh, split: Callable[..., Any]) -> None:
+    grads: list[torch.Tensor] = []
+    for call in (fn := lambda x: split(x * 2), aotdist.compile(fn, backend="fx")):
+        x = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Replicate()]).requires_grad_()
+        sum(part.sin().sum() for part in call(x)).backward()  # type: ignore[attr-defined]
+        grads.append(x.grad.to_local())
+    assert torch.equal(*grads)
+
+
+def test_a_part_that_is_returned_beside_one_that_is_used_is_refused(mesh: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = (x * 2).chunk(2)
+        return first, second.sin()
+
+    x = distribute_tensor(torch.randn(4, 6), mesh, [Replicate()]).requires_grad_()
+    with pytest.raises(UnsupportedProgram, match="the program returns one and computes with another"):
+        aotdist.compile(program, backend="fx")(x)
 
 
 def test_8_bits_in_a_dtensor(mesh: DeviceMesh) -> None:
