@@ -25,7 +25,7 @@ from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.given import GivenContainers
 from aotdist.capture.guise import hand_over_attributes
-from aotdist.capture.hidden import no_results_kept
+from aotdist.capture.hidden import no_results_kept, refuse_carried
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.modules import (
     StateTensor,
@@ -367,8 +367,9 @@ def _call(
         changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
         assigned += changes.given.assigned(made)
         deleted, replaced = (*changes.given.deleted(), *gone), attributes.replaced()
-    except BaseException:
+    except BaseException as error:
         reassignments.roll_back()
+        refuse_carried(error, reassignments.existing)
         raise
     if settings.report_side_effects:
         for path in reassignments.side_effects():

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant
+from aotdist.capture.origins import raised_at
 from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
@@ -60,6 +61,17 @@ def hides_traced(value: Any, existing: Collection[int]) -> bool:
         return False
     met = {id(value): value}  # with the objects, so that no other gets the identity of one
     return any(_leads_to_traced(part, met, existing) for part in _parts(value))
+
+
+def refuse_carried(error: BaseException, existing: Collection[int]) -> None:
+    """Refuse an exception that carries tensors of the program out of it: they have no data."""
+    if hides_traced(error, existing) or hides_traced([error.args], existing):
+        raise UnsupportedProgram(
+            f"the program raises a {type(error).__name__} that carries a tensor which it computes",
+            where=raised_at(error.__traceback__),
+            stage="capture",
+            fix="raise it without the tensor, or outside of the compiled function",
+        ) from None
 
 
 def _leads_to_traced(value: Any, met: dict[int, Any], existing: Collection[int]) -> bool:
