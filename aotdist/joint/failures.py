@@ -160,8 +160,8 @@ def _no_backward(error: Exception) -> UnsupportedProgram:
 
 def _some_parts(error: Exception) -> UnsupportedProgram:
     return UnsupportedProgram(
-        "of several views of a DTensor (`split`), some get no gradient with the others, or the program returns "
-        f"one and computes with another: there is no backward unless all get one at once ({error})",
+        "of several views of a DTensor (`split`), some get no gradient with the others, or the program "
+        f"returns one and computes with another: there is no backward unless all get one at once ({error})",
         stage="joint",
         fix="make each by an operator of its own (`narrow`), or return a clone of it",
     )

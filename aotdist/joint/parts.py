@@ -1,8 +1,8 @@
 """Gradients of views that one operator makes together (`split`, `unbind`), where these are wrappers.
 
-Where such a node gets no gradient for a view, it makes plain zeros, which some wrappers (DTensor) refuse together
-with their own. In eager the caller gives every view that it holds a gradient; in a trace that is part of
-their base's, and the node gets those only that the program itself computes with.
+Where such a node gets no gradient for a view, it makes plain zeros, which some wrappers (DTensor) refuse
+together with their own. In eager the caller gives every view that it holds a gradient; in a trace that is
+part of their base's, and the node gets those only that the program itself computes with.
 """
 
 from __future__ import annotations
