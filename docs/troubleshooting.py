@@ -288,20 +288,20 @@ A bug in aotdist. Please report it with the program. `aotdist.disable` runs the 
 
 ## terminate called without an active exception
 
-This is not an error of aotdist or of the training, which is complete: on ranks without a GPU a process may abort
-(`SIGABRT`, exit code 134 or -6) while Python shuts down; uncompiled programs do, too. A gloo thread releases the
-tensor of the last collective, asks Python for the lock, and is ended instead, inside of C++ that does not
-survive it (PyTorch's pull request 179291). It becomes more likely the busier the machine is, and the sooner the
-script ends after a collective. End a script with
+This is not an error of aotdist or of the training, which is complete: on ranks without a GPU a process may
+abort (`SIGABRT`, exit code 134 or -6) while Python shuts down; uncompiled programs do, too. A gloo thread
+releases the tensor of the last collective, asks Python for the lock, and is ended instead, inside of C++ that
+does not survive it (PyTorch's pull request 179291). It becomes more likely the busier the machine is, and the
+sooner the script ends after a collective. End a script with
 
 ```
 dist.barrier()  # waits without Python's lock, so that gloo's threads get it
 dist.destroy_process_group()
 ```
 
-which makes it rare, but not impossible: a group whose mesh FSDP2 or DTensor still knows keeps its threads after
-`destroy_process_group`. Write checkpoints and metrics before that. In `Fabric` the call is `fabric.barrier()`, in
-accelerate `accelerator.wait_for_everyone()` before `accelerator.end_training()`.
+which makes it rare, but not impossible: a group whose mesh FSDP2 or DTensor still knows keeps its threads
+after `destroy_process_group`. Write checkpoints and metrics before that. In `Fabric` the call is
+`fabric.barrier()`, in accelerate `accelerator.wait_for_everyone()` before `accelerator.end_training()`.
 """
 
 

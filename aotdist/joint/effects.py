@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -368,11 +368,21 @@ def _held(forward: ForwardEffects, row: Row[PrimalIdx, StandIn]) -> list[Held]:
     for idx, fact in forward.writes.enumerate():
         if isinstance(fact, DataWritten) and fact.differentiable:
             held.append(Held(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
+    held += _held_views(row)
     for position, (out, fact) in enumerate(zip(forward.outs, outputs.facts, strict=True)):
         is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
         if is_view and out.grad_fn is not None:
             held.append(Held(f"out[{position}]", OutputView(OutIdx(position)), None, out))
     return held
+
+
+def _held_views(row: Row[PrimalIdx, StandIn]) -> Iterator[Held]:
+    """Inputs that are made again as views, and have the history of their base since it was written."""
+    written = {id(one.tensor) for one in row if not one.derived and one.bumps()}
+    for idx, stand_in in row.enumerate():
+        view = stand_in.tensor
+        if stand_in.derived and id(view._base) in written and history_of(view) is not None:
+            yield Held(str(stand_in.slot), IsInput(idx), None, view)
 
 
 def _runs_alike(backward: Backward, recorder: Recorder, choice: Chosen | None, first: Computed) -> bool:

@@ -369,7 +369,7 @@ def _literal(printer: Printer, value: Any) -> str:
         items = [_literal(printer, item) for item in value]
         shown = f"[{', '.join(items)}]" if type(value) is list else sequence(items)
         return f"{printer.bind('Size', torch.Size)}({shown})" if type(value) is torch.Size else shown
-    if type(value) is slice and is_symbolic(value):
+    if isinstance(value, slice) and is_symbolic(value):
         parts = (_literal(printer, part) for part in (value.start, value.stop, value.step))
         return f"{printer.bind('slice', slice)}({', '.join(parts)})"
     plain = type(value) in (int, str, bool, type(None)) or (
