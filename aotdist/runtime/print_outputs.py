@@ -373,6 +373,8 @@ def _literal(printer: Printer, value: Any) -> str:
         parts = (_literal(printer, part) for part in (value.start, value.stop, value.step))
         return f"{printer.bind('slice', slice)}({', '.join(parts)})"
     plain = type(value) in (int, str, bool, type(None)) or (
-        type(value) in (list, tuple) and all(type(item) is int for item in value)
+        isinstance(value, (list, tuple))
+        and type(value) in (list, tuple)
+        and all(type(item) is int for item in value)
     )
     return repr(value) if plain else printer.bind("value", value)
