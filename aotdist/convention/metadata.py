@@ -17,6 +17,7 @@ from aotdist.convention.layer import Call
 from aotdist.facts import Facts, MetadataWrite
 from aotdist.program import PrimalIdx, Program
 from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam.autograd import history_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ def rewrite(
     tensor: torch.Tensor, write: MetadataWrite, args: Sequence[Any], data: torch.Tensor | None = None
 ) -> None:
     """Do one write of metadata to `tensor`, with `args` in the place of the write's own."""
+    history_of(tensor)  # a view whose base got one is a leaf to autograd until somebody asks for it
     with torch.set_grad_enabled(write.grad):
         write.op(tensor, *args, **dict(write.kwargs))
     if data is not None:

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 
 from aotdist.capture.guise import Guises
-from aotdist.convention.changes import INVERSES, resize_as_out, set_memory
+from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
 from aotdist.convention.naming import another_name
 from aotdist.convention.outdated_views import make_again
 from aotdist.convention.version import all_uncounted, bump, rewind, written_uncounted
@@ -76,7 +76,7 @@ class ViewMode(TorchDispatchMode):
         super().__init__()
         self.log = log
         self._guises = guises or Guises()
-        self._reshaped: list[torch.Tensor] = []
+        self._reshaped: list[tuple[torch.Tensor, ViewStep]] = []
         self._reads_data = False
         self._is_off = False
 
@@ -183,15 +183,22 @@ class ViewMode(TorchDispatchMode):
         entry = self.log.views.get(changed)
         if entry is not None:
             self.log.rebase_views_of(entry)
-        if entry is not None and twin is not None:
+        if twin is not None and (entry is not None or self.log.views.was_given(changed)):
             # Autograd makes the history of a view again after any write: grad mode matters when it is made.
-            grad = entry.steps[-1].grad if changed._is_view() else change.grad
-            steps = (ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial),)
-            if not changed._is_view():  # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one
-                steps = (*steps, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
-            self.log.views.put(replace(entry, steps=(*entry.steps, *steps)))
-            self._reshaped.append(changed)
+            grad = (entry is None or entry.steps[-1].grad) if changed._is_view() else change.grad
+            step = ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial)
+            self._reshaped.append((changed, step))
+            if entry is not None:
+                steps = (*entry.steps, *self._as_steps(step, changed, change))
+                self.log.views.put(replace(entry, steps=steps))
         return result
+
+    def _as_steps(self, step: ViewStep, changed: torch.Tensor, change: Change) -> tuple[ViewStep, ...]:
+        """How to make a view that was reshaped in place of what it was."""
+        if changed._is_view():
+            return (step,)
+        # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one.
+        return (step, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
 
     def _log_outs(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
@@ -211,12 +218,11 @@ class ViewMode(TorchDispatchMode):
         """Let views that were reshaped in place by the call before be what they are now, to autograd, too."""
         views = self.log.views
         while self._reshaped:
-            view = self._reshaped.pop()
+            view, last = self._reshaped.pop()
             base = view._base
             if base is not None:
-                known, entry = views.first_steps(view), views.get(view)
-                assert entry is not None, "it was reshaped as a view"
-                steps = (*known, entry.steps[-1]) if known else views.steps_from(base, view)
+                known = views.first_steps(view)
+                steps = (*known, last) if known else views.steps_from(base, view)
                 rewind(base, 1)  # as if it was made before, so that its history is made again
                 self._make_again(view, base, steps)
                 bump(base, 1)
@@ -226,11 +232,10 @@ class ViewMode(TorchDispatchMode):
 
         The operators that made it, by which autograd makes its history again, hold for what the base was.
         """
-        for view in [entry.view for entry in self.log.views if entry.view._base is base]:
+        views = self.log.views
+        for view in views.of(base):
             with enable_reentrant_dispatch():
-                self._make_again(
-                    view, base, self.log.views.first_steps(view) or self.log.views.steps_from(base, view)
-                )
+                self._make_again(view, base, views.first_steps(view) or views.steps_from(base, view))
 
     def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
         with self._guises.off(self._guises.among([view])):

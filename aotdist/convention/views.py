@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,6 +112,8 @@ class Views:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
         self._from_base: dict[int, tuple[ViewStep, ...]] = {}
+        self._given: dict[int, torch.Tensor] = {}
+        """Those of these views that the program was given: they are in no entry."""
         self._serials = itertools.count()
 
     def __iter__(self) -> Iterator[Entry]:
@@ -131,6 +133,20 @@ class Views:
     def forget(self, tensor: torch.Tensor) -> None:
         """Let a tensor be no view."""
         self._entries.pop(id(tensor), None)
+
+    def is_given(self, view: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Note how an input is made of another that it is a view of to autograd."""
+        self._given[id(view)] = view
+        self.keep_first_steps(view, (ViewStep(make, (), serial=-1),))
+
+    def was_given(self, view: torch.Tensor) -> bool:
+        """Whether that is known of a tensor."""
+        return id(view) in self._given
+
+    def of(self, base: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that are views of `base` to autograd, those that the program was given too."""
+        known = [*(entry.view for entry in self), *self._given.values()]
+        return [view for view in known if view._base is base]
 
     def next_serial(self) -> int:
         """The number of what happens now; greater than all before."""
@@ -200,6 +216,9 @@ class Views:
         while view is not base and view in self:
             entry = self._entries[id(view)]
             steps, view = (*entry.steps, *steps), entry.base
+        if steps and self.was_given(view):
+            before = steps[0].serial
+            steps = (*(step for step in self._from_base[id(view)] if step.serial < before), *steps)
         return steps
 
     def share(self, view: torch.Tensor) -> None:
@@ -225,6 +244,8 @@ class Views:
         """Two tensors have become each other: what is known of the one is known of the other."""
         of = exchange.of
         views = {key: of(entry.view) for key, entry in self._entries.items()}
+        views |= {key: of(view) for key, view in self._given.items()}
+        self._given = {id(view): view for view in map(of, self._given.values())}
         self._from_base = {id(views[key]): steps for key, steps in self._from_base.items()}
         entries = [replace(e, view=of(e.view), base=of(e.base), inside=()) for e in self]
         self._entries = {id(entry.view): entry for entry in entries}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -41,7 +41,7 @@ def forward_writes(
         Untouched(metadata.bumps(idx, stand_in, written=False), stand_in.bumps_inside())
         for idx, stand_in in row.enumerate()
     ]
-    repeated = Counter({idx: metadata.repeated_bumps(idx, s) for idx, s in row.enumerate()}) + outputs.bumps
+    repeated = metadata.repeated_bumps(row) + outputs.bumps
     # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
     written = [(idx, s) for idx, s in _written_by_name(row, metadata) if all(map(storages.holds, s.plains))]
     for idx, stand_in in written:

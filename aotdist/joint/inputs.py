@@ -8,7 +8,8 @@ decided only among plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -61,6 +62,7 @@ class StandIn:
             it is written to others, and what gradient it gets they get.
         whole: whether it is a span of a whole storage, of which more is written than any input shows.
         spans: the spans that parts of it lie in, with others.
+        base: which stand-in it is made of, if it is made as a view.
         version: the version counter of `tensor` before the program ran.
         versions: those of what lies inside of it, in order.
     """
@@ -74,6 +76,7 @@ class StandIn:
     derived: bool = False
     whole: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
+    base: PrimalIdx | None = None
     version: int = 0
     versions: tuple[int, ...] = ()
 
@@ -141,7 +144,7 @@ class Inputs:
         ]
         base = self._views.get(at)
         if base is not None:
-            stand_in = self._view_again(slot, example, recipe, self._stand_ins[base])
+            stand_in = replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)
         else:
             stand_in = self._of_its_own(
                 slot, example, recipe, self._through_spans(at, functionals, example), fakes
@@ -252,6 +255,11 @@ class Inputs:
         """The stand-ins of views that are none themselves."""
         return [(idx, self._stand_ins[idx].tensor) for idx in self._of_views]
 
+    def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+        """The stand-ins that are made of another, to autograd, and how."""
+        for stand_in in (one for one in self._stand_ins if one.base is not None):
+            yield stand_in.tensor, functools.partial(_again, stand_in.example)
+
     def index_of(self, tensor: torch.Tensor) -> PrimalIdx | None:
         """Which input the traced `tensor` is, if it is one."""
         return self._by_tensor.get(id(tensor))
@@ -279,6 +287,13 @@ class Inputs:
         leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
         known = set(map(id, leaves))
         return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
+
+
+def _again(example: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The view of the stand-in `base` that an input is, where there is a way to make it."""
+    view = view_again(example, base)
+    assert view is not None, "it has been made before"
+    return view
 
 
 _CURRENT: ContextVar[Inputs] = ContextVar("aotdist_inputs")

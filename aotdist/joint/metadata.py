@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,11 +130,15 @@ class Metadata:
             return int(written)  # nobody counts for a stand-in then; the real tensor is written once
         return stand_in.bumps()
 
-    def repeated_bumps(self, idx: PrimalIdx, stand_in: StandIn) -> int:
-        """By how much it goes up once more, when these writes are repeated."""
-        if stand_in.derived or stand_in.tensor.is_inference():
-            return 0
-        return sum(change.bumps for change in self.changes.get(idx, ()))
+    def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> Counter[PrimalIdx]:
+        """By how much those go up once more, when these writes are repeated; a view has that of its base."""
+        found: Counter[PrimalIdx] = Counter()
+        for idx, changes in self.changes.items():
+            base = row[idx].base
+            counts = idx if base is None else base
+            if not (row[counts].derived or row[counts].tensor.is_inference()):
+                found[counts] += sum(change.bumps for change in changes)
+        return found
 
     def gradient_ends(
         self, row: Row[PrimalIdx, StandIn]

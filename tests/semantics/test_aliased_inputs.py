@@ -577,3 +577,58 @@ def test_a_written_view_of_another_kind_that_no_slices_give() -> None:
     with pytest.raises(UnsupportedProgram, match="is a view of a torch.complex64 tensor, as torch.float32"):
         aotdist.compile(lambda x: x.mul_(2), backend="fx")(torch.view_as_real(z).flatten())
     assert torch.equal(z.detach(), before)
+
+
+def _written(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return x.mul_(by.flatten()[: x.numel()].view(x.shape))
+
+
+RESHAPED_IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "the view, then written": lambda x, y, w: (y.t_(), _written(y, w), y * 2)[2],
+    "the view, then the base written": lambda x, y, w: (y.t_(), _written(x, w), y * x)[2],
+    "the base, then the view written": lambda x, y, w: (x.t_(), _written(y, w), y * x)[2],
+    "the view, between writes": lambda x, y, w: (_written(y, w), y.t_(), _written(y, w), y * x)[3],
+    "the base, between writes": lambda x, y, w: (_written(y, w), x.t_(), _written(y, w), y * x)[3],
+    "the view, then a part of it written": lambda x, y, w: (y.t_(), _written(y[0], w), y * x)[2],
+    "the base, beside a part of the view": lambda x, y, w: (z := y[0], x.t_(), _written(z, w), y * x)[3],
+    "both, and a part of the view": lambda x, y, w: (y.t_(), z := y[0], x.t_(), _written(z, w), y * x)[4],
+    "the view, three times": lambda x, y, w: (y.t_(), y.t_(), _written(y, w), y.t_(), y[0] * 2)[4],
+    "the view, and returned": lambda x, y, w: (y.t_(), _written(y, w), y)[2],
+    "the view, and a view of it returned": lambda x, y, w: (y.t_(), _written(y, w), y[0])[2],
+    "another dimension for the view": lambda x, y, w: (y.unsqueeze_(0), _written(y, w), y * 2)[2],
+    "more dimensions": lambda x, y, w: (y.unsqueeze_(0).transpose_(0, 2), _written(y, w), y * 2)[2],
+}
+
+ONE_OF_THE_OTHER: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "base and view": lambda x: (x, x.view(2, 2)),
+    "base and transposed": lambda x: (x, x.t()),
+    "base and part": lambda x: (x, x.view(1, 2, 2)[0]),
+    "two views": lambda x: (x.view(2, 2), x.t()),
+    "views by strides": lambda x: (x.as_strided((2, 2), (2, 1)), x.as_strided((2, 2), (1, 2))),
+}
+
+
+@pytest.mark.parametrize("has_history", [True, False])
+@pytest.mark.parametrize("which", ONE_OF_THE_OTHER)
+@pytest.mark.parametrize("program", RESHAPED_IN_PLACE)
+def test_one_is_reshaped_in_place_and_written_with_history(
+    program: str, which: str, has_history: bool
+) -> None:
+    def build() -> Scene:
+        x = torch.randn(2, 2, requires_grad=has_history) * 1.5
+        arguments = (*ONE_OF_THE_OTHER[which](x), leaf())
+        return Scene(RESHAPED_IN_PLACE[program], arguments, held={"x": x})
+
+    same_as_eager(build)
+
+
+@pytest.mark.parametrize("which", ONE_OF_THE_OTHER)
+def test_one_is_reshaped_under_no_grad_and_written_with_history(which: str) -> None:
+    def transposed_without_grad(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y.t_()
+        return _written(y, w) * 2
+
+    x = torch.randn(2, 2, requires_grad=True) * 1.5
+    with pytest.raises(UnsupportedProgram, match="written in place under `no_grad`"):
+        aotdist.compile(transposed_without_grad, backend="fx")(*ONE_OF_THE_OTHER[which](x), leaf())
