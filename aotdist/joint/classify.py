@@ -82,7 +82,12 @@ class NodeOutputs:
 
 
 def classify(
-    outs: Sequence[Any], inputs: Inputs, log: ViewLog, written: Container[int], spent: Container[int]
+    outs: Sequence[Any],
+    inputs: Inputs,
+    log: ViewLog,
+    written: Container[int],
+    passing: Container[int],
+    spent: Container[int],
 ) -> NodeOutputs:
     """The fact of every output, and the tensors that the node must return for them.
 
@@ -91,9 +96,10 @@ def classify(
         inputs: the stand-ins that it was given.
         log: the views that were made meanwhile, and the writes of metadata.
         written: which of the latter, by number, to do outside to inputs.
+        passing: which of them leave nothing behind.
         spent: results that have no backward any more, by identity.
     """
-    return _Classifier(outs, inputs, log, written, spent).classified()
+    return _Classifier(outs, inputs, log, written, passing, spent).classified()
 
 
 _LATER = 1 << 62
@@ -107,10 +113,11 @@ class _Classifier:
         inputs: Inputs,
         log: ViewLog,
         written: Container[int],
+        passing: Container[int],
         spent: Container[int],
     ) -> None:
         self._outs, self._inputs, self._log, self._written = outs, inputs, log, written
-        self._spent = spent
+        self._passing, self._spent = passing, spent
         self._node = NodeOutputs()
         look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
         self._first: dict[int, OutIdx] = {}
@@ -148,11 +155,15 @@ class _Classifier:
         before = len(self._replayed)
         for tensor, time in self._seen_outside():
             root = self._log.root(tensor, self._first)
-            steps, changes = root.all_steps(), self._log.changes_of(root.base)
+            steps, changes = root.all_steps(), self._lasting_changes_of(root.base)
             seen = steps[0].serial if steps else time
             if any(change.moves() or change.serial > seen for change in changes):
                 self._replayed.add(id(root.base))
         return len(self._replayed) > before
+
+    def _lasting_changes_of(self, tensor: torch.Tensor) -> list[Change]:
+        changes = enumerate(self._log.changes)
+        return [c for number, c in changes if c.tensor is tensor and number not in self._passing]
 
     def _seen_outside(self) -> list[tuple[torch.Tensor, int]]:
         """Tensors that are looked at outside, and when."""
@@ -166,6 +177,8 @@ class _Classifier:
         key = id(change.tensor)
         if self._inputs.index_of(change.tensor) is not None:
             return number in self._written
+        if number in self._passing:
+            return False
         if change.op is torch.Tensor.requires_grad_ and key in self._own_leaves:
             return True
         return key in self._replayed or (key in self._first and change.moves())

@@ -174,9 +174,10 @@ class Effects:
             lifting: the mode that it ran in.
         """
         outs = self.swaps.seen_outside(outs)
-        metadata = Metadata.of(self.inputs, self.log, self.storages.passing())
+        passing = self.storages.passing()
+        metadata = Metadata.of(self.inputs, self.log, passing)
         spent = spent_results(outs, self.inputs, self.log) if lifting.ran_backward else {}
-        outputs = classify(outs, self.inputs, self.log, metadata.written, spent)
+        outputs = classify(outs, self.inputs, self.log, metadata.written, passing, spent)
         row = self.inputs.row()
         _refuse_accumulation(row)
         for idx, one in row.enumerate():

@@ -82,10 +82,15 @@ class Storages:
         self._log.resize_storage(base, resize_storage, num_bytes, refill)
 
     def passing(self) -> set[int]:
-        """The changes, by number, that leave nothing behind: the memory is free in the end."""
+        """The changes, by number, that leave nothing behind.
+
+        All but the last, where the memory is free in the end, or had room at first: what it holds then is
+        computed, or written, as that of any other. The last one too, if it is as long as before.
+        """
         found: set[int] = set()
         for memory in self._memories.values():
-            if memory.now < bytes_to_hold(memory.tensor):
+            needed = bytes_to_hold(memory.tensor)
+            if memory.now < needed or memory.before >= needed:
                 found.update(memory.changes if memory.now == memory.before else memory.changes[:-1])
         return found
 

@@ -9,6 +9,7 @@ import torch
 import aotdist
 from aotdist.api import compiled_call
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.trees import pytree
 
 FULL = 48
 """Bytes of a (3, 4) tensor."""
@@ -168,6 +169,43 @@ def test_as_in_eager(program: Callable[..., Any], freed: bool, requires_grad: bo
     options = {"freed": freed, "requires_grad": requires_grad}
     compiled = aotdist.compile(program, backend="fx")
     assert played(compiled, **options) == played(program, **options)
+
+
+def refilled(y: torch.Tensor, num_bytes: int = FULL) -> torch.Tensor:
+    resize(y, 0)
+    resize(y, num_bytes)
+    with torch.no_grad():
+        return y.fill_(3)
+
+
+INTERMEDIATES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "returned": lambda x: refilled(x * 2),
+    "returned with a view of before": lambda x: (y := x * 2, y[1:], refilled(y))[:2],
+    "returned with a view of after": lambda x: (y := refilled(x * 2), y[1:]),
+    "a view of it returned": lambda x: refilled(x * 2)[1:],
+    "by a view": lambda x: (y := x * 2, refilled(y[1:]).add_(1), y.fill_(2))[0],
+    "transposed in place": lambda x: refilled(x * 2).t_(),
+    "longer": lambda x: refilled(x * 2, 2 * FULL),
+    "twice": lambda x: refilled(refilled(x * 2) + 1) * 2,
+    "computed with": lambda x: refilled(x * 2) * x,
+    "free in the end": lambda x: (y := refilled(x * 2), y * x, resize(y, 0))[::2],
+}
+
+
+def sizes_and_data(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    num_bytes = value.untyped_storage().nbytes()
+    return num_bytes, value.size(), value.stride(), num_bytes and value.tolist()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("program", INTERMEDIATES)
+def test_an_intermediate_has_its_storage_back(program: str, requires_grad: bool) -> None:
+    fn = INTERMEDIATES[program]
+    x = torch.randn(3, 4, requires_grad=requires_grad)
+    results = [pytree.tree_map(sizes_and_data, call(x)) for call in (fn, aotdist.compile(fn, backend="fx"))]
+    assert results[0] == results[1]
 
 
 def test_a_storage_of_another_size_takes_another_artifact() -> None:
