@@ -14,7 +14,15 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, wrapper_rule
+from aotdist.subclasses.protocol import (
+    Recipe,
+    Wrapper,
+    leaves,
+    plain_tensors,
+    rebuild,
+    recipe_of,
+    wrapper_rule,
+)
 
 DETACH = torch.ops.aten.detach.default
 """A view to the log, and none to autograd."""
@@ -23,6 +31,18 @@ DETACH = torch.ops.aten.detach.default
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.data`: what `detach` makes, with a version counter of its own."""
     return tensor.data
+
+
+def as_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """Another name for the memory of `tensor`, made in inference mode: graphs run in the caller's mode."""
+    with torch.inference_mode():
+        return rebuild(recipe_of(tensor), [_named_anew(plain) for plain in plain_tensors(tensor)])
+
+
+def _named_anew(plain: torch.Tensor) -> torch.Tensor:
+    name = plain.new_empty(0).set_(plain)  # pyright: ignore[reportArgumentType]  # the stub wants a storage
+    name = name.conj() if plain.is_conj() else name
+    return torch.ops.aten._neg_view.default(name) if plain.is_neg() else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +79,8 @@ class ViewStep:
     """One view operation, to be replayed on a base: `op(base, *args, **kwargs)[pick]`.
 
     Args:
-        op: the operator (`aten.t.default`), `data_of`, or what takes a tensor out of a wrapper or puts it in.
+        op: the operator (`aten.t.default`), `data_of`, `as_inference`, or what takes one out of a wrapper
+            or puts it in.
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.

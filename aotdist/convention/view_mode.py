@@ -49,6 +49,7 @@ _LIKE_ANOTHER = {
     torch.ops.aten.expand_as.default: torch.ops.aten.broadcast_to.default,
 }
 """What does the same without a second tensor; only in inference mode they come here whole."""
+_DETACH_ = torch.ops.aten.detach_.default
 _SET = torch.ops.aten.set_.source_Tensor
 _FROM_STORAGES = frozenset(
     {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
@@ -115,7 +116,8 @@ class ViewMode(TorchDispatchMode):
             if isinstance(args[0], torch.Tensor) and (not whole or share_memory(args[0], result)):
                 self._log(func, args, kwargs, result)
             return result
-        if torch.Tag.inplace_view in getattr(func, "tags", ()):
+        # `detach_` comes here in inference mode only, where nothing has a history.
+        if torch.Tag.inplace_view in getattr(func, "tags", ()) and func is not _DETACH_:
             return self._log_in_place(func, args, kwargs)
         results = out_names(func) if is_operator(func) else ()
         if results:

@@ -152,6 +152,11 @@ class Views:
         """The number of what happens now; greater than all before."""
         return next(self._serials)
 
+    def shared_step(self, op: Callable[..., Any], *args: Any) -> ViewStep:
+        """A step that no operator shows, and that views have in common."""
+        grad = torch.is_grad_enabled()
+        return ViewStep(op, args, grad=grad, serial=self.next_serial(), shared=True)
+
     def made(self, tensor: torch.Tensor) -> int:
         """When a view was made, as a number that grows; before all others for what is no view."""
         entry = self.get(tensor)

@@ -23,6 +23,7 @@ from aotdist.facts import (
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
+    as_inference,
     data_of,
 )
 from aotdist.partition.builder import GraphBuilder
@@ -194,6 +195,8 @@ class Assembly:
         for step in steps:
             if isinstance(step, FunctionView):
                 base = self._node_out(step.value)
+                continue
+            if step.op is as_inference:  # a graph is run in whichever mode there is
                 continue
             op = torch.ops.aten.detach.default if step.op is data_of else step.op
             with no_modes(), self._traced.trace.fake_mode:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
     ViewStep,
+    as_inference,
     data_of,
 )
 from aotdist.joint.inputs import Inputs, StandIn
@@ -127,6 +129,7 @@ class _Classifier:
         self._own_leaves = self._find_own_leaves()
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
+        self._as_inference: dict[int, ViewStep] = {}
         while self._finds_more_to_replay():
             pass
 
@@ -286,10 +289,16 @@ class _Classifier:
         slot = Slot("output", f"out[{position}]")
         if root.base is out:
             self._refuse_unknown_alias(slot, out)
-            return Fresh(self._value(slot, out, history=self._has_history(out)))
+            value = self._value(slot, out, history=self._has_history(out))
+            steps = self._made_in_inference_mode(slot, out)
+            return ViewOfIntermediate(value, steps) if steps else Fresh(value)
         self._refuse_outdated_copy(slot, out, root.base)
         self._refuse_view_of_replaced(slot, out, root.base)
-        return self._made_again(slot, out)
+        made = self._made_again(slot, out)
+        # In there, `view(dtype)` is no view.
+        if isinstance(made, ViewOfInput) and not root.base.is_inference():
+            made = replace(made, steps=(*made.steps, *self._made_in_inference_mode(slot, out)))
+        return made
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
@@ -412,7 +421,23 @@ class _Classifier:
                 self._value(of_base, base, history=history)
             return ViewOfOutput(self._first[id(base)], steps)
         self._refuse_unknown_alias(slot, base)
+        steps = (*self._made_in_inference_mode(slot, base), *steps)
         return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
+
+    def _made_in_inference_mode(self, slot: Slot, base: torch.Tensor) -> tuple[ViewStep, ...]:
+        """What makes of a tensor of the region one of inference mode, if the program made it in there."""
+        if not base.is_inference() or torch.is_inference_mode_enabled():
+            return ()
+        if id(base) in self._replayed:
+            raise UnsupportedProgram(
+                f"`{slot.path}` is made in `torch.inference_mode()`, and its size or storage is written in "
+                "place",
+                stage="joint",
+                fix="use the function that is not in place (`t` for `t_`)",
+            )
+        if id(base) not in self._as_inference:
+            self._as_inference[id(base)] = self._log.views.shared_step(as_inference)
+        return (self._as_inference[id(base)],)
 
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """What the region returns for a tensor."""

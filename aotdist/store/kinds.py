@@ -57,6 +57,7 @@ CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "data_of": facts.data_of,
+    "as_inference": facts.as_inference,
     "resize_as_out": changes.resize_as_out,
     "assign_data": changes.assign_data,
     "set_memory": changes.set_memory,
