@@ -7,7 +7,7 @@ in the old sizes and strides, before these change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +16,34 @@ import torch
 from aotdist.convention.layer import Call
 from aotdist.facts import Facts, MetadataWrite
 from aotdist.program import PrimalIdx, Program
-from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam.autograd import history_of
+from aotdist.sizes import is_symbolic
+from aotdist.subclasses.protocol import Plain, is_wrapper, plain_tensors
+from aotdist.torch_seam.autograd import end_of_size, history_of
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchedOn:
-    """Inputs that begin to require grad.
+    """Inputs that begin to require grad, or whose gradients are of other sizes than they are.
 
     Args:
-        inputs: which; before the call, which is to give them gradients.
+        inputs: the first; before the call, which is to give them gradients.
+        sized: the others, leaves, and the sizes that they have where the program first uses them. Autograd
+            goes by these, and is told before the call, which uses them as they are.
     """
 
-    inputs: tuple[PrimalIdx, ...]
+    inputs: tuple[PrimalIdx, ...] = ()
+    sized: tuple[tuple[PrimalIdx, tuple[int, ...]], ...] = ()
 
     def lift(self, call: Call) -> Call:
-        """Switch it on."""
+        """Switch it on, and tell autograd."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
             for idx in self.inputs:
                 primals[idx].requires_grad_()
-            return call(primals)
+            held = [end_of_size(primals[idx], size) for idx, size in self.sized]
+            results = call(primals)
+            del held
+            return results
 
         return lifted
 
@@ -64,7 +71,22 @@ class Metadata:
             own = [p.view_as(p) if PrimalIdx(k) in changed else p for k, p in enumerate(primals)]
             return program.fn(*own)
 
-        return Program(fn, program.ins, program.examples), SwitchedOn(facts.switched_on)
+        sized = tuple(_sized(program, facts))
+        return Program(fn, program.ins, program.examples), SwitchedOn(facts.switched_on, sized)
+
+
+def takes_any_size(example: torch.Tensor, size: Sequence[Any]) -> bool:
+    """Whether an input may get a gradient of this size, though it has another: a plain leaf."""
+    return example.is_leaf and not is_wrapper(example) and not is_symbolic(tuple(size))
+
+
+def _sized(program: Program[PrimalIdx], facts: Facts) -> Iterator[tuple[PrimalIdx, tuple[int, ...]]]:
+    for idx in sorted(facts.reshaped()):
+        grad, known = facts.grads[idx], facts.recipes[idx]
+        if not (isinstance(grad, Plain) and isinstance(known, Plain)):
+            continue
+        if grad.size != known.size and takes_any_size(program.examples[idx], grad.size):
+            yield idx, tuple(grad.size)
 
 
 METADATA = Metadata()

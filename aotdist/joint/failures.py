@@ -197,8 +197,8 @@ def _gone_through_before(error: RuntimeError) -> UnsupportedProgram:
 def reshaped_unseen(how: str) -> UnsupportedProgram:
     """An error for a gradient that has other sizes than autograd knows of; `how` says which."""
     return UnsupportedProgram(
-        "a tensor with history has its sizes written in place under `no_grad`, so that the gradient does not "
-        f"fit any more ({how})",
+        "a tensor with history has its sizes written in place under `no_grad`, or by `.data`, so that the "
+        f"gradient does not fit any more ({how})",
         stage="joint",
         fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
     )

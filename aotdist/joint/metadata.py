@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from aotdist.convention.changes import Change
+from aotdist.convention.metadata import takes_any_size
 from aotdist.convention.naming import NAMED, named_history
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
@@ -57,7 +58,9 @@ class Metadata:
             if change.moves() and not _stays_inside(change, row[idx]):
                 raise refuse(row[idx], "and shares memory with another")
             example = row[idx].example
-            if example.requires_grad and change.moves() and change.tensor.size() != example.size():
+            size = change.tensor.size()
+            resized = change.moves() and size != example.size() and not takes_any_size(example, size)
+            if example.requires_grad and resized:
                 raise refuse(row[idx], "in another size than its gradient is to have")
             is_view = example._base is not None and history_of(example) is not None
             if is_view and change.is_unseen(change.tensor.size()):

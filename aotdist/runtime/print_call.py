@@ -43,6 +43,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     wrapper_rule,
 )
+from aotdist.torch_seam.autograd import end_of_size
 from aotdist.torch_seam.classes import hears_of_functions
 from aotdist.torch_seam.trees import tree_children
 
@@ -240,6 +241,9 @@ def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[st
         printer.line(f"{printer.bind('check_swappable', check_swappable)}({names})")
     for idx in plans.switched_on.inputs:
         printer.line(f"{primals[idx]}.requires_grad_()")
+    for idx, size in plans.switched_on.sized:
+        end = f"{printer.bind('end_of_size', end_of_size)}({primals[idx]}, {size})"
+        printer.line(f"{primals[idx]}_end = {end}  # held until the call is over")
 
 
 def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:

@@ -40,6 +40,19 @@ def has_several_results(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and len(tensor.grad_fn._input_metadata) > 1
 
 
+def end_of_size(leaf: torch.Tensor, size: Sequence[int]) -> Any:
+    """Where gradients of a leaf arrive, of this size; for as long as it is held.
+
+    Autograd makes it when it first needs it, by the sizes of then; if it is there already, it is as it is.
+    """
+    data = leaf.data
+    leaf.data = data.new_empty(()).expand(size)
+    try:
+        return get_gradient_edge(leaf).node
+    finally:
+        leaf.data = data
+
+
 def sequence_nr(node: Any) -> int:
     """The number of an autograd node: no two that one thread makes have the same."""
     return node._sequence_nr()

@@ -155,17 +155,53 @@ def test_detach_comes_in_its_turn() -> None:
     same_as_eager(lambda: Scene(program, (leaf(),)))
 
 
+def _with_other_data(x: torch.Tensor, use: Callable[[torch.Tensor], Any], *, stays: bool = False) -> Any:
+    own = x.data
+    x.data = torch.arange(1.0, 5.0)
+    used = use(x)
+    if not stays:
+        x.data = own
+    return used
+
+
+LEAVES_OF_OTHER_SIZES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "transposed, then used": lambda x: (_transposed_without_grad(x), x * x)[1],
+    "transposed, then used and returned": lambda x: (_transposed_without_grad(x), x * x, x)[1:],
+    "used, then transposed": lambda x: (x * 3, _transposed_without_grad(x))[0],
+    "transposed, written": lambda x: (_transposed_without_grad(x), x.data.mul_(2), x * x)[2],
+    "one dimension more": lambda x: (_one_dimension_more(x), x * x)[1],
+    "two dimensions more": lambda x: (_one_dimension_more(x), _one_dimension_more(x), x * x)[2],
+    "other data, and used again": lambda x: (_with_other_data(x, lambda own: own.sum()) * x).sum(),
+    "other data, which stays": lambda x: _with_other_data(x, torch.sin, stays=True),
+}
+
+
+@pytest.mark.parametrize("program", LEAVES_OF_OTHER_SIZES)
+def test_a_leaf_gets_its_gradient_in_the_sizes_of_its_first_use(program: str) -> None:
+    same_as_eager(lambda: Scene(LEAVES_OF_OTHER_SIZES[program], (torch.randn(2, 3, requires_grad=True),)))
+
+
+def test_a_leaf_that_is_used_with_other_data_as_by_fsdp1() -> None:
+    def program(shard: torch.nn.Parameter, whole: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _with_other_data(shard, lambda own: (own * x).sum() + whole.sum())
+
+    compiled = aotdist.compile(program, backend="fx")
+    for _ in range(2):
+        shards = [torch.nn.Parameter(torch.empty(0)) for _ in range(2)]
+        for shard, call in zip(shards, (program, compiled), strict=True):
+            call(shard, torch.ones(6), torch.arange(4.0)).backward()
+        assert [shard.numel() for shard in shards] == [0, 0]
+        assert [shard.grad.tolist() for shard in shards] == [[0, 1, 2, 3]] * 2  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("size", [(), (1,)])
 def test_a_single_element_gets_a_dimension_under_no_grad(size: tuple[int, ...]) -> None:
-    """Autograd hangs its gradient on the leaf as it is, in the sizes that the node knew."""
-
     def program(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             x.unsqueeze_(0)
         return x * x
 
-    with pytest.raises(UnsupportedProgram, match="does not fit any more"):
-        aotdist.compile(program, backend="fx")(torch.ones(size, requires_grad=True))
+    same_as_eager(lambda: Scene(program, (torch.ones(size, requires_grad=True),)))
 
 
 def _transposed_without_grad(x: torch.Tensor) -> None:
