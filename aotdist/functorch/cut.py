@@ -76,11 +76,13 @@ def joined(forward: GraphModule, backward: GraphModule, joint: Graph, order: Ord
     written = find_halves(joint).written
     at_risk = {slot for slot, node in joint.named_placeholders().items() if node in written}
     overwritten = {node for node, slot in primal_of.items() if slot in at_risk}
+    reshaped = {slot for slot, node in joint.named_placeholders().items() if node.meta.get("reshaped")}
+    changed = overwritten | {node for node, slot in primal_of.items() if slot in reshaped}
     slots: dict[Node, Slot] = {}
     """The name of each argument of the backward that the forward hands over."""
     handed = _paired(saved, taken)
     for node, old in handed.items():
-        builder.env[old] = _handed_over(builder, node, overwritten)
+        builder.env[old] = _handed_over(builder, node, changed)
         primal = None if node in overwritten else primal_of.get(node)
         if primal is None:
             slots[old] = Slot("saved", f"%{builder.env[old].name}")
@@ -147,13 +149,14 @@ def _copy_half(
     return constants
 
 
-def _handed_over(builder: GraphBuilder, node: Node, overwritten: Collection[Node]) -> Node:
+def _handed_over(builder: GraphBuilder, node: Node, changed: Collection[Node]) -> Node:
     """What the backward starts from in the place of a saved value."""
     new = builder.env[node]
     if not is_view(node):
         return new
-    # What lies in an argument that is written after the forward has other data by then.
-    copies = storage_root(node) in overwritten
+    # What lies in an argument that is written after the forward has other data by then; what views one that
+    # is reshaped has a history that autograd would make again.
+    copies = storage_root(node) in changed
     target = torch.ops.aten.clone.default if copies else _kept
     return builder.call(target, (new,), like=new, name=node.name, **{_NAME: node.name})
 

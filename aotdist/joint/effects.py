@@ -176,6 +176,7 @@ class Effects:
         outs = self.swaps.seen_outside(outs)
         passing = self.storages.passing()
         metadata = Metadata.of(self.inputs, self.log, passing)
+        self._mark_reshaped(metadata)
         spent = spent_results(outs, self.inputs, self.log) if lifting.ran_backward else {}
         outputs = classify(outs, self.inputs, self.log, metadata.written, passing, spent)
         row = self.inputs.row()
@@ -199,6 +200,13 @@ class Effects:
         return ForwardEffects(
             outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results, lifting
         )
+
+    def _mark_reshaped(self, metadata: Metadata) -> None:
+        """Let the graph tell whose views are not to be kept: autograd would make their history again."""
+        for idx in metadata.changes:
+            stand_in = self.inputs.row()[idx]
+            for inner, _ in leaves(stand_in.recipe):
+                self.recorder.placeholder(Slot("primal", stand_in.slot.path, inner)).meta["reshaped"] = True
 
     def backward(
         self, forward: ForwardEffects, in_python: InBackward, *, may_run_later: bool

@@ -337,3 +337,17 @@ def test_an_input_that_the_forward_writes_is_not_saved(fn, library, policy: str)
         call(x, y).sum().backward()
         seen.append((x.grad, y))
     assert all(map(torch.equal, *seen))
+
+
+@each_partition
+def test_an_argument_that_is_reshaped_may_be_saved_as_a_view(partition):
+    def program(y, w):
+        y.t_()
+        return y * w.sum()
+
+    gradients = []
+    for call in (program, ours.aot_function(program, ours.nop, partition_fn=partition)):
+        x = torch.arange(4.0).view(2, 2).requires_grad_()
+        call(x * 1, x * 2).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
