@@ -39,6 +39,7 @@ from aotdist.facts import (
     data_of,
 )
 from aotdist.joint.inputs import Inputs, StandIn
+from aotdist.joint.metadata import is_switched_on
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad
@@ -237,7 +238,10 @@ class _Classifier:
         data = None
         if change.grown is not None:
             data = self._node.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
-        return MetadataWrite(target, change.op, args, change.kwargs, change.grad, number, data)
+        # What begins to require grad does so before the call, and is reshaped as if it did not yet.
+        idx = self._inputs.index_of(change.tensor)
+        begins = idx is not None and is_switched_on(self._inputs.row()[idx])
+        return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number, data)
 
     def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
         """Where a tensor is to be found whose storage another takes over."""

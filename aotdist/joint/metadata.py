@@ -46,7 +46,7 @@ class Metadata:
                 history of views of one is forgotten.
         """
         row = inputs.row()
-        switched_on = tuple(idx for idx, stand_in in row.enumerate() if _is_switched_on(stand_in))
+        switched_on = tuple(idx for idx, stand_in in row.enumerate() if is_switched_on(stand_in))
         changes: dict[PrimalIdx, list[Change]] = defaultdict(list)
         written: list[int] = []
         for stand_in in row:
@@ -58,6 +58,8 @@ class Metadata:
             if change.moves() and not _stays_inside(change, row[idx]):
                 raise refuse(row[idx], "and shares memory with another")
             example = row[idx].example
+            if idx in switched_on and change.op is torch.ops.aten.resize_.default:
+                raise refuse(row[idx], "and begins to require grad")
             size = change.tensor.size()
             resized = change.moves() and size != example.size() and not takes_any_size(example, size)
             if example.requires_grad and resized:
@@ -220,6 +222,7 @@ def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | N
     return history
 
 
-def _is_switched_on(stand_in: StandIn) -> bool:
+def is_switched_on(stand_in: StandIn) -> bool:
+    """Whether an input begins to require grad."""
     after = stand_in.tensor
     return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf

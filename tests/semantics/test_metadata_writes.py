@@ -109,6 +109,27 @@ def test_requires_grad_is_switched_on() -> None:
     same_as_eager(lambda: Scene(program, (torch.randn(3), torch.randn(3, requires_grad=True))))
 
 
+@pytest.mark.parametrize(
+    "reshape", [lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: x.transpose_(0, 1)]
+)
+def test_requires_grad_is_switched_on_after_a_change_of_sizes(reshape: Callable[[torch.Tensor], Any]) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        reshape(x)
+        x.requires_grad_()
+        return x * x
+
+    same_as_eager(lambda: Scene(program, (torch.randn(2, 3),)))
+
+
+def test_a_tensor_that_is_resized_and_begins_to_require_grad_is_refused() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x.resize_(2, 2).requires_grad_()
+        return x * x
+
+    with pytest.raises(UnsupportedProgram, match="and begins to require grad"):
+        aotdist.compile(program, backend="fx")(torch.randn(2, 3))
+
+
 def test_requires_grad_is_switched_off() -> None:
     def program(x, y):
         before = x * 2
