@@ -13,7 +13,7 @@ from aotdist.capture.alone import alone, capturing
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.contract import Backend, BoxedCall
 from aotdist.codegen.decompose import decompose
-from aotdist.codegen.emit import Emitter
+from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans, lower_all
 from aotdist.joint.trace import Traced
@@ -227,13 +227,13 @@ def _compile_training(
         gates=gates,
         differentiable_parts=_DifferentiableParts(traced.graph, double_backward, emitter),
         others=more.of_other_kinds(traced.later_backwards),
-        double_backward=_double_backward_compiler(traced, joint, split, node, emitter),
+        double_backward=_double_backward_compiler(traced, joint, split, halves, node, emitter),
     )
     return region, (*records, *records_of_backward)
 
 
 def _double_backward_compiler(
-    traced: Traced, joint: Graph, split: Split, node: NodePlan, emitter: Emitter
+    traced: Traced, joint: Graph, split: Split, halves: EmittedHalves, node: NodePlan, emitter: Emitter
 ) -> DoubleBackwardCompiler | None:
     """What compiles the backward as a program with a backward, where `_DifferentiableParts` will not do."""
     later = traced.later_backwards
@@ -248,7 +248,9 @@ def _double_backward_compiler(
         graph, _ = _joint_passes(traced_backward.graph, own.backend, own.settings)
         return _compile_training(graph, traced_backward, plans, own, StageTimes())[0]
 
-    return DoubleBackwardCompiler(later, joint, split, node, traced.symbols, traced.fake_mode, compiled)
+    return DoubleBackwardCompiler(
+        later, joint, split, halves.saved_strides, node, traced.symbols, traced.fake_mode, compiled
+    )
 
 
 class _DifferentiableParts:

@@ -102,7 +102,7 @@ class Emitter:
         return FxBackend().emit(graph, Emission("backward", self.fake_mode, self.settings, name=self.name))
 
     def _emit_backward(self, split: Split, graph: Graph, strides: Mapping[Slot, Strides]) -> Emitted:
-        restrided = _with_strides(graph, strides, self.fake_mode)
+        restrided = with_strides(graph, strides, self.fake_mode)
         origins = [split.saved_primals.get(slot, slot) for slot in restrided.ins]
         return self._emit(restrided, "backward", origins)
 
@@ -139,7 +139,7 @@ def _strides_of(node: torch.fx.Node) -> Strides:
     return tuple(node.meta["val"].stride())
 
 
-def _with_strides(graph: Graph, strides: Mapping[Slot, Strides], fake_mode: FakeTensorMode) -> Graph:
+def with_strides(graph: Graph, strides: Mapping[Slot, Strides], fake_mode: FakeTensorMode) -> Graph:
     """`graph` with other strides on some arguments; the same graph when nothing differs."""
     different = {
         slot: strides[slot]

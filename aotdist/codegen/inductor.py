@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
+from aotdist.codegen.recurrent_layers import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph
@@ -129,13 +130,15 @@ class InductorBackend:
         with _compiling(emission.fake_mode, inputs) as context, cpp_kernels_batched(batches.start):
             decompose(gm, inductor_decompositions())
             products_by_onednn(gm)
-            compiled = compile_with_inductor(
-                gm,
-                inputs,
-                static_ins=sorted(emission.static_ins),
-                backward=emission.kind == "backward",
-                inference=emission.kind == "inference",
-            )
+            keep_for_backward(gm)
+            with inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext():
+                compiled = compile_with_inductor(
+                    gm,
+                    inputs,
+                    static_ins=sorted(emission.static_ins),
+                    backward=emission.kind == "backward",
+                    inference=emission.kind == "inference",
+                )
         strides = tuple(context.output_strides) if context.output_strides else None
         source = inductor_source(compiled) or print_graph(graph).source
         call = inductor_entry(compiled)

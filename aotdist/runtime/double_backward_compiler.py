@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from aotdist.capture.alone import alone
+from aotdist.codegen.contract import Strides
+from aotdist.codegen.emit import with_strides
 from aotdist.errors import InternalError
 from aotdist.facts import Untouched
 from aotdist.joint.later_backwards import LaterBackwards, TracedDoubleBackward
@@ -36,6 +38,7 @@ class DoubleBackwardCompiler:
         later: traces them.
         joint: the program, as it was cut.
         split: the two halves of it.
+        saved_strides: those of saved values, where the forward's compiler chose them.
         node: how tensors pass through its node.
         symbols: its symbolic sizes.
         fake_mode: the mode of its graphs' `val`s.
@@ -45,6 +48,7 @@ class DoubleBackwardCompiler:
     later: LaterBackwards
     joint: Graph
     split: Split
+    saved_strides: Mapping[Slot, Strides]
     node: NodePlan
     symbols: Symbols
     fake_mode: FakeTensorMode
@@ -76,6 +80,7 @@ class DoubleBackwardCompiler:
             return CompiledDoubleBackward(tangents, failure=traced.failure)
         kept, first = self.node.kept_primal_slots, traced.plain_ins()
         graph = from_saved(traced.graph, self.joint, self.split, kept, first)
+        graph = with_strides(graph, self.saved_strides, self.fake_mode)
         rest = graph.ins[len(first) :]
         values = tuple(slot for slot in rest if slot.role not in GRADIENT_ROLES)
         region = self.compiled(self._as_program(traced, graph, values))

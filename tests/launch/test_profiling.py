@@ -30,12 +30,15 @@ def test_the_steps_that_are_named_are_traced(job):
 def test_a_run_that_ends_in_the_midst_of_them_leaves_what_there_was(job):
     assert train.main(job.arguments("early", "--profile.first-step=3", "--profile.steps=9", steps=4)) == 0
     assert {path.name for path in (job.folder / "early" / "profile").iterdir()} == FILES
-    assert train.main(job.arguments("never", "--profile.first-step=5", "--profile.steps=1", steps=4)) == 0
-    assert not (job.folder / "never" / "profile").exists()
+    assert train.main(job.arguments("never", "--profile.first-step=5", "--profile.steps=1", steps=4)) == 2
+    assert not (job.folder / "never").exists()
 
 
 def test_a_snapshot_on_a_cpu_is_refused_before_anything_is_written(job, capsys):
-    assert train.main(job.arguments("memory", "--profile.steps=1", "--profile.memory")) == 2
+    assert (
+        train.main(job.arguments("memory", "--profile.first-step=1", "--profile.steps=1", "--profile.memory"))
+        == 2
+    )
     assert "--profile.memory: the model is on cpu" in capsys.readouterr().err
     assert not (job.folder / "memory").exists()
 

@@ -337,6 +337,8 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(BadSettings, match="does not exist"):
         model.explain(html=tmp_path / "none" / "report.html")
     with pytest.raises(BadSettings, match="is a folder"):
+        aotdist.explain(model, html=tmp_path)
+    with pytest.raises(BadSettings, match="`html` is ''"):
         aotdist.explain(model, html="")
 
 
