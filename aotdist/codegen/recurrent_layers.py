@@ -1,7 +1,7 @@
 """Recurrent layers by oneDNN for a compiler that runs its graphs without grad mode.
 
 `mkldnn_rnn_layer` asks grad mode whether it is to keep what its backward needs. A forward of ours runs
-without, so the operator stands in the graph as one of our own, which runs it with grad mode on, as eager does.
+without, so the operator stands in the graph as one of our own, which runs with grad mode on, as eager does.
 """
 
 from __future__ import annotations
