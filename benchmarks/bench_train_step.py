@@ -2,8 +2,8 @@
 
 Forward, loss, backward, AdamW (one parameter after the other, PyTorch's default on the CPU) and `zero_grad`.
 What can be won is the optimizer's share. On two cores of a Xeon, AdamW takes 15 of 102 ms apart, and 5 in the
-graph, where it moves 220 MB at the memory's speed: 0.90 is the least there. On two of a Zen 5 it is 10 of 84 ms
-and 3: 0.92. Products (52 ms) and attention (14) are the same on both sides.
+graph, where it moves 220 MB at the memory's speed: 0.90 is the least there. On two of a Zen 5 it is 10 of 84
+ms and 3: 0.92. Products (52 ms) and attention (14) are the same on both sides.
 """
 
 from __future__ import annotations

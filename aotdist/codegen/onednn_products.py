@@ -2,7 +2,8 @@
 
 PyTorch's float32 products on x86 are MKL's, which takes its AVX-512 kernels on Intel's processors only, and
 half as wide ones elsewhere. On two cores of a Zen 5, products of 512 rows run at 205 GFLOP/s by MKL, and at
-420 to 470 by oneDNN, which takes what the processor has: a step of the benchmarks' Llama takes 84 ms, not 151.
+420 to 470 by oneDNN, which takes what the processor has: a step of the benchmarks' Llama takes 84 ms
+instead of 151.
 """
 
 from __future__ import annotations
