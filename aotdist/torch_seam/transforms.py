@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._functorch import eager_transforms, predispatch, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import Patch
@@ -21,7 +22,8 @@ _TAKE_TENSORS = (
     (vmap, "_add_batch_dim"),
     (vmap, "_remove_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
-    (predispatch, "_make_dual"),
+    # Of `jvp`: under a name of its own from torch 2.12 on, before by the public function.
+    (predispatch, "_make_dual") if hasattr(predispatch, "_make_dual") else (forward_ad, "make_dual"),
 )
 _HAVE_TAKEN = [getattr(owner, name) for owner, name in _TAKE_TENSORS]
 
