@@ -16,6 +16,7 @@ from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump, version_of
+from aotdist.program import PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_apart
 from aotdist.runtime.plan import NodePlan, SavedInput
@@ -212,9 +213,8 @@ def _print_forward(
         if plan.kept_primals:
             printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_primals], ",)")
         if plan.unsaved:
-            version = printer.bind("version_of", version_of)
-            versions = [f"{version}({names[plan.kept_primals[k]]})" for k, _ in plan.unsaved]
-            printer.spread("ctx.versions = (", versions, ",)")
+            kept = [plan.kept_primals[k] for k, _ in plan.unsaved]
+            printer.spread("ctx.versions = (", [_version(printer, plan, names, idx) for idx in kept], ",)")
         if symbols:
             printer.line("ctx.symbols = symbols")
         if plan.backward_writes:
@@ -248,6 +248,13 @@ def _print_check(printer: Printer, wrappers: SavedWrappers) -> None:
     if wrappers:
         noted = f"ctx.wrappers, {printer.bind('WRAPPERS', wrappers.names)}"
         printer.line(f"{printer.bind('check_unwritten', check_unwritten)}({noted})")
+
+
+def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: PrimalIdx) -> str:
+    """The version counter of an input; what gets a gradient is no inference tensor, and has one (0.1 us)."""
+    if plan.grads[idx] is not None:
+        return f"{names[idx]}._version"
+    return f"{printer.bind('version_of', version_of)}({names[idx]})"
 
 
 def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
