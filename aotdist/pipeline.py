@@ -235,7 +235,7 @@ def _compile_training(
 def _double_backward_compiler(
     traced: Traced, joint: Graph, split: Split, halves: EmittedHalves, node: NodePlan, emitter: Emitter
 ) -> DoubleBackwardCompiler | None:
-    """What compiles the backward as a program with a backward, where `_DifferentiableParts` will not do."""
+    """What compiles the backward as a program with a backward; None where only `_DifferentiableParts` do."""
     later = traced.later_backwards
     if later is None or not later.is_differentiable() or not node.kept_primals:
         return None

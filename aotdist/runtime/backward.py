@@ -69,11 +69,11 @@ class Backward:
         whole: saved values, tangents -> gradients, then backward writes.
         reduced: the same without the tangents of some slots.
         parts: compiles what computes some results from some gradients.
-        differentiable_parts: the same, for gradients that autograd records.
+        differentiable_parts: the same, for gradients that autograd records, in parts or of symbolic sizes.
         after: called when the gradients are there.
         results: the names of what `whole` returns.
         other_kinds: runs the backward for gradients of other kinds, if there can be one.
-        double_backward: runs the backward as a program with a backward, where those will not do.
+        double_backward: runs the backward as a program with a backward, for all other such gradients.
         shares: what the backwards of the results compute with.
         in_python: what backwards change in Python.
     """
