@@ -125,6 +125,7 @@ class InductorBackend:
         gm.graph.output_node().meta["user_visible_output_idxs"] = visible
         if emission.kind == "inference":
             write_back(gm, graph)
+        _refuse_use_of_sparse(gm)
         batches = KernelBatches()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(emission.fake_mode, inputs) as context, cpp_kernels_batched(batches.start):
@@ -145,6 +146,23 @@ class InductorBackend:
         return Emitted(
             call, source, strides, batches.finish, portable=lambda: portable_of(call, source, strides)
         )
+
+
+_MAKES_SPARSE = re.compile("_sparse_coo_tensor|embedding_sparse_backward")
+"""Operators whose results are sparse. What the graph knew of that, rewrites of the joint graph lose."""
+
+
+def _refuse_use_of_sparse(gm: torch.fx.GraphModule) -> None:
+    """Refuse what computes with sparse tensors, which the code would take for dense; they may be results."""
+    for node in gm.graph.nodes:
+        readers = [user for user in node.users if user.op != "output"]
+        if readers and _MAKES_SPARSE.search(str(node.target)):
+            raise UnsupportedProgram(
+                f"Inductor does not compile `{readers[0].target}` of a sparse tensor",
+                where=readers[0].meta.get("source"),
+                stage="codegen",
+                fix='use backend="fx"; "auto" does for graphs that Inductor refuses',
+            )
 
 
 _EXECUTED = re.compile(r"While executing %(\w+) ")

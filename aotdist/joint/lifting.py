@@ -16,6 +16,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_mode import ViewMode
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint import sparse_embedding
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.failures import accumulated_inside, refusal
 from aotdist.joint.inputs import Inputs
@@ -99,6 +100,7 @@ class Lifting(TorchFunctionMode):
             torch.Tensor.untyped_storage: self._storage,
             torch.Tensor.storage: self._typed_storage,
             torch.Tensor.__repr__: _described,
+            torch.nn.functional.embedding: sparse_embedding.embedding,
         }
 
     def __torch_function__(
@@ -142,6 +144,8 @@ class Lifting(TorchFunctionMode):
         return self._stand_in(tensor) if self._is_foreign(tensor) else tensor
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            return tensor  # autograd, which alone would do something, is out of the way
         self._log.changes_history(tensor, torch.Tensor.detach_)
         return tensor
 
