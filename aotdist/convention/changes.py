@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from aotdist.convention.naming import another_name, with_history_of
 from aotdist.convention.put import put
-from aotdist.torch_seam.autograd import failing_in_backward
+from aotdist.torch_seam.autograd import beneath_autograd, failing_in_backward
 from aotdist.torch_seam.operators import OpOverload
 
 _ATEN = torch.ops.aten
@@ -100,7 +100,8 @@ class Change:
 
 def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     """What an operator does to its `out=` of another size."""
-    tensor.resize_(size)
+    with beneath_autograd():  # which refuses to resize a leaf: operators do it further down
+        tensor.resize_(size)
     if tensor.stride() != stride:
         # `as_strided_` would count as another write.
         tensor.data = tensor.detach().as_strided(size, stride)

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -333,6 +333,11 @@ def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:
     """`tensor` as one that requires grad, and whose backward raises a `RuntimeError`."""
     with torch.enable_grad():
         return torch._C._functions.DelayedError(reason.encode(), 1)(tensor.detach().requires_grad_())
+
+
+def beneath_autograd() -> AbstractContextManager[Any]:
+    """Operators run as autograd's own formulas run them: it allows everything, and counts writes."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:

@@ -272,6 +272,14 @@ def test_data_of_another_dtype_for_what_gets_a_gradient_is_refused() -> None:
         assert aotdist.compile(program, backend="fx")(x).dtype is x.dtype is torch.float64
 
 
+def test_a_leaf_of_another_size_under_no_grad() -> None:
+    @torch.no_grad()
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x, out=y)
+
+    same_as_eager(lambda: Scene(program, (leaf(), torch.randn(0, 4, requires_grad=True))))
+
+
 def test_of_what_a_wrapper_computes() -> None:
     def build() -> Scene:
         return Scene(lambda x, y: (torch.sin(x, out=y), y)[1], (two(), torch.randn(2, 3)))
