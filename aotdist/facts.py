@@ -23,6 +23,7 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     wrapper_rule,
 )
+from aotdist.torch_seam.tensors import set_versions
 
 DETACH = torch.ops.aten.detach.default
 """A view to the log, and none to autograd."""
@@ -37,6 +38,12 @@ def as_inference(tensor: torch.Tensor) -> torch.Tensor:
     """Another name for the memory of `tensor`, made in inference mode: graphs run in the caller's mode."""
     with torch.inference_mode():
         return rebuild(recipe_of(tensor), [_named_anew(plain) for plain in plain_tensors(tensor)])
+
+
+def as_written(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """`tensor`, whose version counter says that it was written so often."""
+    set_versions((tensor,), (version,))
+    return tensor
 
 
 def _named_anew(plain: torch.Tensor) -> torch.Tensor:
@@ -290,11 +297,14 @@ class NodeOut:
         slot: its name; role `output` or `write`.
         recipe: how it is put together from plain tensors.
         differentiable: whether a gradient can come back for it.
+        version: how often the program wrote it after making it, as autograd counts; None where that is not
+            to be seen.
     """
 
     slot: Slot
     recipe: Recipe
     differentiable: bool
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

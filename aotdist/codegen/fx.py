@@ -7,6 +7,7 @@ number of nodes.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,8 @@ class FxBackend:
         graph, label = rejoin_selects(graph), f"{emission.name} {emission.kind}"
         printed = print_graph(graph)
         call = load_function(printed.source, "forward", printed.bound, label)
-        return Emitted(call, printed.source, with_modules=lambda: marked_call(graph, label))
+        modules = functools.partial(marked_call, graph, label)
+        return Emitted(call, printed.source, counts_writes=False, with_modules=modules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ functionalisation sees, so that the layers inside of this one see plain tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from aotdist.convention.version import bump
 from aotdist.facts import DataWritten, Facts, Untouched
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
+from aotdist.torch_seam.tensors import set_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,13 @@ class UnwrapPlan:
         ins: recipe of each input.
         outs: recipe of each output.
         bumps: inputs that this layer, or no layer, writes, and number of writes to count.
+        versions: wrappers among the outputs that the program wrote after making them, and how often.
     """
 
     ins: Row[PrimalIdx, Recipe]
     outs: Row[NodeOutIdx, Recipe]
     bumps: tuple[tuple[PrimalIdx, int], ...]
+    versions: Mapping[NodeOutIdx, int]
 
     def lift(self, call: Call) -> Call:
         """Take the inputs apart, put the outputs together."""
@@ -37,7 +40,9 @@ class UnwrapPlan:
         def lifted(primals: Sequence[Any]) -> list[Any]:
             results = call([plain for primal in primals for plain in plain_tensors(primal)])
             self.count(primals)
-            return rebuild_all(self.outs, results)
+            outs = rebuild_all(self.outs, results)
+            set_versions(tuple(outs[idx] for idx in self.versions), tuple(self.versions.values()))
+            return outs
 
         return lifted
 
@@ -71,9 +76,13 @@ class Unwrap:
 
     def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PlainIdx], UnwrapPlan]:
         """The inner program takes and returns plain tensors."""
-        outs = Row[NodeOutIdx, Recipe](
-            out.recipe for out in facts.node_outs if out.slot.role == "output" or out.differentiable
-        )
+        node_outs = [out for out in facts.node_outs if out.slot.role == "output" or out.differentiable]
+        outs = Row[NodeOutIdx, Recipe](out.recipe for out in node_outs)
+        versions = {
+            NodeOutIdx(position): out.version
+            for position, out in enumerate(node_outs)
+            if isinstance(out.recipe, Wrapper) and out.version
+        }
 
         def fn(*plains: Any) -> list[Any]:
             results = program.fn(*rebuild_all(facts.recipes, plains))
@@ -85,7 +94,8 @@ class Unwrap:
             for inner, _ in leaves(recipe)
         ]
         examples = [plain for example in program.examples for plain in plain_tensors(example)]
-        return Program(fn, Row(slots), Row(examples)), UnwrapPlan(facts.recipes, outs, _bumps(facts))
+        plan = UnwrapPlan(facts.recipes, outs, _bumps(facts), versions)
+        return Program(fn, Row(slots), Row(examples)), plan
 
 
 def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:

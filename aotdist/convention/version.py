@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper
-from aotdist.torch_seam.tensors import preserved_version, set_version
+from aotdist.torch_seam.tensors import preserved_version, set_versions
 
 
 def uncounted(target: torch.Tensor) -> AbstractContextManager[None]:
@@ -31,7 +31,7 @@ def bump(target: torch.Tensor, count: int) -> None:
 def rewind(target: torch.Tensor, count: int) -> None:
     """Let the version counter of `target` be `count` lower: that many writes are about to be repeated."""
     if not target.is_inference():
-        set_version(target, target._version - count)
+        set_versions((target,), (target._version - count,))
 
 
 def written_uncounted(args: Sequence[Any]) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
     as_inference,
+    as_written,
     data_of,
 )
 from aotdist.partition.builder import GraphBuilder
@@ -196,7 +197,7 @@ class Assembly:
             if isinstance(step, FunctionView):
                 base = self._node_out(step.value)
                 continue
-            if step.op is as_inference:  # a graph is run in whichever mode there is
+            if step.op in (as_inference, as_written):  # of which a graph knows nothing
                 continue
             op = torch.ops.aten.detach.default if step.op is data_of else step.op
             with no_modes(), self._traced.trace.fake_mode:

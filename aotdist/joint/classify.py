@@ -6,7 +6,7 @@ And of each write of metadata that shows outside, what it is done to, and with w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from aotdist.capture.capture import Returned
 from aotdist.convention.changes import Change, give_history
+from aotdist.convention.version import version_of
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.views import share_memory
 from aotdist.convention.wrapper_views import look_inside
@@ -36,6 +37,7 @@ from aotdist.facts import (
     ViewOfOutput,
     ViewStep,
     as_inference,
+    as_written,
     data_of,
 )
 from aotdist.joint.inputs import Inputs, StandIn
@@ -56,6 +58,7 @@ class NodeOutputs:
         self.early: tuple[OutIdx, ...] = ()
         self.with_history: set[NodeOutIdx] = set()
         self.bumps: Counter[PrimalIdx] = Counter()
+        self.versions: dict[NodeOutIdx, int] = {}
         self._known: dict[int, NodeOutIdx] = {}
 
     def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
@@ -131,6 +134,8 @@ class _Classifier:
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
         self._as_inference: dict[int, ViewStep] = {}
+        self._counted: dict[NodeOutIdx, torch.Tensor] = {}
+        self._repeated: Counter[int] = Counter()
         while self._finds_more_to_replay():
             pass
 
@@ -144,9 +149,10 @@ class _Classifier:
         for number, change in enumerate(self._log.changes):
             target = self._target(number, change)
             if target is not None:
-                if isinstance(target, ViewOfOutput):
-                    self._count_bumps(change)
+                self._count_bumps(change, target)
                 made.append((change.serial, self._write(number, change, target)))
+        for idx, tensor in self._counted.items():
+            node.versions[idx] = version_of(tensor) - self._repeated[id(tensor)]
         node.early = tuple(idx for idx in map(OutIdx, range(len(self._outs))) if self._is_early(idx))
         node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
         return node
@@ -223,11 +229,14 @@ class _Classifier:
             return self._made_again(Slot("output", f"leaf[{number}]"), change.tensor)
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
-    def _count_bumps(self, change: Change) -> None:
-        """A view has the version counter of its base, unless it was made by `.data`."""
+    def _count_bumps(self, change: Change, target: Place) -> None:
+        """Count a change that is repeated outside; a view has the counter of its base, unless by `.data`."""
         root = self._log.root(change.tensor, ())
+        if any(step.op is data_of for step in root.steps):
+            return
+        self._repeated[id(root.base)] += change.bumps
         of_input = self._inputs.index_of(root.base)
-        if of_input is not None and not any(step.op is data_of for step in root.steps):
+        if of_input is not None and isinstance(target, ViewOfOutput):
             self._node.bumps[of_input] += change.bumps
 
     def _write(self, number: int, change: Change, target: Place) -> MetadataWrite:
@@ -302,7 +311,7 @@ class _Classifier:
         # In there, `view(dtype)` is no view.
         if isinstance(made, ViewOfInput) and not root.base.is_inference():
             made = replace(made, steps=(*made.steps, *self._made_in_inference_mode(slot, out)))
-        return made
+        return replace(made, steps=(*made.steps, *_written_apart(made.steps, out)))
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
@@ -446,7 +455,21 @@ class _Classifier:
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """What the region returns for a tensor."""
         as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
-        return self._node.add(slot, as_made, history=history)
+        idx = self._node.add(slot, as_made, history=history)
+        if not tensor.is_inference():
+            self._counted[idx] = tensor
+        return idx
+
+
+def _written_apart(steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
+    """What counts the writes of a view that has a version counter of its own."""
+    version, last = version_of(view), steps[-1] if steps else None
+    is_apart = any(
+        isinstance(step, ViewStep) and (step.op is data_of or (position and isinstance(step.op, Inside)))
+        for position, step in enumerate(steps)
+    )
+    if version and is_apart and isinstance(last, ViewStep):
+        yield ViewStep(as_written, (version,), grad=last.grad, serial=last.serial)
 
 
 def _shown_by(tensors: Sequence[torch.Tensor], plain: torch.Tensor) -> bool:

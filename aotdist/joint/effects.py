@@ -186,7 +186,12 @@ class Effects:
         writes, rewinds = forward_writes(row, outputs, metadata, self.storages, self.recorder.strided)
         outputs.order = (*outputs.order, *self.swaps.actions(outs))
         node_outs = Row[NodeOutIdx, NodeOut](
-            NodeOut(slot, recipe_of(tensor), self.training and idx in outputs.with_history)
+            NodeOut(
+                slot,
+                recipe_of(tensor),
+                self.training and idx in outputs.with_history,
+                outputs.versions.get(NodeOutIdx(idx)),
+            )
             for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
         )
         for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):

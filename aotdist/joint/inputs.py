@@ -42,7 +42,7 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam.autograd import creation_meta, nodes_behind, set_creation_meta
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, part_of, second_shell
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.tensors import as_parameter, set_version
+from aotdist.torch_seam.tensors import as_parameter, set_versions
 from aotdist.torch_seam.transforms import beneath_transforms
 
 
@@ -152,7 +152,7 @@ class Inputs:
             spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
             stand_in = replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
         if not (example.is_inference() or stand_in.tensor.is_inference()):
-            set_version(stand_in.tensor, version_of(example))
+            set_versions((stand_in.tensor,), (version_of(example),))
         versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
         stand_in = replace(stand_in, version=version_of(stand_in.tensor), versions=versions)
         for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):

@@ -36,7 +36,7 @@ from aotdist.runtime.print_call import MISS, Fit, print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer, variable_names
 from aotdist.runtime.ranks import naming_lost_ranks
-from aotdist.runtime.results import detached_views, result_views
+from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.runtime.spent import Shares
 from aotdist.sizes import SCOPE, concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
@@ -94,6 +94,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
                 [(claim.rule.after_backward, claim.root) for claim in compilation.captured.environment.rules],
                 compilation.captured.in_backward.whole,
                 watch,
+                versions=_versions(compilation),
                 has_classes=fit.has_classes(),
             )
             run = "Node.apply"
@@ -109,6 +110,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
                 _forward(compilation, region.emitted),
                 watch,
                 views=result_views(region.graph),
+                versions=_versions(compilation),
                 recorded=_is_recorded(compilation),
             )
             run = "region"
@@ -184,6 +186,15 @@ def backward_of(
         ),
         in_python=in_python,
     )
+
+
+def _versions(compilation: Compilation) -> Versions:
+    unwrap, outs = compilation.plans.unwrap, list(compilation.traced.facts.node_outs)
+    match compilation.region:
+        case Training() as region:
+            return versions_to_set(unwrap, outs, region.split.forward, region.halves.forward)
+        case Inference() as region:
+            return versions_to_set(unwrap, outs, region.graph, region.emitted)
 
 
 def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
@@ -264,12 +275,14 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
         case Training() as region:
             forward = _forward(compilation, region.halves.forward)
             backward = _backward(compilation, region, None)
-            call = make_node(concrete(region.node, symbols), forward, backward, symbols)
+            node, versions = concrete(region.node, symbols), _versions(compilation)
+            call = make_node(node, forward, backward, symbols, versions)
             gates = _gates(compilation, region, backward)
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
             call = plans.lift_inside(lambda given: detached_views(forward(list(given)), views), sizes)
+            call = setting_versions(call, _versions(compilation))
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)

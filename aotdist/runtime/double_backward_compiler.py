@@ -90,7 +90,7 @@ class DoubleBackwardCompiler:
             primals=traced.primals,
             values=values,
             needed=frozenset(slot for slot, node in graph.named_placeholders().items() if node.users),
-            call=make_node(region.node, forward, backward_of(region, None, lambda: None), {}),
+            call=make_node(region.node, forward, backward_of(region, None, lambda: None), {}, {}),
             grads=traced.grads,
             kept=traced.kept,
         )

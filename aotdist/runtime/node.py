@@ -6,7 +6,7 @@ steps, found by walking the plan at every call instead of once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,22 @@ from aotdist.convention.subclass import rebuild_all
 from aotdist.convention.version import version_of
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
-from aotdist.runtime.results import detached_views
+from aotdist.runtime.results import Versions, detached_views, saved_beside
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.tensors import counter_of
+from aotdist.torch_seam.tensors import counter_of, set_versions
 
 
-def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: Mapping[str, int]) -> Call:
+def make_node(
+    plan: NodePlan,
+    forward: BoxedCall,
+    backward: Backward,
+    symbols: Mapping[str, int],
+    versions: Versions,
+) -> Call:
     """The node as a call: the reference for the printed one.
 
     Args:
@@ -35,6 +41,7 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
         forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward.
         symbols: of this call.
+        versions: what version counters of outputs to set.
     """
 
     class Node(torch.autograd.Function):
@@ -52,15 +59,17 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
             for plain, position, bumps in plan.writes.writes:
                 write_plain(plains[plain], results[position], bumps)
             plan.unwrap.count(primals)
-            ctx.save_for_backward(*(_saved(source, plains, results) for source in plan.saved))
+            values = detached_views(results[: plan.writes.num_values], plan.views)
+            outs = rebuild_all(plan.unwrap.outs, values)
+            set_versions(tuple(outs[idx] for idx in versions), tuple(versions.values()))
+            save = saved_beside if versions else _as_it_is
+            ctx.save_for_backward(*(_saved(source, plains, results, save) for source in plan.saved))
             ctx.kept_primals = tuple(primals[idx] for idx in plan.kept_primals)
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in plan.unsaved)
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in plan.backward_writes]
             ctx.bumped = [primals[idx] for idx, _ in plan.bumped]
             ctx.resized = [plains[idx] for idx, _ in plan.backward_storages]
-            values = detached_views(results[: plan.writes.num_values], plan.views)
-            outs = rebuild_all(plan.unwrap.outs, values)
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
@@ -80,9 +89,18 @@ def make_node(plan: NodePlan, forward: BoxedCall, backward: Backward, symbols: M
     return lambda primals: list(Node.apply(*primals))
 
 
-def _saved(source: SavedInput | SavedResult, plains: Sequence[Any], results: Sequence[Any]) -> Any:
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _saved(
+    source: SavedInput | SavedResult,
+    plains: Sequence[Any],
+    results: Sequence[Any],
+    save: Callable[[Any], Any],
+) -> Any:
     if isinstance(source, SavedResult):
-        return results[source.position]
+        return save(results[source.position])
     return plains[source.plain].detach() if source.changes else plains[source.plain]
 
 

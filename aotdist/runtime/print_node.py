@@ -19,16 +19,17 @@ from aotdist.convention.version import bump, version_of
 from aotdist.program import PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_apart
-from aotdist.runtime.plan import NodePlan, SavedInput
+from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.print_outputs import print_changes
 from aotdist.runtime.printer import Printer, print_size, sequence
+from aotdist.runtime.results import Versions, saved_beside
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
 from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
 from aotdist.sizes import Expression, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import keeps_graph, node_base
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.tensors import counter_of
+from aotdist.torch_seam.tensors import counter_of, set_versions
 
 Watch: TypeAlias = AbstractContextManager[Any] | None
 """What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
@@ -82,6 +83,7 @@ def print_node(
     changes: BackwardChanges,
     watch: Watch,
     *,
+    versions: Versions,
     has_classes: bool,
 ) -> None:
     """Print the class `Node`.
@@ -96,10 +98,11 @@ def print_node(
         after_backward: functions to call, each with its argument, when the gradients are there.
         changes: what the backward changes in Python.
         watch: a context for every run of a graph, if any.
+        versions: what version counters of outputs to set, see `aotdist.runtime.results.versions_to_set`.
         has_classes: whether inputs hear of torch functions, which they are not to be told of.
     """
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
-        _print_forward(printer, names, symbols, plan, forward, watch)
+        _print_forward(printer, names, symbols, plan, forward, watch, versions)
         printer.line()
         quiet = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
@@ -120,6 +123,7 @@ def print_inference(
     watch: Watch,
     *,
     views: frozenset[int],
+    versions: Versions,
     recorded: bool,
 ) -> None:
     """Print the function `region`: like the node's forward, without a node.
@@ -135,6 +139,7 @@ def print_inference(
         emitted: plain inputs, sizes -> results.
         watch: a context for every run of the graph, if any.
         views: results that are made as views, see `aotdist.runtime.results.result_views`.
+        versions: see `print_node`.
         recorded: whether autograd would record the graph's operations, unless it is switched off.
     """
     printer.spread("def region(", _with_symbols(names, symbols), "):")
@@ -144,6 +149,10 @@ def print_inference(
         _print_run(printer, unwrap, writes, rng, emitted, names, sizes, watch)
         values = _values(writes, views)
         outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
+        for idx in versions:
+            printer.line(f"o{idx} = {outs[idx]}")
+            outs[idx] = f"o{idx}"
+        _print_versions(printer, versions)
         printer.line(f"return {sequence(outs)}")
     printer.line()
 
@@ -195,6 +204,7 @@ def _print_forward(
     plan: NodePlan,
     forward: BoxedCall,
     watch: Watch,
+    versions: Versions,
 ) -> None:
     printer.line("@staticmethod")
     printer.spread("def forward(", ["ctx", *_with_symbols(names, symbols)], "):")
@@ -203,12 +213,13 @@ def _print_forward(
         plains = _print_run(printer, plan.unwrap, plan.writes, plan.rng, forward, names, plan.sizes, watch)
         if plan.rng.draw is not None:
             printer.line("ctx.rng = rng")
-        saved = [
-            f"{plains[source.plain]}{'.detach()' if source.changes else ''}"
-            if isinstance(source, SavedInput)
-            else f"results[{source.position}]"
-            for source in plan.saved
-        ]
+        values = _values(plan.writes, plan.views)
+        hints = [str(out.slot) for out in plan.outs]
+        outs = print_results(printer, list(plan.unwrap.outs), values, hints)
+        for idx, out in plan.outs.enumerate():
+            printer.line(f"o{idx} = {outs[idx]}  # {out.slot.role} {out.slot}")
+        _print_versions(printer, versions)
+        saved = [_saved(printer, source, plains, versions) for source in plan.saved]
         printer.spread("ctx.save_for_backward(", saved, ")")
         if plan.kept_primals:
             printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_primals], ",)")
@@ -224,16 +235,29 @@ def _print_forward(
         if plan.backward_storages:
             printer.line(f"ctx.resized = {sequence([plains[idx] for idx, _ in plan.backward_storages])}")
         printer.line("ctx.set_materialize_grads(False)")
-        values = _values(plan.writes, plan.views)
-        hints = [str(out.slot) for out in plan.outs]
-        outs = print_results(printer, list(plan.unwrap.outs), values, hints)
-        for idx, out in plan.outs.enumerate():
-            printer.line(f"o{idx} = {outs[idx]}  # {out.slot.role} {out.slot}")
         _print_noted(printer, names, plan.wrappers)
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
         if constant:
             printer.line(f"ctx.mark_non_differentiable({', '.join(constant)})")
         printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
+
+
+def _saved(
+    printer: Printer, source: SavedInput | SavedResult, plains: Sequence[str], versions: Versions
+) -> str:
+    """An expression for a value to save."""
+    if isinstance(source, SavedInput):
+        return f"{plains[source.plain]}{'.detach()' if source.changes else ''}"
+    value = f"results[{source.position}]"
+    return f"{printer.bind('saved_beside', saved_beside)}({value})" if versions else value
+
+
+def _print_versions(printer: Printer, versions: Versions) -> None:
+    """Print that outputs were written as often as the program wrote what it made."""
+    if versions:
+        written = sequence([f"o{idx}" for idx in versions])
+        counted = sequence([str(version) for version in versions.values()])
+        printer.line(f"{printer.bind('set_versions', set_versions)}({written}, {counted})")
 
 
 def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:

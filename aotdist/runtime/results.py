@@ -1,12 +1,24 @@
-"""Results of a forward graph that are views of temporaries of its own."""
+"""Results of a forward graph: views of its temporaries, and what their version counters say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
-from aotdist.partition.traits import is_view
-from aotdist.program import Graph
+import torch
+from torch.fx import Node
+
+from aotdist.codegen.contract import Emitted
+from aotdist.convention.layer import Call
+from aotdist.convention.subclass import UnwrapPlan
+from aotdist.facts import NodeOut
+from aotdist.partition.traits import is_getitem, is_view
+from aotdist.program import Graph, NodeOutIdx
+from aotdist.subclasses.protocol import Plain, leaves
+from aotdist.torch_seam.tensors import set_versions
+
+Versions: TypeAlias = "Mapping[NodeOutIdx, int]"
+"""What version counters of outputs are to say."""
 
 
 def result_views(graph: Graph) -> frozenset[int]:
@@ -23,3 +35,51 @@ def result_views(graph: Graph) -> frozenset[int]:
 def detached_views(results: Sequence[Any], views: frozenset[int]) -> list[Any]:
     """`results` with those at `views` detached, which keeps memory and version counter."""
     return [value.detach() if position in views else value for position, value in enumerate(results)]
+
+
+def versions_to_set(unwrap: UnwrapPlan, outs: Sequence[NodeOut], graph: Graph, emitted: Emitted) -> Versions:
+    """What the version counters of outputs are to say, where they might say something else.
+
+    Args:
+        unwrap: how outputs are put together.
+        outs: what the region returns.
+        graph: the forward graph.
+        emitted: what runs in its place.
+    """
+    found = dict(unwrap.versions)
+    position = 0
+    for idx, recipe in unwrap.outs.enumerate():
+        node, version = graph.results()[position], outs[idx].version
+        position += sum(1 for _ in leaves(recipe))
+        if isinstance(recipe, Plain) and version is not None and (version or _is_counted(node, emitted)):
+            found[idx] = version
+    return found
+
+
+def saved_beside(value: torch.Tensor) -> torch.Tensor:
+    """A value to save, where version counters are set: autograd refuses views from before that."""
+    return value.detach() if value._is_view() else value  # pyright: ignore[reportPrivateUsage]
+
+
+def setting_versions(call: Call, versions: Versions) -> Call:
+    """`call`, which also sets the version counters of what it returns."""
+
+    def counted(primals: Sequence[Any]) -> list[Any]:
+        outs = call(primals)
+        set_versions(tuple(outs[idx] for idx in versions), tuple(versions.values()))
+        return outs
+
+    return counted
+
+
+def _is_counted(node: Node | None, emitted: Emitted) -> bool:
+    """Whether a result that a graph makes may have been written in place to autograd.
+
+    Operators that no tensor is given to (`ones`, `arange`) fill what they return, where autograd looks on.
+    """
+    while node is not None and (is_view(node) or is_getitem(node)):
+        node = node.all_input_nodes[0]
+    if node is None or node.op != "call_function":
+        return False
+    given = (before.meta.get("val") for before in node.all_input_nodes)
+    return emitted.counts_writes or not any(isinstance(value, torch.Tensor) for value in given)

@@ -58,6 +58,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "data_of": facts.data_of,
     "as_inference": facts.as_inference,
+    "as_written": facts.as_written,
     "resize_as_out": changes.resize_as_out,
     "assign_data": changes.assign_data,
     "set_memory": changes.set_memory,

@@ -21,9 +21,9 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Let autograd believe that `tensor` was written `version` times."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Let autograd believe that each tensor was written so many times; 0.2 us, and 0.06 for each."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def counter_of(wrapper: torch.Tensor) -> torch.Tensor:

@@ -185,24 +185,6 @@ def versions(named: Mapping[str, torch.Tensor]) -> Sight:
     return {f"{name} version": version_of(tensor) for name, tensor in named.items()}
 
 
-class Writes:
-    """How often each tensor was written since it was first looked at, as autograd counts.
-
-    So it is not asked how often a program wrote what it made, before its caller got it.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[int, tuple[torch.Tensor, int]] = {}
-
-    @class_functions_are_off
-    def __call__(self, named: Mapping[str, torch.Tensor]) -> Sight:
-        return {f"{name} version": self._count(tensor) for name, tensor in named.items()}
-
-    def _count(self, tensor: torch.Tensor) -> int:
-        _, first = self._first.setdefault(id(tensor), (tensor, version_of(tensor)))
-        return version_of(tensor) - first
-
-
 def with_what_is_inside(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors, and those inside of wrappers among them."""
     inside = {f"{name}{path}": inner for name, t in named.items() for path, inner in inner_tensors(t)}
@@ -316,7 +298,6 @@ def play(
 ) -> list[Sight]:
     """Call, look, differentiate, look; as often as asked."""
     sights: list[Sight] = []
-    writes = Writes()
     for _ in range(calls):
         arguments = list(scene.arguments().values())
         with class_functions_off():
@@ -324,7 +305,6 @@ def play(
             # Held, so that what the program makes does not get the number of memory that it lets go of.
             before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
             counted = with_what_is_inside(scene.tensors())
-            writes(counted)
         with around():
             counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
@@ -332,7 +312,7 @@ def play(
         everything = scene.tensors() | outputs
         sights.append(observe(everything) | shape_of(result))
         if counts_writes:
-            sights.append(writes(counted))
+            sights.append(versions(counted | outputs))
         if backward:
             ends = differentiable(outputs | scene.arguments())
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]

@@ -85,8 +85,8 @@ def written_around(x: torch.Tensor, cond: Cond) -> Any:
 
 
 def written_inside(x: torch.Tensor, cond: Cond) -> Any:
-    """What a branch makes, it may write."""
-    return cond(x.sum() > 0, lambda x: (x * 2).add_(1).mul_(x), lambda x: x.clone().sin_(), (x,))
+    """What a branch makes, it may write; how often, only eager tells of its result."""
+    return cond(x.sum() > 0, lambda x: (x * 2).add_(1).mul_(x), lambda x: x.clone().sin_(), (x,)) * 2
 
 
 def transposed(x: torch.Tensor, cond: Cond) -> Any:
