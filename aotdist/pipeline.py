@@ -1,4 +1,4 @@
-"""The stages, in order: `_compile` reads from top to bottom."""
+"""The stages, in order: `_run_stages` reads from top to bottom."""
 
 from __future__ import annotations
 
@@ -121,18 +121,20 @@ def loaded_together(
 
 
 def _compile(job: Job) -> Compilation:
-    with showing(job.call.name) as progress, users_modes_off():
-        return _compile_timed(job, StageTimes(progress=progress))
-
-
-def _compile_timed(job: Job, times: StageTimes) -> Compilation:
-    with ExitStack() as on_failure:
-        compilation = _compile_traced(job, times, on_failure)
+    with showing(job.call.name) as progress, users_modes_off(), ExitStack() as on_failure:
+        compilation = _run_stages(job, StageTimes(progress=progress), on_failure)
         on_failure.pop_all()  # nothing is undone
         return compilation
 
 
-def _compile_traced(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilation:
+def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilation:
+    """From a call to its compilation.
+
+    Args:
+        job: what to compile, and how.
+        times: where to note how long each stage takes.
+        on_failure: what is undone if a stage fails.
+    """
     backend, settings = job.backend, job.settings
     backend.check()
     with capturing():
