@@ -214,7 +214,16 @@ def _compile_training(
     )
     node = node_plan(traced, plans, split, halves.tangent_strides, double_backward)
     more = OnDemand(
-        cut, joint, by_choice, split, halves, facts, ins, traced.symbols, emitter, node.kept_primal_slots
+        cut=cut,
+        joint=joint,
+        by_choice=by_choice,
+        split=split,
+        halves=halves,
+        facts=facts,
+        ins=ins,
+        symbols=traced.symbols,
+        emitter=emitter,
+        kept=node.kept_primal_slots,
     )
     region = Training(
         cut=cut,
@@ -251,7 +260,14 @@ def _double_backward_compiler(
         return _compile_training(graph, traced_backward, plans, own, StageTimes())[0]
 
     return DoubleBackwardCompiler(
-        later, joint, split, halves.saved_strides, node, traced.symbols, traced.fake_mode, compiled
+        later=later,
+        joint=joint,
+        split=split,
+        saved_strides=halves.saved_strides,
+        node=node,
+        symbols=traced.symbols,
+        fake_mode=traced.fake_mode,
+        compiled=compiled,
     )
 
 

@@ -246,17 +246,17 @@ def _printed(bundle: Bundle, config: Config) -> Printed:
         for at, start in enumerate(starts)
     ]
     return Printed(
-        f"{first.name}_x{len(bundle)}",
-        tuple(dict.fromkeys(name for emitted in bundle for name in emitted.printed.inputs)),
-        tuple(name for emitted in bundle for name in emitted.printed.outputs),
-        first.blocks,
-        (),
-        (
+        name=f"{first.name}_x{len(bundle)}",
+        inputs=tuple(dict.fromkeys(name for emitted in bundle for name in emitted.printed.inputs)),
+        outputs=tuple(name for emitted in bundle for name in emitted.printed.outputs),
+        blocks=first.blocks,
+        sizes=(),
+        body=(
             f"launched = {BLOCK_NUMBER}",
             *_choice(starts, choices),
             *(line.replace(BLOCK_NUMBER, "(launched - first)") for line in body),
         ),
-        {new: old for emitted in bundle for new, old in emitted.printed.over.items()},
+        over={new: old for emitted in bundle for new, old in emitted.printed.over.items()},
     )
 
 

@@ -206,11 +206,22 @@ def join(options: ParallelOptions, place: Place) -> World:
     if not place.launched:
         # PyTorch's checkpoints say so each time, and then do what is meant.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        return World(place, layout, device, _DTYPES[precision], None, None, 0, options.timeout_s)
-    _join_group(device, options.timeout_s, place)
-    dp_mesh, tp_mesh = _meshes(layout, device)
-    dp_rank = place.rank // layout.tp  # the TP axis is the innermost one
-    return World(place, layout, device, _DTYPES[precision], dp_mesh, tp_mesh, dp_rank, options.timeout_s)
+        dp_mesh = tp_mesh = None
+        dp_rank = 0
+    else:
+        _join_group(device, options.timeout_s, place)
+        dp_mesh, tp_mesh = _meshes(layout, device)
+        dp_rank = place.rank // layout.tp  # the TP axis is the innermost one
+    return World(
+        place=place,
+        layout=layout,
+        device=device,
+        compute_dtype=_DTYPES[precision],
+        dp_mesh=dp_mesh,
+        tp_mesh=tp_mesh,
+        dp_rank=dp_rank,
+        timeout_s=options.timeout_s,
+    )
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

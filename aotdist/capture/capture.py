@@ -282,7 +282,16 @@ def capture(
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     closed_over |= _gradients([*_places(arguments, tensors), *state, *environment.reached.tensors])
-    return Captured(program, arguments, environment, ambient(), closed_over, call.name, dims, in_backward)
+    return Captured(
+        program=program,
+        arguments=arguments,
+        environment=environment,
+        ambient=ambient(),
+        closed_over=closed_over,
+        name=call.name,
+        dims=dims,
+        in_backward=in_backward,
+    )
 
 
 def _refuse_reached(arguments: Arguments, objects: Sequence[Any], reached: Reached) -> None:

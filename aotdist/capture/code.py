@@ -87,13 +87,13 @@ def names_in(code: types.CodeType) -> Names:
     texts = {constant for constant in code.co_consts if isinstance(constant, str)}
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
     return Names(
-        frozenset(read.union(*(names.globals for names in inner))),
-        frozenset(assigned.union(*(names.assigned for names in inner))),
-        frozenset(stored.union(*(names.stored for names in inner))),
-        frozenset(loaded.union(*(names.loaded for names in inner))),
-        frozenset(appended.union(*(names.appended for names in inner))),
-        frozenset(used.union(*(names.used for names in inner))),
-        frozenset(texts.union(*(names.texts for names in inner))),
+        globals=frozenset(read.union(*(names.globals for names in inner))),
+        assigned=frozenset(assigned.union(*(names.assigned for names in inner))),
+        stored=frozenset(stored.union(*(names.stored for names in inner))),
+        loaded=frozenset(loaded.union(*(names.loaded for names in inner))),
+        appended=frozenset(appended.union(*(names.appended for names in inner))),
+        used=frozenset(used.union(*(names.used for names in inner))),
+        texts=frozenset(texts.union(*(names.texts for names in inner))),
     )
 
 

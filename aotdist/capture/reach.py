@@ -95,16 +95,16 @@ def reach(
     walk.follow_names()
     walk.note_absent()
     return Reached(
-        tuple(walk.modules),
-        tuple(walk.tensors),
-        tuple(walk.specialising_constants()),
-        tuple(walk.identities),
-        tuple(walk.owners),
-        tuple(walk.containers),
-        tuple(walk.assigned),
-        tuple(walk.generators),
-        tuple(walk.caches),
-        None if walk.any_name or walk.asks else frozenset(walk.loaded),
+        modules=tuple(walk.modules),
+        tensors=tuple(walk.tensors),
+        constants=tuple(walk.specialising_constants()),
+        identities=tuple(walk.identities),
+        owners=tuple(walk.owners),
+        containers=tuple(walk.containers),
+        assigned=tuple(walk.assigned),
+        generators=tuple(walk.generators),
+        caches=tuple(walk.caches),
+        names=None if walk.any_name or walk.asks else frozenset(walk.loaded),
     )
 
 

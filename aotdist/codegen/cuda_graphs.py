@@ -56,14 +56,14 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
     if device is None:
         return emitted
     call = GraphedCall(
-        emitted.call,
-        f"{emission.name} {emission.kind}",
-        device,
-        emission.static_ins,
-        emission.saved_ins,
-        frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
-        emission.settings.max_artifacts,
-        CAPTURE,
+        call=emitted.call,
+        name=f"{emission.name} {emission.kind}",
+        device=device,
+        static_ins=emission.static_ins,
+        saved_ins=emission.saved_ins,
+        leaving=frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
+        most=emission.settings.max_artifacts,
+        capture=CAPTURE,
     )
     return replace(emitted, call=call, recordings=call.recordings)
 
@@ -282,7 +282,15 @@ class GraphedCall:
         places, kept = _places_of(results, inputs, self.leaving)
         for memory in kept:
             _kept[memory.data_ptr()] = memory
-        return _Recording(replay, self.capture.place(self.device), addresses, copied, kept, places, [])
+        return _Recording(
+            replay=replay,
+            place=self.capture.place(self.device),
+            addresses=addresses,
+            copied=copied,
+            kept=kept,
+            results=places,
+            lent=[],
+        )
 
 
 def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:
@@ -321,7 +329,16 @@ def _places_of(
             kept.setdefault(address, _bytes_of(result))
             memory, offset = list(kept).index(address), int(result.storage_offset())
             sizes, strides = tuple(result.shape), result.stride()
-            places.append(_Lent(memory, result.dtype, offset, sizes, strides, at in leaving))
+            places.append(
+                _Lent(
+                    memory=memory,
+                    dtype=result.dtype,
+                    offset=offset,
+                    sizes=sizes,
+                    strides=strides,
+                    leaves=at in leaving,
+                )
+            )
     return tuple(places), tuple(kept.values())
 
 

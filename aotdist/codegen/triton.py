@@ -166,13 +166,15 @@ def summary(fused: Fused) -> Fusion:
     """What became of the operators of a graph."""
     kernels = (
         KernelSummary(
-            one.printed.name,
-            tuple(_operator(node) for node in one.nodes),
-            _shown(one.num_results),
-            _shown(one.kernel.num_reduced),
-            one.num_bytes,
-            tuple(dict.fromkeys(node.meta["source"] for node in one.nodes if node.meta.get("source"))),
-            one.printed.source,
+            name=one.printed.name,
+            operators=tuple(_operator(node) for node in one.nodes),
+            num_results=_shown(one.num_results),
+            num_reduced=_shown(one.kernel.num_reduced),
+            num_bytes=one.num_bytes,
+            sources=tuple(
+                dict.fromkeys(node.meta["source"] for node in one.nodes if node.meta.get("source"))
+            ),
+            text=one.printed.source,
         )
         for one in fused.kernels
     )

@@ -212,13 +212,13 @@ class _Cluster:
             dtype = torch.uint8
         members = (
             Member(
-                idx,
-                leaf,
-                plain.size(),
-                plain.stride(),
-                plain.dtype,
-                (start_of(plain) - start) // dtype.itemsize,
-                of_base,
+                input=idx,
+                leaf=leaf,
+                size=plain.size(),
+                stride=plain.stride(),
+                dtype=plain.dtype,
+                offset=(start_of(plain) - start) // dtype.itemsize,
+                of_base=of_base,
             )
             for (idx, leaf, of_base), plain in zip(parts, plains, strict=True)
         )

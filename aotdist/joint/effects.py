@@ -203,7 +203,15 @@ class Effects:
         outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
         results = value_results(self.recorder, node_outs, outputs.tensors)
         return ForwardEffects(
-            outs, outputs, metadata, writes, rewinds, is_rewritten, node_outs, results, lifting
+            outs=outs,
+            outputs=outputs,
+            metadata=metadata,
+            writes=writes,
+            rewinds=rewinds,
+            is_rewritten=is_rewritten,
+            node_outs=node_outs,
+            results=results,
+            lifting=lifting,
         )
 
     def _mark_reshaped(self, metadata: Metadata) -> None:
@@ -258,17 +266,17 @@ class Effects:
         _refuse_changes_in_backward(inputs, self.log.changes[num_changes:])
         self.swaps.refuse_with(writes or storages)
         return BackwardEffects(
-            backward,
-            grads,
-            tuple(dict.fromkeys(arrived)),
-            frees,
-            writes,
-            storages,
-            waypoints.passages(len(forward.node_outs)),
-            choices,
-            sums.differ,
-            tuple(name for name in functions if name != NAMED),
-            results + written,
+            runs=backward,
+            grads=grads,
+            arrived=tuple(dict.fromkeys(arrived)),
+            frees=frees,
+            writes=writes,
+            storages=storages,
+            passages=waypoints.passages(len(forward.node_outs)),
+            choices=choices,
+            adds_layouts=sums.differ,
+            functions=tuple(name for name in functions if name != NAMED),
+            results=results + written,
         )
 
     def _backward_from(self, forward: ForwardEffects, ends: Sequence[End], in_python: InBackward) -> Backward:
@@ -279,15 +287,15 @@ class Effects:
         asked = self.classes.are_asked_in_backward(self._starts(forward))
         shown = functools.partial(self.classes.shown, asked=asked)
         return Backward(
-            self.recorder,
-            forward.node_outs,
-            ends,
-            wanted,
-            forward.lifting,
-            arrivals,
-            shown,
-            in_python,
-            forward.views_of_ends(),
+            recorder=self.recorder,
+            node_outs=forward.node_outs,
+            ends=ends,
+            wanted=wanted,
+            mode=forward.lifting,
+            arrivals=arrivals,
+            shown=shown,
+            in_python=in_python,
+            views=forward.views_of_ends(),
         )
 
     def _trace_choices(

@@ -228,7 +228,14 @@ class LaterBackwards:
         ends = [(NodeOutIdx(k), tensor) for k, tensor in enumerate(tensors) if tensor.requires_grad]
         wanted, shown = self._wanted_of_double_backward(given), self._backward.shown
         backward = Backward(
-            recorder, node_outs, ends, wanted, self._recalling, {}, shown, self._backward.in_python.beyond()
+            recorder=recorder,
+            node_outs=node_outs,
+            ends=ends,
+            wanted=wanted,
+            mode=self._recalling,
+            arrivals={},
+            shown=shown,
+            in_python=self._backward.in_python.beyond(),
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
         has_history = bool(ends) and not failure
@@ -253,7 +260,14 @@ class LaterBackwards:
             failure=failure,
             facts=facts,
             later=LaterBackwards(
-                recorder, backward, self._recalling, node_outs, ins, facts.recipes, found, self._serials
+                recorder=recorder,
+                backward=backward,
+                recalling=self._recalling,
+                node_outs=node_outs,
+                ins=ins,
+                recipes=facts.recipes,
+                grads=found,
+                serials=self._serials,
             ),
         )
 

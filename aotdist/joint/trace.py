@@ -116,7 +116,16 @@ def trace(
     view_mode = ViewMode(log, recorder.guises)
     storages = Storages(inputs, log, recorder.strided)
     swaps = Swaps(inputs, log, storages, recorder, stand_in)
-    effects = Effects(recorder, inputs, log, storages, swaps, classes, training, cuts)
+    effects = Effects(
+        recorder=recorder,
+        inputs=inputs,
+        log=log,
+        storages=storages,
+        swaps=swaps,
+        classes=classes,
+        training=training,
+        cuts=cuts,
+    )
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
         stack.enter_context(recorder)
@@ -142,13 +151,13 @@ def trace(
         recorder.strided.forget_inputs()
         classes.forget_inputs()
         later = LaterBackwards(
-            recorder,
-            backward.runs,
-            Recalling({idx: one.tensor for idx, one in row.enumerate()}),
-            forward.node_outs,
-            seen.ins,
-            facts.recipes,
-            backward.grads,
+            recorder=recorder,
+            backward=backward.runs,
+            recalling=Recalling({idx: one.tensor for idx, one in row.enumerate()}),
+            node_outs=forward.node_outs,
+            ins=seen.ins,
+            recipes=facts.recipes,
+            grads=backward.grads,
         )
     symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)
@@ -170,15 +179,15 @@ def _run_forward(
     written_views = WrittenViews(inputs, view_mode.log)
     foreign = recorder.is_foreign
     lifting = Lifting(
-        inputs,
-        foreign,
-        stand_in,
-        view_mode,
-        storages,
-        control_flow,
-        classes.guises,
-        written_views,
-        recorder.asked_for_strides,
+        inputs=inputs,
+        is_foreign=foreign,
+        stand_in=stand_in,
+        view_mode=view_mode,
+        storages=storages,
+        higher_order=control_flow,
+        guises=classes.guises,
+        written_views=written_views,
+        asked_for_strides=recorder.asked_for_strides,
     )
     with (
         swapped_by_transforms(lifting.swap),

@@ -131,7 +131,15 @@ def _loss_at(nll: Node) -> LinearLoss | None:
     gradients = _gradients(product, weight, later, amount) if later else None
     if later and gradients is None:
         return None
-    return LinearLoss(product, weight, way, nll, result, amount, gradients)
+    return LinearLoss(
+        product=product,
+        weight=weight,
+        way=way,
+        nll=nll,
+        result=result,
+        label_smoothing=amount,
+        gradients=gradients,
+    )
 
 
 def _way_to(softmax: Node) -> tuple[tuple[Node, ...], Node]:

@@ -190,40 +190,43 @@ def node_plan(
     plain = is_plain(facts)
     tangents = tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable)
     totals = _totals(facts.passages, any_strides=not tangent_strides, plain=plain)
-    backward_writes = tuple(plain for write in facts.backward_writes for plain in plains[write.input])
+    kept_slots, unsaved = _names_of_kept(traced, split, kept)
     return NodePlan(
-        plans.unwrap,
-        plans.plain_writes,
-        outs,
-        saved,
-        split.forward.sizes(),
-        split.backward.sizes(),
-        tangents,
-        facts.grads,
-        {choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
-        facts.adds_layouts,
-        backward_writes,
-        tuple(
+        unwrap=plans.unwrap,
+        writes=plans.plain_writes,
+        outs=outs,
+        saved=saved,
+        sizes=split.forward.sizes(),
+        backward_sizes=split.backward.sizes(),
+        tangents=tangents,
+        grads=facts.grads,
+        choices={choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
+        adds_layouts=facts.adds_layouts,
+        backward_writes=tuple(plain for write in facts.backward_writes for plain in plains[write.input]),
+        backward_bumps=tuple(
             0 if isinstance(facts.recipes[write.input], Wrapper) else write.bumps
             for write in facts.backward_writes
             for _ in plains[write.input]
         ),
-        tuple(
+        bumped=tuple(
             (w.input, w.bumps) for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)
         ),
-        tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
-        _buffers(facts, traced.program.ins, split),
-        result_views(split.forward),
-        plans.rng,
-        split.saved,
-        kept,
-        *_names_of_kept(traced, split, kept),
-        obstacle,
-        facts.frees or bool(saved),
-        facts.passages,
-        {w.value: total for w, total in totals.values() if w.value is not None},
-        {k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
-        SavedWrappers.of(facts, plans, split, traced.program.ins, outs),
+        backward_storages=tuple(
+            (plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages
+        ),
+        buffers=_buffers(facts, traced.program.ins, split),
+        views=result_views(split.forward),
+        rng=plans.rng,
+        saved_slots=split.saved,
+        kept_primals=kept,
+        kept_primal_slots=kept_slots,
+        unsaved=unsaved,
+        obstacle=obstacle,
+        frees=facts.frees or bool(saved),
+        passages=facts.passages,
+        totals={w.value: total for w, total in totals.values() if w.value is not None},
+        met={k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
+        wrappers=SavedWrappers.of(facts, plans, split, traced.program.ins, outs),
     )
 
 

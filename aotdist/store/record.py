@@ -280,7 +280,17 @@ class _Reading:
     ) -> Training:
         cut, by_choice, ins = traced.graph, graphs.read(json["by_choice"]), self.program.ins
         joint = linked(cut)
-        more = OnDemand(cut, joint, by_choice, split, halves, self.facts, ins, traced.symbols, emitter)
+        more = OnDemand(
+            cut=cut,
+            joint=joint,
+            by_choice=by_choice,
+            split=split,
+            halves=halves,
+            facts=self.facts,
+            ins=ins,
+            symbols=traced.symbols,
+            emitter=emitter,
+        )
         return Training(
             cut=cut,
             joint=joint,
