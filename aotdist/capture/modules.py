@@ -41,7 +41,7 @@ _NAMED = (*KINDS, "_non_persistent_buffers_set")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StatePlace:
     """One dictionary entry that holds a tensor: `module._parameters["weight"]`."""
 
     owner: dict[str, Any]
@@ -64,7 +64,7 @@ class StateTensor:
 
     path: str
     value: torch.Tensor
-    places: tuple[Place, ...]
+    places: tuple[StatePlace, ...]
 
     def source(self) -> Source:
         """Where to read it at each call."""
@@ -81,7 +81,7 @@ def named_modules(roots: Sequence[tuple[str, nn.Module]]) -> dict[str, nn.Module
     return found
 
 
-def own_tensors(prefix: str, module: nn.Module, kind: str) -> Iterator[tuple[str, Place, torch.Tensor]]:
+def own_tensors(prefix: str, module: nn.Module, kind: str) -> Iterator[tuple[str, StatePlace, torch.Tensor]]:
     """A module's own parameters or buffers: names that begin with the module's, places, and what is there.
 
     Args:
@@ -92,12 +92,12 @@ def own_tensors(prefix: str, module: nn.Module, kind: str) -> Iterator[tuple[str
     owner: dict[str, Any] = vars(module)[kind]
     for key, value in owner.items():
         if value is not None:
-            yield f"{prefix}.{key}" if prefix else key, Place(owner, key), value
+            yield f"{prefix}.{key}" if prefix else key, StatePlace(owner, key), value
 
 
 def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
     """Parameters, then buffers, of all `modules`; a tensor that hangs in several places once."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[StatePlace]] = {}
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for kind in KINDS:
         for prefix, module in modules.items():

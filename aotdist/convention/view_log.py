@@ -23,7 +23,7 @@ from aotdist.convention.view_refusals import (
     outgrown,
     reshaped_since,
 )
-from aotdist.convention.views import Entry, Root, Views, share_memory
+from aotdist.convention.views import Root, ViewEntry, Views, share_memory
 from aotdist.torch_seam.autograd import history_of
 
 _GROWING = frozenset[Any]({torch.ops.aten.resize_.default, resize_as_out})
@@ -197,7 +197,7 @@ class ViewLog:
         self.views.forget(name)
         return name
 
-    def rebase_views_of(self, entry: Entry) -> None:
+    def rebase_views_of(self, entry: ViewEntry) -> None:
         """Let views of a view that is reshaped be views of what that is one of."""
         for other in [other for other in self.views if other.base is entry.view]:
             if other.view._base is entry.view:
@@ -245,7 +245,7 @@ class ViewLog:
     def _changes_since_made(self, view: torch.Tensor, base: torch.Tensor) -> list[Change]:
         return [change for change in self.changes_of(base) if change.serial > self.views.made(view)]
 
-    def _is_recorded_since(self, entry: Entry) -> bool:
+    def _is_recorded_since(self, entry: ViewEntry) -> bool:
         """Whether the base of a view got another history, of which autograd does not know, after the view."""
         return any(
             write.is_recorded

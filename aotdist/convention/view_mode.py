@@ -26,7 +26,7 @@ from aotdist.convention.view_refusals import (
     refuse_overlapping_write,
     refuse_resized_inside,
 )
-from aotdist.convention.views import Entry, Opened, share_memory
+from aotdist.convention.views import Opened, ViewEntry, share_memory
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam.functional import FunctionalTensor
@@ -139,7 +139,7 @@ class ViewMode(TorchDispatchMode):
             if view is not base:
                 step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
                 made, version = self.log.views.next_serial(), None if base.is_inference() else base._version
-                self.log.views.put(Entry(view, base, (step,), made, version, Opened.of(view).inside))
+                self.log.views.put(ViewEntry(view, base, (step,), made, version, Opened.of(view).inside))
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor.data`, which looks like `detach` from here."""

@@ -18,7 +18,7 @@ from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ViewEntry:
     """One operation by which a view was made, or several.
 
     Args:
@@ -110,23 +110,23 @@ class Views:
     """Which tensor was made of which, and how; iterates over the entries."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, ViewEntry] = {}
         self._from_base: dict[int, tuple[ViewStep, ...]] = {}
         self._given: dict[int, torch.Tensor] = {}
         """Those of these views that the program was given: they are in no entry."""
         self._serials = itertools.count()
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ViewEntry]:
         return iter(self._entries.values())
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._entries
 
-    def get(self, tensor: torch.Tensor) -> Entry | None:
+    def get(self, tensor: torch.Tensor) -> ViewEntry | None:
         """How a tensor was made, if it is a view."""
         return self._entries.get(id(tensor))
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: ViewEntry) -> None:
         """Note how a view was made, whatever was known of it."""
         self._entries[id(entry.view)] = entry
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aotdist.convention.view_log import ViewLog
-from aotdist.convention.views import Entry, Opened, Views
+from aotdist.convention.views import Opened, ViewEntry, Views
 from aotdist.facts import Around, Inside, ViewStep
 from aotdist.subclasses.protocol import around_one, is_wrapper, plain_tensors
 from aotdist.torch_seam.functional import memory_of
@@ -32,7 +32,7 @@ def look_inside(log: ViewLog, tensors: Iterable[Any], inputs: Sequence[Opened]) 
             entry = _unseen(log, tensor, inputs, memory)
 
 
-def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Container[int]) -> Entry | None:
+def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Container[int]) -> ViewEntry | None:
     """How the base of a tensor comes from a wrapper, or from what it wraps, which no mode sees."""
     if not isinstance(tensor, torch.Tensor):
         return None
@@ -45,7 +45,7 @@ def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Contain
     return _around(log.views, base) if entry is None and is_wrapper(base) else entry
 
 
-def _inside(views: Views, inner: torch.Tensor, inputs: Sequence[Opened]) -> Entry | None:
+def _inside(views: Views, inner: torch.Tensor, inputs: Sequence[Opened]) -> ViewEntry | None:
     """Out of which wrapper to take a tensor: an input, or a tensor that views were made of, or a view."""
     logged = {id(tensor): tensor for entry in views for tensor in (entry.base, entry.view)}
     for given in inputs:
@@ -57,7 +57,7 @@ def _inside(views: Views, inner: torch.Tensor, inputs: Sequence[Opened]) -> Entr
     return None
 
 
-def _around(views: Views, wrapper: torch.Tensor) -> Entry | None:
+def _around(views: Views, wrapper: torch.Tensor) -> ViewEntry | None:
     """What to put into a wrapper, if that is one tensor alone."""
     inside = around_one(wrapper)
     if inside is None:
@@ -66,5 +66,7 @@ def _around(views: Views, wrapper: torch.Tensor) -> Entry | None:
     return _without_operator(views, wrapper, inner, Around(recipe))
 
 
-def _without_operator(views: Views, view: torch.Tensor, base: torch.Tensor, op: Callable[..., Any]) -> Entry:
-    return Entry(view, base, (ViewStep(op, (), serial=views.next_serial()),), views.made(base), None)
+def _without_operator(
+    views: Views, view: torch.Tensor, base: torch.Tensor, op: Callable[..., Any]
+) -> ViewEntry:
+    return ViewEntry(view, base, (ViewStep(op, (), serial=views.next_serial()),), views.made(base), None)

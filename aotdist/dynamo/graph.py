@@ -25,7 +25,7 @@ Kind = Literal["tensors", "size", "integer", "float", "other"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SizePlace:
     """Where a size is read: which input, which of the tensors in it, and which dimension."""
 
     input: int
@@ -48,7 +48,7 @@ class Input:
     name: str
     kind: Kind
     dims: tuple[frozenset[int], ...] = ()
-    place: Place | None = None
+    place: SizePlace | None = None
 
 
 class Objects:
@@ -160,13 +160,13 @@ def _open_sizes(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     return ((dim, size) for dim, size in enumerate(tensor.shape) if is_open(size))
 
 
-def _first_places(examples: Sequence[Any]) -> dict[str, Place]:
+def _first_places(examples: Sequence[Any]) -> dict[str, SizePlace]:
     """The first tensor, and its dimension, that has each symbol for a size."""
-    found: dict[str, Place] = {}
+    found: dict[str, SizePlace] = {}
     for position, example in enumerate(examples):
         for number, tensor in enumerate(_tensors(example) if _is_of_tensors(example) else ()):
             for dim, size in _open_sizes(tensor):
-                found.setdefault(expression(size), Place(position, number, dim))
+                found.setdefault(expression(size), SizePlace(position, number, dim))
     return found
 
 
@@ -174,7 +174,7 @@ def _is_of_tensors(example: Any) -> bool:
     return all(isinstance(each, torch.Tensor) for each in _tensors(example))
 
 
-def _input(name: str, node: Node, places: Mapping[str, Place]) -> Input:
+def _input(name: str, node: Node, places: Mapping[str, SizePlace]) -> Input:
     example = node.meta.get("example_value")
     if isinstance(example, torch.SymInt):
         place = places.get(expression(example))

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.export.call import Input
-from aotdist.export.trace import TracedCall
+from aotdist.export.trace import ExportTrace
 from aotdist.facts import (
     DataWritten,
     Fresh,
@@ -44,7 +44,7 @@ class Assembly:
         loss: the result that gets a gradient of one. Without, each result that requires grad gets a tangent.
     """
 
-    def __init__(self, traced: TracedCall, *, prefix: str, loss: int | None = None) -> None:
+    def __init__(self, traced: ExportTrace, *, prefix: str, loss: int | None = None) -> None:
         self._traced = traced
         self._facts = traced.trace.facts
         self._results = traced.trace.graph.named_results()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from aotdist.capture.modules import Place, StateTensor
+from aotdist.capture.modules import StatePlace, StateTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +45,11 @@ class Call:
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    state: tuple[tuple[Input, Place], ...]
+    state: tuple[tuple[Input, StatePlace], ...]
 
     def tied(self) -> list[tuple[int, StateTensor]]:
         """State that hangs in a second place: its position, and that place."""
-        first: dict[int, Place] = {}
+        first: dict[int, StatePlace] = {}
         return [
             (position, StateTensor(leaf.path, leaf.value, (place,)))
             for position, (leaf, place) in enumerate(self.state)
@@ -57,17 +57,17 @@ class Call:
         ]
 
 
-def _same_place(a: Place, b: Place) -> bool:
+def _same_place(a: StatePlace, b: StatePlace) -> bool:
     return a.owner is b.owner and a.key == b.key
 
 
-def state_of(mod: nn.Module) -> tuple[tuple[Input, Place], ...]:
+def state_of(mod: nn.Module) -> tuple[tuple[Input, StatePlace], ...]:
     """Parameters, then buffers, of a module and all below it, under each of their names."""
-    found: list[tuple[Input, Place]] = []
+    found: list[tuple[Input, StatePlace]] = []
 
     def add(kind: Literal["parameter", "buffer"], path: str, value: torch.Tensor) -> None:
         prefix, _, name = path.rpartition(".")
-        place = Place(vars(mod.get_submodule(prefix))[f"_{kind}s"], name)
+        place = StatePlace(vars(mod.get_submodule(prefix))[f"_{kind}s"], name)
         found.append((Input(path, value, kind), place))
 
     for path, value in mod.named_parameters(remove_duplicate=False):

@@ -15,7 +15,7 @@ from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call, Input, state_of
 from aotdist.export.refusals import refuse_call
 from aotdist.export.signature import GraphSignature, signature_of
-from aotdist.export.trace import TracedCall, trace_call
+from aotdist.export.trace import ExportTrace, trace_for_export
 from aotdist.facts import DataWritten
 from aotdist.settings import Settings
 from aotdist.torch_seam.operators import OpOverload
@@ -68,7 +68,7 @@ def aot_export_module(
     with torch.set_grad_enabled(trace_joint and torch.is_grad_enabled()):
         fresh = () if loss is None else (loss,)
         settings = Settings(dynamic=bool(dynamic_shapes))
-        traced = trace_call(call, decompositions or {}, loss=loss, fresh=fresh, settings=settings)
+        traced = trace_for_export(call, decompositions or {}, loss=loss, fresh=fresh, settings=settings)
     refuse_writes(traced, joint=trace_joint)
     assembly = Assembly(traced, prefix="arg{}_1", loss=loss)
     mutated = assembly.new_values()
@@ -84,7 +84,7 @@ def aot_export_module(
     return gm, signature_of(gm, traced, in_spec, list(mutated), list(grads), loss)
 
 
-def refuse_writes(traced: TracedCall, *, joint: bool) -> None:
+def refuse_writes(traced: ExportTrace, *, joint: bool) -> None:
     """Refuse writes that have no new value to return, or that another input would show too.
 
     Raises:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from aotdist.errors import UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call
-from aotdist.export.trace import TracedCall, trace_call
+from aotdist.export.trace import ExportTrace, trace_for_export
 from aotdist.facts import DataWritten, IsInput, ViewOfInput, ViewOfIntermediate, ViewOfOutput
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents
@@ -48,12 +48,12 @@ def aot_export_joint_simple(
         raise _not_simple("the arguments are not one flat tuple of tensors and constants")
     call, table = Call(func, tuple(args), {}, ()), decompositions or {}
     with torch.set_grad_enabled(trace_joint and torch.is_grad_enabled()):
-        traced = trace_call(call, table)
+        traced = trace_for_export(call, table)
         _refuse_what_is_not_simple(traced)
         repeated = [k for k, fact in enumerate(traced.outputs()) if isinstance(fact, ViewOfOutput)]
         if traced.trace.has_backward() and repeated:
             # A tensor that is returned twice gets two tangents.
-            traced = trace_call(call, table, fresh=repeated)
+            traced = trace_for_export(call, table, fresh=repeated)
     joint = traced.trace.has_backward()
     assembly = Assembly(traced, prefix="primals_{}" if joint else "arg{}_1")
     values = assembly.values()
@@ -77,7 +77,7 @@ def _not_simple(fault: str) -> UnsupportedProgram:
     )
 
 
-def _refuse_what_is_not_simple(traced: TracedCall) -> None:
+def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
     facts, slots = traced.trace.facts, traced.trace.program.ins
     for idx, fact in facts.inputs.enumerate():
         if isinstance(fact, DataWritten):

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch.fx import GraphModule, Node
 
 from aotdist.export.call import Input
-from aotdist.export.trace import TracedCall
+from aotdist.export.trace import ExportTrace
 from aotdist.torch_seam.trees import TreeSpec
 
 
@@ -67,7 +67,7 @@ class GraphSignature:
 
 def signature_of(
     gm: GraphModule,
-    traced: TracedCall,
+    traced: ExportTrace,
     in_spec: TreeSpec,
     mutated: Sequence[Input],
     graded: Sequence[Input],

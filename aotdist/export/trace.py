@@ -31,7 +31,7 @@ _STATIC = Settings()
 
 
 @dataclass(frozen=True, slots=True)
-class TracedCall:
+class ExportTrace:
     """A trace, and what it is about.
 
     Args:
@@ -59,14 +59,14 @@ class TracedCall:
         return list(self.trace.facts.outputs)[:-1]
 
 
-def trace_call(
+def trace_for_export(
     call: Call,
     decompositions: Mapping[OpOverload, Callable[..., Any]],
     *,
     loss: int | None = None,
     fresh: Collection[int] = (),
     settings: Settings = _STATIC,
-) -> TracedCall:
+) -> ExportTrace:
     """Trace the call, with an input of its own for every name of a parameter.
 
     Args:
@@ -141,7 +141,7 @@ def trace_call(
             stage="export",
             fix="export it without the check (`torch._check_tensor_all`)",
         )
-    return TracedCall(traced, inputs, returned, tuple(requires_grad[:-1]), frozenset(fresh))
+    return ExportTrace(traced, inputs, returned, tuple(requires_grad[:-1]), frozenset(fresh))
 
 
 def _arguments(captured: Captured) -> Iterator[Input]:

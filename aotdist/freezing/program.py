@@ -17,7 +17,7 @@ from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call, Input, state_of
 from aotdist.export.export_module import refuse_writes
-from aotdist.export.trace import TracedCall, trace_call
+from aotdist.export.trace import ExportTrace, trace_for_export
 from aotdist.facts import DataWritten, IsInput, OutputFact, ViewOfInput, ViewOfOutput
 from aotdist.freezing.batch_norm import fold_batch_norms
 from aotdist.freezing.channels_last import lay_channels_last
@@ -83,7 +83,7 @@ def frozen_program(
     with state.traceable(), torch.inference_mode(False), torch.no_grad():
         call = Call(module, args, dict(kwargs), state_of(module))
         paths = state.named({leaf.path: leaf.value for leaf, _ in call.state})
-        traced = trace_call(call, {}, settings=settings)
+        traced = trace_for_export(call, {}, settings=settings)
     _refuse_state_writes(traced)
     refuse_writes(traced, joint=False)
     assembly = Assembly(traced, prefix="arg{}_1")
@@ -108,7 +108,7 @@ def frozen_program(
     return FrozenProgram(holder, _Run.of(traced, folded, list(written), holder))
 
 
-def _in_mode_of(traced: TracedCall, constants: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Constants as fake tensors, if the call has some: real ones would not meet them."""
     given = (leaf.value for leaf in traced.inputs if isinstance(leaf.value, torch.Tensor))
     if not any(map(is_fake, given)):
@@ -140,7 +140,7 @@ class _Run:
     guards: tuple[Expression, ...]
 
     @classmethod
-    def of(cls, traced: TracedCall, folded: Folded, written: list[Input], holder: nn.Module) -> _Run:
+    def of(cls, traced: ExportTrace, folded: Folded, written: list[Input], holder: nn.Module) -> _Run:
         """What runs a folded graph.
 
         Args:
@@ -210,7 +210,7 @@ class _Run:
         raise InternalError("a graph without results", stage="freeze")
 
 
-def _refuse_state_writes(traced: TracedCall) -> None:
+def _refuse_state_writes(traced: ExportTrace) -> None:
     """Refuse a program that writes what is to be constant, or returns a view of what it writes."""
     facts, leaves = traced.trace.facts, dict(traced.primals())
     for idx, leaf in leaves.items():

@@ -303,7 +303,7 @@ def closure(roots: Iterable[Node], given: Container[Node] = ()) -> set[Node]:
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class CutArgument:
     """An argument of a cut graph.
 
     Args:
@@ -317,7 +317,7 @@ class Argument:
 
 def cut(
     whole: Graph,
-    arguments: Sequence[Argument],
+    arguments: Sequence[CutArgument],
     results: Sequence[Node | torch.Tensor | int],
     effects: Sequence[Node] = (),
     *,

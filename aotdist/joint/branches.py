@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aotdist.convention.subclass import rebuild_all
-from aotdist.joint.body import Argument, Body, Operand, closure, cut
+from aotdist.joint.body import Body, CutArgument, Operand, closure, cut
 from aotdist.joint.failures import refusal
 from aotdist.joint.recorder import Recorder
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, recipe_of, tangent_recipe
@@ -174,10 +174,10 @@ class Branches:
 
     def _arguments(
         self, body: Body, operands: Sequence[Operand], likes: Sequence[torch.Tensor]
-    ) -> list[Argument]:
+    ) -> list[CutArgument]:
         nodes, remaining = body.arguments(), iter(likes)
         return [
-            Argument(next(remaining), node)
+            CutArgument(next(remaining), node)
             for operand in operands
             for node in nodes.get(id(operand.tensor), [None] * len(plain_tensors(operand.tensor)))
         ]
@@ -194,10 +194,10 @@ class Branches:
             for plain, (_, leaf) in zip(plain_tensors(tangents[k]), leaves(recipe), strict=True)
         ]
 
-    def _tangent_arguments(self, body: Body, likes: Sequence[torch.Tensor]) -> list[Argument]:
+    def _tangent_arguments(self, body: Body, likes: Sequence[torch.Tensor]) -> list[CutArgument]:
         remaining = iter(likes)
         return [
-            Argument(next(remaining), node)
+            CutArgument(next(remaining), node)
             for k, recipe in self._tangents()
             for node in body.tangents(k) or [None] * sum(1 for _ in leaves(recipe))
         ]
@@ -246,9 +246,9 @@ def _own_or_zeros(drawn: Sequence[Sequence[Node]], side: int) -> list[Node | tor
     return [n if own == side else n.meta["val"] for own, nodes in enumerate(drawn) for n in nodes]
 
 
-def _drawn_arguments(drawn: Sequence[Sequence[Node]], side: int) -> list[Argument]:
+def _drawn_arguments(drawn: Sequence[Sequence[Node]], side: int) -> list[CutArgument]:
     return [
-        Argument(node.meta["val"], node if own == side else None)
+        CutArgument(node.meta["val"], node if own == side else None)
         for own, nodes in enumerate(drawn)
         for node in nodes
     ]

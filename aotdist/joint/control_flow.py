@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from aotdist.joint.body import Argument, Body, Enclosing, Operand, cut, trace_body
+from aotdist.joint.body import Body, CutArgument, Enclosing, Operand, cut, trace_body
 from aotdist.joint.branches import Branches
 from aotdist.joint.failures import refusal
 from aotdist.joint.recorder import Recorder
@@ -123,7 +123,7 @@ def _record_loop(
             for node in found.get(id(operand.tensor), [None] * len(of_one))
         ]
         arguments = [
-            Argument(functional_value(plain), node)  # type: ignore[arg-type]
+            CutArgument(functional_value(plain), node)  # type: ignore[arg-type]
             for plain, node in zip(flat, stands_for, strict=True)
         ]
         part = cut(body.joint, arguments, body.results(), body.effects(), alone=body is test)

@@ -61,7 +61,7 @@ from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
-from aotdist.joint.waypoints import Held, Waypoints
+from aotdist.joint.waypoints import HeldTensor, Waypoints
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import (
     leaves,
@@ -379,32 +379,32 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
             raise refuse(stand_in, "in a way that is not repeated outside")
 
 
-def _held(forward: ForwardEffects, row: Row[PrimalIdx, StandIn]) -> list[Held]:
+def _held(forward: ForwardEffects, row: Row[PrimalIdx, StandIn]) -> list[HeldTensor]:
     """What the caller will hold of the differentiable tensors."""
     outputs = forward.outputs
     held = [
-        Held(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
+        HeldTensor(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
         for idx in sorted(outputs.with_history)
         if outputs.slots[idx].role == "output"
     ]
     for idx, fact in forward.writes.enumerate():
         if isinstance(fact, DataWritten) and fact.differentiable:
-            held.append(Held(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
+            held.append(HeldTensor(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
     held += _held_views(row)
     for position, (out, fact) in enumerate(zip(forward.outs, outputs.facts, strict=True)):
         is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
         if is_view and out.grad_fn is not None:
-            held.append(Held(f"out[{position}]", OutputView(OutIdx(position)), None, out))
+            held.append(HeldTensor(f"out[{position}]", OutputView(OutIdx(position)), None, out))
     return held
 
 
-def _held_views(row: Row[PrimalIdx, StandIn]) -> Iterator[Held]:
+def _held_views(row: Row[PrimalIdx, StandIn]) -> Iterator[HeldTensor]:
     """Inputs that are made again as views, and have the history of their base since it was written."""
     written = {id(one.tensor) for one in row if not one.derived and one.bumps()}
     for idx, stand_in in row.enumerate():
         view = stand_in.tensor
         if stand_in.derived and id(view._base) in written and history_of(view) is not None:
-            yield Held(str(stand_in.slot), IsInput(idx), None, view)
+            yield HeldTensor(str(stand_in.slot), IsInput(idx), None, view)
 
 
 def _runs_alike(backward: Backward, recorder: Recorder, choice: Chosen | None, first: Computed) -> bool:

@@ -27,7 +27,7 @@ Edge: TypeAlias = tuple[Node, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A differentiable tensor that the caller will hold.
 
     Args:
@@ -51,7 +51,7 @@ class Held:
 class _Passing:
     """What the trace saw pass a waypoint."""
 
-    held: Held
+    held: HeldTensor
     pieces: list[torch.Tensor] = field(default_factory=list)
     total: torch.Tensor | None = None
 
@@ -64,7 +64,7 @@ class Waypoints:
         ends: the differentiable node outputs, whose gradients the backward starts from.
     """
 
-    def __init__(self, held: Sequence[Held], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]) -> None:
+    def __init__(self, held: Sequence[HeldTensor], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]) -> None:
         watched = [one for one in held if not one.tensor._backward_hooks]
         by_edge = {one.edge(): one for one in reversed(watched)} if len(held) > 1 else {}
         self._nodes, reached = _walk([tensor.grad_fn for _, tensor in ends] if by_edge else [], list(by_edge))

@@ -25,7 +25,7 @@ from aotdist.partition.storage import value_bytes
 from aotdist.passes.context import PassContext
 from aotdist.passes.editing import emit, erase_unused, private_copy
 from aotdist.passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from aotdist.passes.linear_losses import SLICE, VIEWS, Gradients, LinearLoss, linear_losses, slice_of
+from aotdist.passes.linear_losses import SLICE, VIEWS, LinearLoss, LossGradients, linear_losses, slice_of
 from aotdist.program import Graph
 
 _ATEN = torch.ops.aten
@@ -99,7 +99,7 @@ def _arranged(graph: FxGraph, node: Node, sizes: list[int], like: Node) -> Node:
 
 
 def _scale(
-    graph: FxGraph, loss: LinearLoss, gradients: Gradients, count: Node, found: Mapping[Node, Node]
+    graph: FxGraph, loss: LinearLoss, gradients: LossGradients, count: Node, found: Mapping[Node, Node]
 ) -> None:
     """Put gradients of the sum of losses, times what arrives, in the place of the graph's own."""
     like = gradients.first

@@ -46,7 +46,7 @@ _ZEROS = frozenset({_ATEN.full.default, _ATEN.zeros.default, _ATEN.new_zeros.def
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class LossGradients:
     """The backward of a loss.
 
     Args:
@@ -82,7 +82,7 @@ class LinearLoss:
     nll: Node
     result: Node
     label_smoothing: float
-    gradients: Gradients | None
+    gradients: LossGradients | None
 
     @property
     def input(self) -> Node:
@@ -189,7 +189,7 @@ def _transposed(node: Any) -> Node | None:
     )
 
 
-def _gradients(product: Node, weight: Node, later: set[Node], label_smoothing: float) -> Gradients | None:
+def _gradients(product: Node, weight: Node, later: set[Node], label_smoothing: float) -> LossGradients | None:
     """The backward of which `later` is what reads probabilities, if it is one that ends in the layer."""
     by_target = {node.target: node for node in later}
     first, softmax = by_target.get(_NLL_BACKWARD), by_target.get(_SOFTMAX_BACKWARD)
@@ -218,7 +218,7 @@ def _gradients(product: Node, weight: Node, later: set[Node], label_smoothing: f
             of_weight = reader
         else:
             return None
-    return Gradients(arriving, first, of_input, of_weight) if products else None
+    return LossGradients(arriving, first, of_input, of_weight) if products else None
 
 
 def _untransposed(node: Node) -> tuple[Node, bool]:

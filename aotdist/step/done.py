@@ -10,7 +10,7 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.scalars import TracedNumber
-from aotdist.step.held import Held, Place
+from aotdist.step.held import HeldItem, HeldState
 from aotdist.torch_seam.trees import pytree
 
 DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
@@ -35,7 +35,7 @@ class Done:
     grads: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     given: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
-    def note(self, held: Held, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]) -> None:
+    def note(self, held: HeldState, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]) -> None:
         """Note what the optimizer's step has assigned.
 
         Args:
@@ -60,7 +60,7 @@ class Done:
             else:
                 raise _other_kind(place, value)
 
-    def put(self, held: Held) -> None:
+    def put(self, held: HeldState) -> None:
         """Assign to the optimizer what its step has assigned, at a call."""
         for at, tensor in self.tensors.items():
             held.tensors[at].put(tensor)
@@ -88,7 +88,7 @@ def _as_tensors(value: Any) -> list[torch.Tensor]:
     return [torch.scalar_tensor(number, dtype=DTYPES[kind]) for number, kind in pairs]
 
 
-def _other_kind(place: Place, value: Any) -> UnsupportedProgram:
+def _other_kind(place: HeldItem, value: Any) -> UnsupportedProgram:
     return UnsupportedProgram(
         f"the optimizer assigns a {type(value).__name__} to `{place.path}`, where a "
         f"{type(place.value).__name__} was",

@@ -17,7 +17,7 @@ from aotdist.capture.constants import is_constant
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HeldItem:
     """An item of a dictionary, or of a list, that the optimizer holds.
 
     Args:
@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldState:
     """What an optimizer holds at a call.
 
     Args:
@@ -54,8 +54,8 @@ class Held:
     """
 
     roots: tuple[Any, ...] = ()
-    tensors: list[Place] = field(default_factory=list["Place"])
-    numbers: list[Place] = field(default_factory=list["Place"])
+    tensors: list[HeldItem] = field(default_factory=list["HeldItem"])
+    numbers: list[HeldItem] = field(default_factory=list["HeldItem"])
     layout: list[Hashable] = field(default_factory=list[Hashable])
     containers: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
@@ -68,7 +68,7 @@ class Held:
             for container, items in self.containers:
                 refill(container, items)
 
-    def now(self, optimizer: torch.optim.Optimizer) -> Held | None:
+    def now(self, optimizer: torch.optim.Optimizer) -> HeldState | None:
         """The same with the numbers of now; None if anything else is another object by now.
 
         Ten times as quick as to look at everything anew (30 us for 75 parameters).
@@ -100,15 +100,17 @@ class Held:
         """Whether a container has other keys by now."""
         return any(list(_keys(container)) != list(_keys(items)) for container, items in self.containers)
 
-    def changed(self) -> Iterator[tuple[Place, Any]]:
+    def changed(self) -> Iterator[tuple[HeldItem, Any]]:
         """Places of containers that hold another object by now, and which."""
         for container, items in self.containers:
             for key in _keys(items):
                 if container[key] is not items[key]:
-                    yield Place(str(key), container, key, items[key]), container[key]
+                    yield HeldItem(str(key), container, key, items[key]), container[key]
 
 
-def held_by(optimizer: torch.optim.Optimizer, names: Mapping[int, str], varying: Collection[str]) -> Held:
+def held_by(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], varying: Collection[str]
+) -> HeldState:
     """What `optimizer` holds.
 
     Args:
@@ -116,20 +118,20 @@ def held_by(optimizer: torch.optim.Optimizer, names: Mapping[int, str], varying:
         names: of parameters, by identity.
         varying: hyperparameters that differ from call to call.
     """
-    held, seen = Held(_roots(optimizer)), set[int]()
+    held, seen = HeldState(_roots(optimizer)), set[int]()
     held.containers.append((optimizer.param_groups, _copy(optimizer.param_groups)))
     for position, group in enumerate(optimizer.param_groups):
         held.layout.append(tuple(map(id, group["params"])))
         held.containers.extend((owner, _copy(owner)) for owner in (group, group["params"]))
         for key, value in group.items():
             if key != "params":
-                place = Place(f"param_groups[{position}].{key}", group, key, value)
+                place = HeldItem(f"param_groups[{position}].{key}", group, key, value)
                 _visit(held, place, seen, varies=key in varying)
     held.containers.append((optimizer.state, _copy(optimizer.state)))
     for position, (param, entry) in enumerate(optimizer.state.items()):
         path = f"state[{names.get(id(param), position)}]"
         held.layout.append(id(param))
-        _visit(held, Place(path, optimizer.state, param, entry), seen, varies=True)
+        _visit(held, HeldItem(path, optimizer.state, param, entry), seen, varies=True)
     return held
 
 
@@ -139,7 +141,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if is_constant(value)} for group in groups]
 
 
-def _visit(held: Held, place: Place, seen: set[int], *, varies: bool) -> None:
+def _visit(held: HeldState, place: HeldItem, seen: set[int], *, varies: bool) -> None:
     value = place.value
     match value:
         case torch.Tensor():
@@ -151,7 +153,7 @@ def _visit(held: Held, place: Place, seen: set[int], *, varies: bool) -> None:
             held.layout.append((place.path, tuple(_keys(value)) if isinstance(value, dict) else len(value)))
             held.containers.append((value, _copy(value)))
             for key in _keys(value):
-                _visit(held, Place(f"{place.path}.{key}", value, key, value[key]), seen, varies=varies)
+                _visit(held, HeldItem(f"{place.path}.{key}", value, key, value[key]), seen, varies=varies)
         case _ if varies and _is_number(value):
             held.layout.append((place.key, *_type(place)))
             held.numbers.append(place)
@@ -169,7 +171,7 @@ def _roots(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     return optimizer.param_groups, optimizer.state
 
 
-def _type(place: Place) -> tuple[type, ...]:
+def _type(place: HeldItem) -> tuple[type, ...]:
     return tuple(map(type, place.numbers()))
 
 

@@ -18,7 +18,7 @@ from aotdist.joint.scalars import Scalars
 from aotdist.step.attributes import unchanged
 from aotdist.step.done import DTYPES, Done
 from aotdist.step.gradients import Gradients, arguments_with_gradients
-from aotdist.step.held import Held
+from aotdist.step.held import HeldState
 from aotdist.step.questions import Questions
 from aotdist.step.recipe import Recipe, detached
 from aotdist.step.scaling import Scaling
@@ -40,7 +40,7 @@ class Now:
         scaling: the scale, and what else the scaler holds, by name.
     """
 
-    held: Held
+    held: HeldState
     grads: Mapping[str, torch.Tensor]
     scaling: Mapping[str, torch.Tensor]
     numbers: Mapping[str, torch.Tensor] = field(init=False)
@@ -188,7 +188,7 @@ class StepProgram:
         self._asked = Questions.of(scalars)
 
     @contextlib.contextmanager
-    def _attributes_unchanged(self, held: Held) -> Generator[None]:
+    def _attributes_unchanged(self, held: HeldState) -> Generator[None]:
         """Nothing but what `held` knows of is changed inside: that would only happen while it is traced.
 
         Raises:
@@ -205,7 +205,7 @@ class StepProgram:
                 stack.enter_context(unchanged(owner, refusal, apart, tensors=True))
             yield
 
-    def _step(self, held: Held, scaling: Scaling | None) -> None:
+    def _step(self, held: HeldState, scaling: Scaling | None) -> None:
         recipe = self._recipe
         if scaling is None:
             recipe.do_clip()

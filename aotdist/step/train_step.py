@@ -17,7 +17,7 @@ from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
 from aotdist.step.gradients import GivesGradients
-from aotdist.step.held import Held, held_by, hyperparameters
+from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import MakesState, Now, StepProgram
 from aotdist.step.recipe import Clip, Recipe
 from aotdist.subclasses.protocol import container_rule
@@ -87,7 +87,7 @@ class TrainStep(Explained):
         self._names = {id(param): name for name, param in recipe.model.named_parameters()}
         self._varying = set(_VARYING)
         self._hyperparameters = hyperparameters(recipe.optimizer)
-        self._held: Held | None = None
+        self._held: HeldState | None = None
         self._others: dict[str, torch.Tensor] = {}
         self._has_stepped = False
         self._accumulated = 0
@@ -143,14 +143,14 @@ class TrainStep(Explained):
 
     def _now(self, params: Mapping[str, torch.Tensor], *, updates: bool) -> Now:
         scaler = self._recipe.scaler
-        held = self._held_now() if updates else Held()
+        held = self._held_now() if updates else HeldState()
         grads = {name: grad for name, p in params.items() if (grad := p.grad) is not None}
         if scaler is None or not scaler.is_enabled():
             return Now(held, grads, {})
         scale, growth_tracker = scaler_state(scaler)
         return Now(held, grads, {"scaler.scale": scale, "scaler.growth_tracker": growth_tracker})
 
-    def _held_now(self) -> Held:
+    def _held_now(self) -> HeldState:
         optimizer = self._recipe.optimizer
         held = None if self._held is None else self._held.now(optimizer)
         self._held = held or held_by(optimizer, self._names, self._varying)

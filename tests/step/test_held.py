@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from aotdist.step.held import Held, held_by
+from aotdist.step.held import HeldState, held_by
 
 VARYING = frozenset({"lr"})
 
@@ -22,7 +22,7 @@ def optimizer() -> torch.optim.Optimizer:
     return optimizer
 
 
-def held(optimizer: torch.optim.Optimizer) -> Held:
+def held(optimizer: torch.optim.Optimizer) -> HeldState:
     return held_by(optimizer, {}, VARYING)
 
 
