@@ -135,21 +135,16 @@ class ProxyMode(ProxyTorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
-            return handle_in_mode(func, ProxyTorchDispatchMode, self, *args, **(kwargs or {}))
-        direct = self._is_direct.get(func)
-        if direct is None:
-            direct = self._is_direct[func] = self._records_directly(func)
-        if is_operator(func) and torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draws.draw(
-                func, args, kwargs or {}, lambda: self._draw(func, types, args, kwargs, direct=direct)
-            )
-        if is_operator(func) and torch.Tag.data_dependent_output in func.tags:
+            return handle_in_mode(func, ProxyTorchDispatchMode, self, *args, **kwargs)
+        tags = func.tags if is_operator(func) else ()
+        if torch.Tag.nondeterministic_seeded in tags:
+            return self._draws.draw(func, args, kwargs, lambda: self._draw(func, types, args, kwargs))
+        if torch.Tag.data_dependent_output in tags:
             return self._read(func, types, args, kwargs)
         if is_operator(func) and func.namespace == "profiler":
-            return func(
-                *args, **(kwargs or {})
-            )  # a range with a name (`record_function`): of the trace, it is
+            return func(*args, **kwargs)  # `record_function` marks a range of the trace, not of the graph
         scalars = current_scalars()
         if scalars is not None and (tokens := scalars.tokens_among((args, kwargs))):
             return self._dispatch_with(tokens, scalars, func, types, args, kwargs)
@@ -164,17 +159,16 @@ class ProxyMode(ProxyTorchDispatchMode):
                 return func(with_negation_done(args[0]))
         if func in _KEEP_OFFSETS and args[0].storage_offset() != 0:
             with uncached_fake(args[0]):  # the cache forgets offsets of what is no view
-                return self._dispatch(func, types, args, kwargs, direct=direct)
-        return self._dispatch(func, types, args, kwargs, direct=direct)
+                return self._dispatch(func, types, args, kwargs)
+        return self._dispatch(func, types, args, kwargs)
 
     def _read(
-        self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+        self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A number that is read off tensors: known, followed, or for the general mode to refuse."""
         scalars, token = current_scalars(), None
         try:
-            node_args = tuple(map(self._argument, args))
-            node_kwargs = {name: self._argument(value) for name, value in (kwargs or {}).items()}
+            node_args, node_kwargs = self._node_arguments(args, kwargs)
             return known.result_of(func, node_args, node_kwargs, self.tracer.root)
         except known.NotKnown:
             if scalars is not None and func is _ITEM:
@@ -183,7 +177,7 @@ class ProxyMode(ProxyTorchDispatchMode):
                 )
         except _NeedsGeneralMode:
             pass
-        return self._dispatch(func, types, args, kwargs, direct=False) if token is None else token
+        return self._dispatch_generally(func, types, args, kwargs) if token is None else token
 
     def _dispatch_with(
         self,
@@ -192,53 +186,45 @@ class ProxyMode(ProxyTorchDispatchMode):
         func: OpOverload,
         types: tuple[type, ...],
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        kwargs: dict[str, Any],
     ) -> Any:
         """Record an operator that is given numbers as it is: what it is made of might compute with them."""
-        if scalars.tokens_among(whole_numbers(func, args, kwargs or {})):
+        if scalars.tokens_among(whole_numbers(func, args, kwargs)):
             raise needs_value(func.name())
         try:
-            node_args = tuple(map(self._argument, args))
-            node_kwargs = {name: self._argument(value) for name, value in (kwargs or {}).items()}
+            node_args, node_kwargs = self._node_arguments(args, kwargs)
         except _NeedsGeneralMode:
-            return self._dispatch(func, types, args, kwargs, direct=False)
+            return self._dispatch_generally(func, types, args, kwargs)
         scalars.arrive(tokens)
-        return self._record(func, args, kwargs or {}, node_args, node_kwargs)
+        return self._record(func, args, kwargs, node_args, node_kwargs)
 
     def _draw(
-        self,
-        func: OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        *,
-        direct: bool,
+        self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._stream is None or draws_nothing(func, args, kwargs or {}):
-            return self._dispatch(func, types, args, kwargs, direct=direct)
-        like = func(*args, **(kwargs or {}))
+        if self._stream is None or draws_nothing(func, args, kwargs):
+            return self._dispatch(func, types, args, kwargs)
+        like = func(*args, **kwargs)
         with self:
-            return functional_draw(func, args, kwargs or {}, self._stream, like)
+            return functional_draw(func, args, kwargs, self._stream, like)
 
     def _dispatch(
-        self,
-        func: OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        *,
-        direct: bool,
+        self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Record an operator directly, if it is a plain one on tensors that have nodes."""
         if func is _ASSERT:
             func, args = _ASSERT_WITH_TEXT, (*args, _ASSERT_TEXT)
-        if direct:
+        if self._is_recorded_directly(func):
             try:
-                node_args = tuple(map(self._argument, args))
-                node_kwargs = {name: self._argument(value) for name, value in (kwargs or {}).items()}
+                node_args, node_kwargs = self._node_arguments(args, kwargs)
             except _NeedsGeneralMode:
                 pass
             else:
-                return self._record(func, args, kwargs or {}, node_args, node_kwargs)
+                return self._record(func, args, kwargs, node_args, node_kwargs)
+        return self._dispatch_generally(func, types, args, kwargs)
+
+    def _dispatch_generally(
+        self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         for number in pytree.tree_leaves((args, kwargs)):
             if isinstance(number, SYMBOLIC) and isinstance(node := self._size(number), Node):
                 track_number(number, node, self.tracer)
@@ -250,16 +236,29 @@ class ProxyMode(ProxyTorchDispatchMode):
         """Arithmetic of symbolic numbers is not recorded."""
         return func(*args, **kwargs)
 
-    def _records_directly(self, func: OpOverload) -> bool:
-        return (
-            is_operator(func)
-            and func.namespace in _PLAIN_NAMESPACES
-            and func not in self._decompositions
-            and not writes_arguments(func)
-            and not any(tag in func.tags for tag in _ASK_THE_GENERAL_MODE)
-            and not func.name().startswith("aten::lift")
-            and not can_decompose(func)
-        )
+    def _is_recorded_directly(self, func: OpOverload) -> bool:
+        if func not in self._is_direct:
+            self._is_direct[func] = (
+                is_operator(func)
+                and func.namespace in _PLAIN_NAMESPACES
+                and func not in self._decompositions
+                and not writes_arguments(func)
+                and not any(tag in func.tags for tag in _ASK_THE_GENERAL_MODE)
+                and not func.name().startswith("aten::lift")
+                and not can_decompose(func)
+            )
+        return self._is_direct[func]
+
+    def _node_arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of an operator as those of its node.
+
+        Raises:
+            _NeedsGeneralMode: some can only be recorded by the general mode.
+        """
+        node_args = tuple(map(self._argument, args))  # first: symbols become arguments in this order
+        return node_args, {name: self._argument(value) for name, value in kwargs.items()}
 
     def _argument(self, value: Any) -> Any:
         """`value` with a node in the place of each tensor."""
