@@ -9,8 +9,8 @@ An artifact is for calls that find what this one found, so that what the backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -210,6 +210,23 @@ class BackwardChanges:
 NOTHING = BackwardChanges()
 
 
+@dataclass(slots=True)
+class _Rerun:
+    """A backward that is run once more, where it finds what its first run left.
+
+    Args:
+        first: what the first run changed.
+        kept: the tensors that the first run kept.
+        second: what the second run changes.
+        left: what the second run leaves in the places where the first left something.
+    """
+
+    first: BackwardChanges
+    kept: Sequence[torch.Tensor]
+    second: BackwardChanges = NOTHING
+    left: Mapping[Spot, Any] = field(default_factory=dict)
+
+
 class InBackward:
     """Watches the backwards of one trace.
 
@@ -226,10 +243,8 @@ class InBackward:
         """Places where symbols stand for numbers."""
         self.symbols: set[str] = set()
         """The names of those that a backward finds there: other numbers, for all it knows, than are left."""
-        self._first: tuple[BackwardChanges, Sequence[Any]] | None = None
-        """What a backward changes, and the tensors that it keeps, while it is run once more."""
-        self._second: tuple[BackwardChanges, dict[Spot, Any]] = NOTHING, {}
-        """What it changes then, and leaves where it left something before."""
+        self._rerun: _Rerun | None = None
+        """The backward that is run once more, while it is."""
         self.whole = NOTHING
         """What the backward of all results changes."""
         self.of_some: dict[frozenset[NodeOutIdx], BackwardChanges] = {}
@@ -243,8 +258,9 @@ class InBackward:
         """Note what the forward assigned, which a backward finds; outside, it is put back."""
         self._left = [(place, value) for place, value in values if not place.is_of_argument]
 
-    @contextmanager
-    def running(self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None) -> Generator[None]:
+    def running(
+        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None
+    ) -> AbstractContextManager[None]:
         """Around a backward of some results, or of all; what it changes is noted, and undone.
 
         Args:
@@ -254,15 +270,23 @@ class InBackward:
         Raises:
             UnsupportedProgram: it keeps tensors where they cannot be put at every call.
         """
-        if self._environment is None:  # the trace is over, or there is none
-            changes = self.changes(choice or ())
-            with changes.undone():
-                yield
-                self.kept = changes.tensors_left()
-            return
+        return self._repeating(choice or ()) if self._environment is None else self._watching(choice, env)
+
+    @contextmanager
+    def _repeating(self, choice: Collection[NodeOutIdx]) -> Generator[None]:
+        """The trace is over, or there is none: what a backward changes is known, and undone."""
+        changes = self.changes(choice)
+        with changes.undone():
+            yield
+            self.kept = changes.tensors_left()
+
+    @contextmanager
+    def _watching(self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None) -> Generator[None]:
+        assert self._environment is not None, "a trace has one"
+        rerun = self._rerun
         with ExitStack() as stack:
             stack.callback(assign([*self._left, *self._other_symbols(env)]))
-            left_by_first = [] if self._first is None else self._first[0].left(self._first[1])
+            left_by_first = [] if rerun is None else rerun.first.left(rerun.kept)
             stack.callback(assign(left_by_first))
             watched = self._environment.reassignments()
             given = self.watch_given() if self.watch_given is not None else None
@@ -275,12 +299,13 @@ class InBackward:
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
                 ]
-                if self._first is None:
+                if rerun is None:
                     self._note(choice, changes)
                 else:
-                    values = (_named(place.read_or(ABSENT), self.kept) for place, _ in left_by_first)
-                    spots = (place.spot() for place, _ in left_by_first)
-                    self._second = changes, dict(zip(spots, values, strict=True))
+                    rerun.second = changes
+                    rerun.left = {
+                        place.spot(): _named(place.read_or(ABSENT), self.kept) for place, _ in left_by_first
+                    }
             finally:
                 watched.roll_back()
 
@@ -306,16 +331,17 @@ class InBackward:
         first = self.whole if choice is None else self.of_some[frozenset(choice)]
         if not first.found:
             return
-        self._first = first, kept
+        self._rerun = rerun = _Rerun(first, kept)
         try:
             alike = computes_the_same()
-            self._note(choice, first.after(*self._second) if alike else first.only_where_found())
+            known = first.after(rerun.second, rerun.left) if alike else first.only_where_found()
+            self._note(choice, known)
         except InternalError:
             raise
         except Exception:  # the user's code expects to find something else: only that is known then
             self._note(choice, first.only_where_found())
         finally:
-            self._first = None
+            self._rerun = None
 
     def _other_symbols(self, env: ShapeEnv | None) -> Generator[tuple[Source, Any]]:
         left = {place.spot(): value for place, value in self._left}
