@@ -272,7 +272,8 @@ def capture(
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
         in_backward.watch_given = functools.partial(GivenContainers, inner_args, inner_kwargs, inner_objects)
         changes = _Changes(in_backward.watch_given(), checks, in_backward)
-        return _call(environment, run, changes, flat, examples, settings, keeps=not call.differentiates)
+        keeps_history = not call.differentiates
+        return _call(environment, run, changes, flat, examples, settings, keeps_history=keeps_history)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
@@ -356,13 +357,76 @@ def _call(
     examples: Sequence[torch.Tensor],
     settings: Settings,
     *,
-    keeps: bool,
+    keeps_history: bool,
 ) -> list[Any]:
     """Run the user's code; its flat results, what it assigned, and how to put them back.
 
-    What it assigned `keeps` its history, or has none: that is of a backward that has been.
+    What it assigned keeps its history, or has none: that is of a backward that has been.
     """
     reassignments = environment.reassignments()
+    found = _run(run, changes, reassignments, inputs, examples)
+    if settings.report_side_effects:
+        for path in reassignments.side_effects():
+            warnings.warn(
+                f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it again",
+                stacklevel=2,
+            )
+    flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in found.assigned]
+    values = [leaf for _, leaves_of_value, _ in flat for leaf in leaves_of_value]
+    values = values if keeps_history else [_without_history(value, inputs) for value in values]
+    outs = [*found.leaves, *values, *found.replaced.values(), *changes.checks.outs]
+    outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
+    how = Returned(
+        spec=found.spec,
+        assigned=tuple((source, structure) for source, _, structure in flat),
+        constants=tuple(found.constants),
+        deleted=tuple(found.deleted),
+        replaced=tuple(found.replaced),
+        shown=tuple(shown),
+        checks=tuple(changes.checks.made),
+        shares=any(isinstance(out, MadeObject) for out in outs),
+        counted=tuple(changes.given.counted),
+    )
+    return [*outs, how]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is found when the user's code has run; the places that it assigned are as before.
+
+    Args:
+        leaves: of what it returned.
+        spec: structure of that.
+        assigned: places that were assigned tensors, or containers of some, and what.
+        constants: places that were assigned constants, or containers of some, and these.
+        deleted: places that hold nothing any more.
+        replaced: tensors that were put inside of wrappers: see `WrapperAttributes.replaced`.
+    """
+
+    leaves: Sequence[Any]
+    spec: pytree.TreeSpec
+    assigned: Sequence[tuple[Source, Any]]
+    constants: Sequence[tuple[Source, Any]]
+    deleted: Sequence[Source]
+    replaced: Mapping[tuple[int, str], torch.Tensor]
+
+
+def _run(
+    run: Callable[[], Any],
+    changes: _Changes,
+    reassignments: Reassignments,
+    inputs: Sequence[torch.Tensor],
+    examples: Sequence[torch.Tensor],
+) -> _Found:
+    """Run the user's code on stand-ins.
+
+    Args:
+        run: the code.
+        changes: note what it does besides assignments.
+        reassignments: knows what it may assign, as that was before.
+        inputs: the stand-ins.
+        examples: what they stand for.
+    """
     attributes = WrapperAttributes(inputs)
     try:
         with class_functions_on(), no_python_random(), modes_left_alone():
@@ -374,38 +438,18 @@ def _call(
         assigned = reassignments.collect(changes.given.positions)
         constants, gone = reassignments.collect_constants()
         changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
-        assigned += changes.given.assigned(made)
-        deleted, replaced = (*changes.given.deleted(), *gone), attributes.replaced()
+        return _Found(
+            leaves=leaves,
+            spec=spec,
+            assigned=[*assigned, *changes.given.assigned(made)],
+            constants=constants,
+            deleted=[*changes.given.deleted(), *gone],
+            replaced=attributes.replaced(),
+        )
     except BaseException as error:
         reassignments.roll_back()
         refuse_carried(error, reassignments.existing)
         raise
-    if settings.report_side_effects:
-        for path in reassignments.side_effects():
-            warnings.warn(
-                f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it again",
-                stacklevel=2,
-            )
-    flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in assigned]
-    places = tuple((source, structure) for source, _, structure in flat)
-    values = [leaf for _, leaves_of_value, _ in flat for leaf in leaves_of_value]
-    values = values if keeps else [_without_history(value, inputs) for value in values]
-    outs = [*leaves, *values, *replaced.values(), *changes.checks.outs]
-    outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
-    checks = tuple(changes.checks.made)
-    shares = any(isinstance(out, MadeObject) for out in outs)
-    how = Returned(
-        spec,
-        places,
-        constants=tuple(constants),
-        deleted=deleted,
-        replaced=tuple(replaced),
-        shown=tuple(shown),
-        checks=checks,
-        shares=shares,
-        counted=tuple(changes.given.counted),
-    )
-    return [*outs, how]
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
