@@ -101,11 +101,11 @@ def key_of(what: str, graph: Graph, written: WrittenGraph, settings: Settings, *
     """The key of what is made of a graph on the CPU.
 
     Args:
-        what: is made.
-        graph: of which.
-        written: the same.
+        what: what is made of the graph, in a word.
+        graph: the graph.
+        written: the graph as JSON.
         settings: how the user asked to compile.
-        more: all else that it is made of, as JSON has it.
+        more: all else that the result depends on, as JSON has it.
 
     Raises:
         UnsupportedProgram: it is made of more than can be told.

@@ -83,9 +83,9 @@ class Backward:
     """Runs autograd over a traced program; every run records what it computes.
 
     Args:
-        recorder: records.
+        recorder: records what autograd runs.
         node_outs: what the program returns.
-        ends: those that are differentiable.
+        ends: the differentiable ones among `node_outs`, with their tensors.
         wanted: for each input that may get gradients, where they arrive: first of all at its leaf.
         mode: what the program ran in, for tensors that it closes over; every run is in it.
         arrivals: the bases among `ends` whose gradient comes through a view.

@@ -118,10 +118,10 @@ class BackwardEffects:
     Args:
         runs: runs it.
         grads: the gradients that inputs get.
-        arrived: these inputs in the order in which their gradients arrived.
+        arrived: the inputs that get gradients, in the order in which these arrived.
         frees: see `Facts.frees`.
         writes: inputs that it wrote.
-        storages: those whose storage it gave another size.
+        storages: inputs whose storage it gave another size, see `Facts.backward_storages`.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which it was traced by itself.
         adds_layouts: see `Facts.adds_layouts`.
@@ -149,7 +149,7 @@ class Effects:
     Args:
         recorder: records it.
         inputs: the stand-ins.
-        log: its views, and writes to what a tensor is.
+        log: the program's views, and its writes to what a tensor is.
         storages: what it knows of storages.
         swaps: tensors that became each other.
         classes: what the user's code sees of the tensors.

@@ -80,7 +80,7 @@ class TracedDoubleBackward:
         tangents: the gradients that arrive.
         grads: which result is the gradient of which input of the program; none if none has a history.
         kept: the results that user code in the backward keeps.
-        failure: why they have none although eager's have, if so: they have no gradients.
+        failure: why the gradients have no history although eager's have, if so.
         facts: what the trace showed.
         later: traces backwards of it.
     """

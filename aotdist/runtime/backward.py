@@ -65,15 +65,16 @@ class Backward:
     """The backward of a node, step by step; the printed one leaves to it the calls that lack a tangent.
 
     Args:
-        plan: how tensors pass.
+        plan: how tensors pass through the node.
         whole: saved values, tangents -> gradients, then backward writes.
-        reduced: the same without the tangents of some slots.
+        reduced: compiles `whole` without the tangents of some slots.
         parts: compiles what computes some results from some gradients.
-        differentiable_parts: the same, for gradients that autograd records, in parts or of symbolic sizes.
+        differentiable_parts: as `parts`, for gradients that autograd records: in parts, or of symbolic sizes.
         after: called when the gradients are there.
         results: the names of what `whole` returns.
         other_kinds: runs the backward for gradients of other kinds, if there can be one.
-        double_backward: runs the backward as a program with a backward, for all other such gradients.
+        double_backward: runs the backward as a program with a backward, for all gradients that autograd
+            records and that `differentiable_parts` is not for.
         shares: what the backwards of the results compute with.
         in_python: what backwards change in Python.
     """

@@ -29,17 +29,17 @@ class Training:
 
     Args:
         cut: the joint graph, cut at its waypoints.
-        joint: the same, not cut; `split` cuts it in two.
+        joint: the joint graph, not cut at its waypoints.
         by_choice: the backward, with the results of every choice of tangents that was traced by itself.
-        split: the two graphs.
-        halves: the two callables.
+        split: forward and backward, the two graphs that `joint` was partitioned into.
+        halves: forward and backward, compiled.
         node: how tensors pass through the autograd node.
-        backward: runs the second half.
+        backward: runs the compiled backward.
         reduced: compiles the backward for when some tangents are missing; each choice once.
         parts: compiles backwards from other gradients, for when somebody watches waypoints, or holds views
             whose gradients meet others inside; each once.
-        gates: where it may be watched.
-        differentiable_parts: compiles the same for gradients that autograd records.
+        gates: where the backward may be watched.
+        differentiable_parts: as `parts`, for gradients that autograd records.
         others: compiles the backward for gradients of other kinds, if there can be one; each once.
         double_backward: compiles the backward as a program with a backward, if that can be; each once.
     """
@@ -73,8 +73,8 @@ class Compilation:
 
     Args:
         captured: the call.
-        deduped: which of its tensors are the same.
-        bases: which of them share memory.
+        deduped: which tensors of the call are the same.
+        bases: which tensors of the call share memory.
         traced: program, graph and facts.
         plans: of the convention layers.
         returned: how the user's result is put together.

@@ -35,7 +35,7 @@ class CompiledDoubleBackward:
         call: inputs, gradients, values -> gradients.
         grads: which result is the gradient of which input; none if none has a history.
         kept: the results that user code in the backward keeps.
-        failure: why they have none although eager's have, if so.
+        failure: why the gradients have no history although eager's have, if so.
     """
 
     tangents: Mapping[NodeOutIdx, tuple[Tangent, bool]]

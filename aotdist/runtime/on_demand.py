@@ -40,10 +40,10 @@ class OnDemand:
 
     Args:
         cut: the joint graph, cut at its waypoints.
-        joint: the same, not cut.
+        joint: the joint graph, not cut at its waypoints.
         by_choice: the backward, with the results of every choice of tangents that was traced by itself.
-        split: forward and backward, as they are compiled.
-        halves: the same, compiled.
+        split: forward and backward, the two graphs that `joint` was partitioned into.
+        halves: forward and backward, compiled.
         facts: what the trace showed.
         ins: names of the inputs.
         symbols: the symbolic sizes.

@@ -63,26 +63,29 @@ class NodePlan:
         backward_sizes: those that the backward graph takes between saved values and tangents.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
-        choices: the same, for when only some outputs are differentiated, where that is another backward.
-        adds_layouts: whether it is another for any of them, see `Facts`.
+        choices: `grads` of a backward of some outputs alone, by these; of each choice of outputs for which it
+            was traced by itself.
+        adds_layouts: whether for any other choice the backward is more than a part of the whole, see `Facts`.
         backward_writes: plain inputs that the backward writes; their new values follow the gradients.
-        backward_bumps: how many writes to count for each of them.
+        backward_bumps: for each of `backward_writes`, how many writes to count.
         bumped: wrappers that the backward writes, and number of writes to count.
         backward_storages: plain inputs whose storage the backward gives another size, and its bytes.
-        buffers: which of these the backward reads when it runs, after the tangents.
+        buffers: arguments of the backward graph, after the tangents, that are inputs as they are when it
+            runs: for each its position in `backward_writes`.
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
-        saved_slots: the names of those arguments.
+        saved_slots: the names of the saved arguments of the backward graph.
         kept_primals: the inputs to keep for double backward.
-        kept_primal_slots: the names of the plain tensors beneath them.
-        unsaved: those of them that are not saved, so that autograd does not tell if they are written:
-            positions, and names of what is beneath them.
-        obstacle: why that cannot be done, if so.
+        kept_primal_slots: the names of the plain tensors beneath the kept inputs.
+        unsaved: kept inputs that are not saved as well, so that autograd does not tell if they are written:
+            positions in `kept_primals`, and names of the plain tensors beneath.
+        obstacle: why the backward graph cannot be differentiated, if so.
         frees: whether there is one backward only, see `Facts.frees`; else nothing is saved.
         passages: which gradients pass tensors that the caller holds.
-        totals: recipes to assume of the gradients of waypoints.
-        met: the same for views, by position: those whose gradient can go into the program.
-        wrappers: those that saved values lie in.
+        totals: recipes to assume of the gradients of waypoints that the node returns.
+        met: recipes to assume of the gradients of waypoints that are views, by position: of those that can go
+            into the program.
+        wrappers: the wrappers that saved values lie in.
     """
 
     unwrap: UnwrapPlan

@@ -206,8 +206,8 @@ class _Reading:
 
     Args:
         captured: the call.
-        deduped: which of its tensors are the same.
-        bases: which of them share memory.
+        deduped: which tensors of the call are the same.
+        bases: which tensors of the call share memory.
         program: with the tensors that it takes.
         facts: what the trace showed.
         settings: how it was compiled.
