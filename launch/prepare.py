@@ -273,8 +273,8 @@ def _only_model(objects: Sequence[Any]) -> nn.Module:
         or any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         "prepared by accelerate": getattr(model, "_is_accelerate_prepared", False),
     }
-    for how, so in wrapped.items():
-        if so:
+    for how, is_so in wrapped.items():
+        if is_so:
             raise UnsupportedProgram(
                 f"the {type(model).__name__} is {how} already",
                 stage="launch",

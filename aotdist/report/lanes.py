@@ -231,7 +231,7 @@ def _communication(
             if span.name == _WAIT:
                 waits[span] = _words(what)
             else:
-                ends = (later.end for later, that in pairs[at + 1 :] if _is_wait_for(that, what))
+                ends = (later.end for later, other in pairs[at + 1 :] if _is_wait_for(other, what))
                 in_flight.append(_InFlight(what, span.start, next(ends, graph.end)))
     named = [Span(name, span.start, span.end, span.thread) for span, name in waits.items()]
     return named, _lanes_of_groups(in_flight, ran)

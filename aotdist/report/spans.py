@@ -15,10 +15,10 @@ class Span:
     """Something that went on for a while.
 
     Args:
-        name: what.
+        name: what went on.
         start: when it began, in microseconds.
         end: when it was over.
-        thread: where.
+        thread: the thread that it went on in.
     """
 
     name: str
@@ -41,19 +41,19 @@ def union(*several: Stretches) -> Stretches:
     return _joined(stretch for one in several for stretch in one)
 
 
-def minus(these: Stretches, those: Stretches) -> Stretches:
+def minus(whole: Stretches, removed: Stretches) -> Stretches:
     """What is in the first, and not in the second."""
-    return list(_minus(these, those))
+    return list(_minus(whole, removed))
 
 
-def within(these: Stretches, those: Stretches) -> Stretches:
+def within(one: Stretches, other: Stretches) -> Stretches:
     """What is in both."""
-    return minus(these, minus(these, those))
+    return minus(one, minus(one, other))
 
 
-def total(these: Stretches) -> float:
+def total(several: Stretches) -> float:
     """How long they are together."""
-    return sum(end - start for start, end in these)
+    return sum(end - start for start, end in several)
 
 
 def outermost(spans: Iterable[Span]) -> Iterator[Span]:
@@ -77,16 +77,16 @@ def _joined(pairs: Iterable[tuple[float, float]]) -> Stretches:
     return joined
 
 
-def _minus(these: Stretches, those: Stretches) -> Iterator[tuple[float, float]]:
+def _minus(whole: Stretches, removed: Stretches) -> Iterator[tuple[float, float]]:
     first = 0
-    for start, end in these:
-        while first < len(those) and those[first][1] <= start:
+    for start, end in whole:
+        while first < len(removed) and removed[first][1] <= start:
             first += 1
         at = first
-        while at < len(those) and those[at][0] < end:
-            if start < those[at][0]:
-                yield start, those[at][0]
-            start = max(start, those[at][1])
+        while at < len(removed) and removed[at][0] < end:
+            if start < removed[at][0]:
+                yield start, removed[at][0]
+            start = max(start, removed[at][1])
             at += 1
         if start < end:
             yield start, end

@@ -139,17 +139,17 @@ def _for_target(text: str, device_type: str) -> str:
     return _DEVICE.sub(f"device(type={device_type!r})", text)
 
 
-def check_same(name: str, built: Signature, come: Signature) -> None:
+def check_same(name: str, built: Signature, called: Signature) -> None:
     """See that a call is what an artifact was built for.
 
     Raises:
         SignatureMismatch: it is not; with the parts that differ.
     """
-    names = [part for part in {**built, **come} if built.get(part) != come.get(part)]
+    names = [part for part in {**built, **called} if built.get(part) != called.get(part)]
     if not names:
         return
     shown = "; ".join(
-        f"{part}: built for {built.get(part, 'none')}, called with {come.get(part, 'none')}"
+        f"{part}: built for {built.get(part, 'none')}, called with {called.get(part, 'none')}"
         for part in names[:_MAX_SHOWN]
     )
     more = f" (and {len(names) - _MAX_SHOWN} more)" if len(names) > _MAX_SHOWN else ""
