@@ -17,8 +17,8 @@ from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans, lower_all
 from aotdist.joint.trace import Traced
-from aotdist.partition.builder import collector_paused
 from aotdist.partition.choices import without_choices
+from aotdist.partition.collector import collector_paused
 from aotdist.partition.double_backward import DoubleBackwardPlan, as_function, gradients, plan_double_backward
 from aotdist.partition.gates import linked, plan_gates
 from aotdist.partition.policy import partition

@@ -21,7 +21,7 @@ from aotdist.export.refusals import check_loss, refuse_example, refuse_metadata_
 from aotdist.facts import OutputFact
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.trace import Traced, trace
-from aotdist.partition.builder import collector_paused
+from aotdist.partition.collector import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.torch_seam.inductor import active_fake_mode

@@ -6,7 +6,7 @@ from typing import Literal, assert_never
 
 from torch.fx import Node
 
-from aotdist.partition.builder import collector_paused
+from aotdist.partition.collector import collector_paused
 from aotdist.partition.default import default_saved
 from aotdist.partition.halves import Halves, find_halves
 from aotdist.partition.split import split
