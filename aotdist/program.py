@@ -152,6 +152,7 @@ class Graph:
     - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it;
     - `overwritten`: whether the program writes what an argument holds;
+    - `reshaped`: that the program reshapes an argument in place, so that no view of it may be saved;
     - `strides_asked`: that a backward of the user's looks at the strides.
     """
 
