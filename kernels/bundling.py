@@ -34,12 +34,13 @@ from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.uses import num_bytes
 
 MAX_TENSORS = 360
-"""That the kernels of a launch read and write: the compiler loads many addresses ahead. On an H100, a step of
-AdamW in place takes 49 registers with 360 of them, which are 225 addresses, and 114 with 480."""
+"""How many tensors the kernels of a launch read and write: the compiler loads many addresses ahead. On an
+H100, a step of AdamW in place takes 49 registers with 360 of them, which are 225 addresses, and 114 with
+480."""
 SMALL_BYTES = 2**20
-"""What may be kept a while longer."""
+"""How large a tensor may be that is kept a while longer."""
 FEW_RESULTS = 128
-"""Of a reduction, for which larger blocks than it needs cost nothing: a GPU has more multiprocessors."""
+"""Up to so many results, a reduction may have larger blocks than it needs: a GPU has more multiprocessors."""
 
 _CHOSEN = re.compile(r"\b(?:in|out)_\w+|(?<![\w.+-])\d+(?![\w.])")
 """Tensors and whole numbers in a kernel's source; not the digits of other numbers (`0.5`, `1e+20`)."""

@@ -27,4 +27,4 @@ def _word(reader: Reader, node: Node, point: Point) -> Expr:
 
 
 RULES_BY_NAME = {"aotdist.philox.default": Pointwise(_word)}
-"""Of our own operators, which are made by stages that come later."""
+"""Rules of our own operators, by name: these are defined by stages that import this one."""

@@ -307,4 +307,4 @@ RULES: dict[OpOverload, Rule] = {
 }
 
 RULES_BY_NAME: dict[str, Rule] = {"prims.fma.default": _pointwise(_word("fma"), 3)}
-"""Of operators that exist only once Inductor's decompositions were asked for."""
+"""Rules of operators that exist only once Inductor's decompositions were asked for."""

@@ -37,14 +37,16 @@ from aotdist.kernels.units import Unit, Units
 from aotdist.kernels.uses import Uses, num_bytes
 
 MAX_NODES = 64
+"""How many nodes a kernel computes."""
 MAX_TENSORS = 24
-"""Of a kernel: its loads and stores hold registers at the same time."""
+"""How many tensors a kernel reads and writes: its loads and stores hold registers at the same time."""
 MAX_ABSORBED = 16
+"""How many nodes are computed wherever they are read."""
 MAX_READINGS = 3
-"""Of what is computed wherever it is read: that many nodes, read at that many different places."""
-
+"""At how many different places they may be read then."""
 MAX_BYTES_READ = 64
-"""By each of two groups, for a byte that both read; of others `bundling.py` makes one launch all the same."""
+"""How many bytes each of two groups may read for a byte that both read, to be worth one kernel; of others
+`bundling.py` makes one launch all the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from aotdist.kernels.running import Runner
 MAX_PERSISTENT = 8192
 """Places along what is reduced that one block may hold: 32 registers a thread and value with 8 warps."""
 MAX_PERSISTENT_COLUMN = 128
-"""The same where neighbours lie along the results, of which a block needs some beside each other."""
+"""As `MAX_PERSISTENT`, where neighbours lie along the results: a block needs some beside each other."""
 MIN_COLUMNS = 16
-"""Such neighbours: 32 bytes, the least that memory is read by, of the narrowest floating point but float8."""
+"""How many of these neighbours: 32 bytes, the least that memory is read by, of 16-bit floating point."""
 NUM_MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Multiprocessors of an H100 or H200."""
 
 _BLOCK = 1024
 _MANY = 8  # tensors: with 8 elements of each, a thread of more takes over 64 registers

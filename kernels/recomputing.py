@@ -22,11 +22,11 @@ from aotdist.kernels.space import Group, space_of
 from aotdist.kernels.uses import Uses, num_bytes, num_elements
 
 MAX_CHAIN = 8
-"""Nodes that are computed again for one."""
+"""How many nodes may be computed again for one that reads them."""
 MAX_LEAVES = 3
-"""Tensors that they are computed from."""
+"""How many tensors these may be computed from."""
 RARE = 8
-"""Of so many elements one may be computed again, whatever work it is."""
+"""Where no more than one in so many elements is read, these are computed again, whatever work it is."""
 
 _WORK = frozenset({"exp", "exp2", "log", "log2", "rsqrt", "sqrt", "sin", "cos", "erf", "div"})
 """What takes more than an instruction or two."""

@@ -28,11 +28,12 @@ from aotdist.torch_seam.symbols import hint, spell_number
 aten = torch.ops.aten
 
 MIN_ELEMENTS = 2**15
-"""What one block goes through in the time of another launch, or so."""
+"""How many elements are reduced to one, at least, where that is split: one block does so in about the time of
+another launch."""
 MAX_PARTS = 1024
 ROW_LENGTHS = range(512, 8193)
-"""Of rows that are the parts, if there are no more than `MAX_ROWS`: then what computes them row by row, like
-a norm before the largest element of all, may take the first stage with it."""
+"""Lengths of rows that may be the parts, if there are no more than `MAX_ROWS`: then what computes them row by
+row, like a norm before the largest element of all, may take the first stage with it."""
 MAX_ROWS = 8192
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default}

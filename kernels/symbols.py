@@ -14,7 +14,7 @@ from aotdist.kernels.polynomial import NotProved, Whole, symbol
 from aotdist.torch_seam.symbols import expression, hint, least_of, products_of, surely_equal, symbols_in
 
 _known: WeakKeyDictionary[Any, dict[Any, Whole]] = WeakKeyDictionary()
-"""By the environment that keeps the symbols, and the expression: most are asked for often."""
+"""Numbers that were converted before, by the environment of their symbols and by expression."""
 
 
 def whole(number: int | torch.SymInt) -> Whole:

@@ -22,7 +22,7 @@ from aotdist.torch_seam.inductor import inductor_extensions, inductor_options
 from aotdist.torch_seam.operators import OpOverload
 
 _VARIABLES = ("CXX", "CPATH", "CPLUS_INCLUDE_PATH", "OMP_NUM_THREADS", "CONDA_PREFIX")
-"""That a C++ compiler, or Inductor when it calls one, looks at."""
+"""Environment variables that a C++ compiler, or Inductor when it calls one, looks at."""
 
 
 @functools.cache

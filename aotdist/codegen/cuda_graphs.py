@@ -33,7 +33,7 @@ CAPTURE: GraphCapture = CudaGraphCapture()
 """Tests put one here that needs no GPU."""
 
 _MOST_RECORDINGS = 3
-"""Of one signature: parameters that move more often are not worth waiting for."""
+"""How often one signature is recorded: parameters that move more often are not worth waiting for."""
 
 _NOT_REPLAYED = "the forward ran without its recording"
 

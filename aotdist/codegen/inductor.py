@@ -166,7 +166,7 @@ def _refuse_use_of_sparse(gm: torch.fx.GraphModule) -> None:
 
 
 _EXECUTED = re.compile(r"While executing %(\w+) ")
-"""In an error of Inductor's: the node that it was at."""
+"""Finds the node that Inductor was at in the text of an error of its."""
 
 
 @contextmanager

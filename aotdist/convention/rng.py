@@ -154,7 +154,7 @@ class RngPlan:
 
 
 HIDDEN_STATE = RngPlan(None)
-"""Of a program that draws from the user's generator, or not at all."""
+"""The plan of a program that draws from the user's generator, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)

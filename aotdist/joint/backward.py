@@ -59,7 +59,7 @@ Wanted = tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]
 """An input, and where its gradients arrive."""
 
 _MOST_CHOICES = 4
-"""Of more results than this, not every choice is traced: there are too many."""
+"""Up to so many results, the backward may be traced for every choice of some; of more there are too many."""
 
 
 def is_linear(ends: Sequence[End]) -> bool:

@@ -57,7 +57,7 @@ _CONVERSIONS: Mapping[Any, str] = {
     torch.Tensor.__int__: "int",
     torch.Tensor.__complex__: "complex",
 }
-"""Of these, Python wants a number of its own."""
+"""Conversions whose result has to be a number of Python's own, and their names."""
 _FUNCTIONS = {
     math: ("sqrt", "pow", "exp", "log", "cos", "sin", "tanh"),
     builtins: ("max", "min"),

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.1
-"""Between two looks: to write a line takes 20 us, and the thread that compiles waits for no other."""
+"""Seconds between two updates: a line takes 20 us, and the thread that compiles waits for no other."""
 _ERASE = "\r\x1b[2K"
 
 _shown = threading.Lock()
-"""Of several that compile at once, the first one has the line."""
+"""Held by the compilation that has the line: of several at once, the first."""
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from aotdist.facts import (
 from aotdist.program import OutIdx, PrimalIdx, Role, Row, Slot
 
 _PLAIN_VALUES = (bool, int, float, str, type(None))
-"""Of which the text is worth showing."""
+"""Types of values whose text is worth showing."""
 
 _ARGUMENTS: dict[Role, str] = {
     "primal": "input `{}`",

@@ -14,7 +14,7 @@ from aotdist.step.held import HeldItem, HeldState
 from aotdist.torch_seam.trees import pytree
 
 DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
-"""In which tensors Python's numbers travel, whole."""
+"""The dtypes of tensors that carry Python's numbers without a loss."""
 
 
 @dataclass(slots=True)

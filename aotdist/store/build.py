@@ -261,7 +261,7 @@ def _nothing(what: str) -> BadSettings:
 
 
 _FOR_CPUS = re.compile(r"mkldnn|onednn|_for_cpu|quantized|fbgemm")
-"""In the names of operators that only CPUs have."""
+"""Occurs in the names of operators that only CPUs have."""
 
 
 def _refuse_on_gpus(compilation: Compilation) -> None:

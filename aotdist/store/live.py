@@ -157,7 +157,7 @@ class Live:
 
 
 NOTHING_LIVE = Live("cpu", {}, {}, {})
-"""For what is read or written without a call."""
+"""Names nothing: for what is read or written without a call."""
 
 
 def class_named(module: str, name: str) -> type[Any]:

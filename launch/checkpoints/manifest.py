@@ -19,7 +19,7 @@ import torch
 from aotdist.errors import AotdistError
 
 FORMAT = 1
-"""Of the manifest and of what it describes; another number is not read."""
+"""Version of the manifest's format, and of what it describes; another one is not read."""
 
 MANIFEST_FILE = "manifest.json"
 CHECKPOINTS_FOLDER = "checkpoints"

@@ -26,7 +26,7 @@ from aotdist.torch_seam.dtensor import local_part
 from aotdist.torch_seam.trees import pytree
 
 _OWN = "rank"
-"""Where the tensors stand that each rank has for itself."""
+"""The key of the tensors that each rank has for itself."""
 
 
 def tensors_of(state: TrainState, rank: int) -> dict[str, Any]:

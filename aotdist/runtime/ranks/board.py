@@ -54,8 +54,8 @@ class Memory:
 
 
 _memories: WeakKeyDictionary[Store, dict[int, Memory]] = WeakKeyDictionary()
-"""By store, so that a new process group does not meet the leavings of the one before; then by rank,
-because ranks that are threads may share a store."""
+"""What ranks remember: by store, so that a new process group does not meet the leavings of the one before;
+then by rank, because ranks that are threads may share a store."""
 
 
 @dataclass(frozen=True, slots=True)
