@@ -8,7 +8,7 @@ and the sum. The sum goes on as a new argument of the graph. So the recorded gra
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -67,16 +67,18 @@ class Waypoints:
     def __init__(self, held: Sequence[HeldTensor], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]) -> None:
         watched = [one for one in held if not one.tensor._backward_hooks]
         by_edge = {one.edge(): one for one in reversed(watched)} if len(held) > 1 else {}
-        self._nodes, reached = _walk([tensor.grad_fn for _, tensor in ends] if by_edge else [], list(by_edge))
-        found = 0
+        bits = {edge: 1 << position for position, edge in enumerate(by_edge)}
+        self._nodes, reached = _walk([tensor.grad_fn for _, tensor in ends] if by_edge else [], bits)
+        passed = 0
         for _, tensor in ends:
-            found |= reached.get(tensor.grad_fn, 0)
-        edges = [edge for bit, edge in enumerate(by_edge) if found >> bit & 1]
+            passed |= reached.get(tensor.grad_fn, 0)
+        edges = [edge for edge, bit in bits.items() if passed & bit]
         edges.sort(key=lambda edge: edge[0]._sequence_nr())
         self._passing = {edge: _Passing(by_edge[edge]) for edge in edges}
-        bits = {edge: 1 << bit for bit, edge in enumerate(by_edge)}
         self._levels = {
-            idx: max((k + 1 for k, e in enumerate(edges) if reached[tensor.grad_fn] & bits[e]), default=0)
+            idx: max(
+                (k + 1 for k, edge in enumerate(edges) if reached[tensor.grad_fn] & bits[edge]), default=0
+            )
             for idx, tensor in ends
             if edges
         }
@@ -134,9 +136,13 @@ def _values(recorder: Recorder, tensor: torch.Tensor) -> list[torch.fx.Node]:
     return [recorder.value(plain) for plain in plain_tensors(tensor)]
 
 
-def _walk(ends: Iterable[Node], edges: Sequence[Edge]) -> tuple[list[Node], dict[Node, int]]:
-    """The nodes behind `ends`, each after those behind it, and which of `edges` each leads to, as bits."""
-    bits = {edge: 1 << bit for bit, edge in enumerate(edges)}
+def _walk(ends: Iterable[Node], bits: Mapping[Edge, int]) -> tuple[list[Node], dict[Node, int]]:
+    """The nodes behind `ends`, each after those behind it, and to which edges each leads.
+
+    Args:
+        ends: where to begin.
+        bits: the edges, and a bit for each, so that the set to which a node leads is one number.
+    """
     reached: dict[Node, int] = {}
     pending: list[tuple[Node, bool]] = [(node, False) for node in ends]
     while pending:
