@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from aotdist.capture.capture import Returned
+from aotdist.capture.fakes import UserFakes
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.facts import IsInput, ViewOfInput
 from aotdist.joint.trace import Traced
@@ -53,6 +55,20 @@ def refuse_example(path: str, example: torch.Tensor) -> None:
         )
 
 
+def refuse_mode_without_symbols(fakes: UserFakes) -> None:
+    """Refuse the user's fake tensors, if their mode has no symbols for sizes.
+
+    Raises:
+        BadSettings: it has none.
+    """
+    if fakes.mode is not None and fakes.mode.shape_env is None:
+        raise BadSettings(
+            "`dynamic_shapes` asks for symbols, and the mode of the fake tensors has none",
+            stage="export",
+            fix="make them in a `FakeTensorMode(shape_env=ShapeEnv())`",
+        )
+
+
 def refuse_strays(traced: Traced, num_given: int) -> None:
     """Refuse a program that uses a tensor which is neither argument nor state."""
     arguments = traced.graph.named_placeholders()
@@ -77,6 +93,23 @@ def refuse_metadata_writes(traced: Traced) -> None:
             f"`{traced.program.ins[idx]}` has its size, strides or history written in place",
             stage="export",
             fix="return the changed tensor instead",
+        )
+
+
+def refuse_returned(returned: Returned) -> None:
+    """Refuse a program whose result says more than tensors and constants can."""
+    if returned.shares:
+        raise UnsupportedProgram(
+            "the program returns an object, which it makes, in two places",
+            stage="export",
+            fix="return it once",
+        )
+    if returned.checks:
+        raise UnsupportedProgram(
+            f"the program checks the data of a tensor (`{returned.checks[0].error}`), and an exported graph "
+            "raises no errors",
+            stage="export",
+            fix="export it without the check (`torch._check_tensor_all`)",
         )
 
 

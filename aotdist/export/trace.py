@@ -15,9 +15,15 @@ from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
 from aotdist.capture.modules import swapped
-from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.call import Call, Input
-from aotdist.export.refusals import check_loss, refuse_example, refuse_metadata_writes, refuse_strays
+from aotdist.export.refusals import (
+    check_loss,
+    refuse_example,
+    refuse_metadata_writes,
+    refuse_mode_without_symbols,
+    refuse_returned,
+    refuse_strays,
+)
 from aotdist.facts import OutputFact
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.trace import Traced, trace
@@ -109,12 +115,8 @@ def trace_for_export(
         paths = (slot.path for slot in slots)
         named = zip(paths, examples, strict=True)
         fakes = fakes_of(named, captured.closed_over.keys(), active_fake_mode())
-        if fakes.mode is not None and fakes.mode.shape_env is None and captured.dims:
-            raise BadSettings(
-                "`dynamic_shapes` asks for symbols, and the mode of the fake tensors has none",
-                stage="export",
-                fix="make them in a `FakeTensorMode(shape_env=ShapeEnv())`",
-            )
+        if captured.dims:
+            refuse_mode_without_symbols(fakes)
         program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
         recorder = Recorder(decompositions, symbolic=bool(captured.dims), fakes=fakes)
         recorder.draws.allow(captured.environment.reached.generators)
@@ -128,19 +130,7 @@ def trace_for_export(
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
     returned = Returned.of(traced.facts)
-    if returned.shares:
-        raise UnsupportedProgram(
-            "the program returns an object, which it makes, in two places",
-            stage="export",
-            fix="return it once",
-        )
-    if returned.checks:
-        raise UnsupportedProgram(
-            f"the program checks the data of a tensor (`{returned.checks[0].error}`), and an exported graph "
-            "raises no errors",
-            stage="export",
-            fix="export it without the check (`torch._check_tensor_all`)",
-        )
+    refuse_returned(returned)
     return ExportTrace(traced, inputs, returned, tuple(requires_grad[:-1]), frozenset(fresh))
 
 
