@@ -98,7 +98,7 @@ class Scalars:
         """Numbers that are read inside are traced."""
         token = _CURRENT.set(self)
         try:
-            with _RECORDING.made(True), _Tokens(self):
+            with _RECORDING.applied(True), _Tokens(self):
                 yield
         finally:
             _CURRENT.reset(token)

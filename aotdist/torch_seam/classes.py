@@ -29,7 +29,7 @@ def hearing_of_classes(hear: Remake) -> AbstractContextManager[None]:
     By `as_subclass`, `_make_subclass` (`nn.Parameter` calls it) or the class itself, called with a tensor.
     None of these is a torch function, so no mode hears of them.
     """
-    return _CLASSES.made(hear)
+    return _CLASSES.applied(hear)
 
 
 def _hook_classes(hearing: bool) -> None:
@@ -45,7 +45,7 @@ _CLASSES = Patch[Remake]("class_hearers", _hook_classes)
 
 
 def _heard(tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
-    hear = _CLASSES.said
+    hear = _CLASSES.value
     return None if hear is None else hear(tensor, cls, op)
 
 

@@ -36,7 +36,7 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
     Reentrant checkpoints, which start the autograd engine from within, recompute as the others do. Selective
     ones keep what their policy says and compute the rest again, where they would keep all and tag it.
     """
-    return _TRACES.made(True)
+    return _TRACES.applied(True)
 
 
 def said_to_be_compiling() -> AbstractContextManager[None]:
@@ -56,7 +56,7 @@ _TRACES = Patch[bool]("calls_to_be_traced", _hook_calls)
 
 
 def _asks_for_tags(*args: Any) -> bool:
-    return not _TRACES.said and _checkpoint_is_compiling(*args)
+    return not _TRACES.value and _checkpoint_is_compiling(*args)
 
 
 class _Recomputed:
@@ -64,7 +64,7 @@ class _Recomputed:
 
     @staticmethod
     def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if not _TRACES.said:
+        if not _TRACES.value:
             return _ReentrantCheckpoint.apply(fn, preserve_rng_state, *args)
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():  # as it does: parameters get no gradient then
@@ -98,7 +98,7 @@ _asks_dynamo = torch.compiler.is_dynamo_compiling
 def _says_yes_to_control_flow() -> bool:
     frame = inspect.currentframe()
     asking = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
-    return bool(_TRACES.said and asking in _CONTROL_FLOW) or _asks_dynamo()
+    return bool(_TRACES.value and asking in _CONTROL_FLOW) or _asks_dynamo()
 
 
 _FAST_PATHS = {

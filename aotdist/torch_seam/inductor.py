@@ -271,7 +271,7 @@ def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> AbstractCon
     for all. They look the class up when they run, so a subclass under that name hears both; other
     threads that meet it meanwhile have no batch and get the original's behaviour.
     """
-    return _KERNELS.made(make_batch)
+    return _KERNELS.applied(make_batch)
 
 
 def _hook_kernels(batched: bool) -> None:
@@ -291,7 +291,7 @@ def _async_compile_classes() -> tuple[type[Any], type[Any]]:
     class BatchingCompile(AsyncCompile):
         def __init__(self) -> None:
             super().__init__()
-            make_batch = _KERNELS.said
+            make_batch = _KERNELS.value
             self._batch = None if make_batch is None else make_batch()
 
         def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:

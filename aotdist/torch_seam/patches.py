@@ -27,40 +27,43 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
 
 
 class Patch(Generic[T]):
-    """A change of others' functions, made while any thread asks for it; what it does, each thread says.
+    """Replaces functions of others while any thread asks for it.
+
+    All threads call the replacement, which looks at the `value` of its own: in one that did not ask, that is
+    None, and it does what the original does.
 
     Args:
         name: what it is called.
-        make: makes the change, or takes it back.
+        switch: replaces the functions, or puts the originals back.
     """
 
     _lock = threading.Lock()
 
-    def __init__(self, name: str, make: Callable[[bool], None]) -> None:
-        self._said: ContextVar[T | None] = ContextVar(name, default=None)
-        self._make, self._num_users = make, 0
+    def __init__(self, name: str, switch: Callable[[bool], None]) -> None:
+        self._value: ContextVar[T | None] = ContextVar(name, default=None)
+        self._switch, self._num_users = switch, 0
 
     @property
-    def said(self) -> T | None:
-        """What this thread has said, if it asked for the change."""
-        return self._said.get()
+    def value(self) -> T | None:
+        """What this thread gave when it asked; None if it did not."""
+        return self._value.get()
 
     @contextmanager
-    def made(self, said: T) -> Generator[None]:
-        """This thread asks for the change."""
-        token = self._said.set(said)
+    def applied(self, value: T) -> Generator[None]:
+        """This thread asks for the replacement, with a value for it."""
+        token = self._value.set(value)
         self._count(+1)
         try:
             yield
         finally:
             self._count(-1)
-            self._said.reset(token)
+            self._value.reset(token)
 
     def _count(self, change: int) -> None:
         with self._lock:
             before, self._num_users = self._num_users, self._num_users + change
             if not before or not self._num_users:
-                self._make(bool(self._num_users))
+                self._switch(bool(self._num_users))
 
 
 NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
@@ -72,7 +75,7 @@ _check_now = torch._check_tensor_all_with
 
 def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
     """`torch._check_tensor_all` tells `note` in this thread, and checks what that does not see to."""
-    return _CHECKS.made(note)
+    return _CHECKS.applied(note)
 
 
 def raise_check(error: type[Exception], message: str | None) -> None:
@@ -91,7 +94,7 @@ _CHECKS = Patch[NoteCheck]("check_hearers", _hook_checks)
 def _tell_of_check(
     error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
 ) -> None:
-    note = _CHECKS.said
+    note = _CHECKS.value
     is_condition = isinstance(cond, torch.Tensor) and cond.dtype == torch.bool
     if note is None or not is_condition or not note(error_type, cond, message):
         _check_now(error_type, cond, message)

@@ -20,7 +20,7 @@ def hearing_of_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> Abst
 
     By then its checks are done, and what the two have of their own as Python objects is exchanged already.
     """
-    return _SWAPS.made(hear)
+    return _SWAPS.applied(hear)
 
 
 def _hook_swaps(hearing: bool) -> None:
@@ -31,7 +31,7 @@ _SWAPS = Patch[Callable[[torch.Tensor, torch.Tensor], None]]("swap_hearers", _ho
 
 
 def _tell_of_swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    (_SWAPS.said or _swap_bodies)(first, second)
+    (_SWAPS.value or _swap_bodies)(first, second)
 
 
 def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ def swapped_by_transforms(swap: Swap) -> AbstractContextManager[None]:
 
     They wrap tensors in C++, which no torch-function mode hears of.
     """
-    return _SWAPPED.made(swap)
+    return _SWAPPED.applied(swap)
 
 
 def _hook_transforms(hearing: bool) -> None:
@@ -50,7 +50,7 @@ _SWAPPED = Patch[Swap]("transform_hearers", _hook_transforms)
 
 
 def _take_swapped(take: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    swap = _SWAPPED.said
+    swap = _SWAPPED.value
     if swap is not None:
         with torch_functions_off():
             args = tuple(swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
