@@ -132,6 +132,18 @@ class Inputs:
         _refuse_layout(example, slot)
         self._refuse_class(example)
         at = PrimalIdx(len(self._stand_ins))
+        stand_in = _counted_from_here(self._made(at, slot, example))
+        self._note_storages(at, stand_in)
+        self._give_guise(stand_in)
+        self._by_tensor[id(stand_in.tensor)] = at
+        self._by_example[id(example)] = stand_in.tensor
+        self._stand_ins.append(stand_in)
+        if example._is_view() and not stand_in.tensor._is_view():
+            self._of_views.append(at)
+        return stand_in.tensor
+
+    def _made(self, at: PrimalIdx, slot: Slot, example: torch.Tensor) -> StandIn:
+        """A new stand-in, around arguments of the graph: of its own, in spans, or a view of another."""
         is_span = self._bases.is_span(at)
         recipe = recipe_of(example)
         if not is_span and at not in self._views and not any(primal == at for primal, _ in self._aliases):
@@ -144,34 +156,30 @@ class Inputs:
         ]
         base = self._views.get(at)
         if base is not None:
-            stand_in = replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)
-        else:
-            stand_in = self._of_its_own(
-                slot, example, recipe, self._through_spans(at, functionals, example), fakes
-            )
-            spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
-            stand_in = replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
-        if not (example.is_inference() or stand_in.tensor.is_inference()):
-            set_versions((stand_in.tensor,), (version_of(example),))
-        versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
-        stand_in = replace(stand_in, version=version_of(stand_in.tensor), versions=versions)
-        for plain, real in zip(stand_in.plains, plain_tensors(example), strict=True):
+            return replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)
+        functionals = self._through_spans(at, functionals, example)
+        stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
+        spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
+        return replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
+
+    def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
+        """Note which storages hold more than the input, and which are an input's."""
+        is_own = is_real(stand_in.example) and not self._bases.is_span(at)
+        for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
             if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
-            if is_real(example) and not is_span:
-                self._recorder.strided.is_of_input(plain, example, real)
+            if is_own:
+                self._recorder.strided.is_of_input(plain, stand_in.example, real)
+
+    def _give_guise(self, stand_in: StandIn) -> None:
+        """Let the user's code see the class and the attributes of the example."""
+        guises, tensor, example = self._recorder.guises, stand_in.tensor, stand_in.example
         if is_of_own_class(example):
-            self._recorder.guises.give(stand_in.tensor, type(example), vars(example))
-        elif isinstance(stand_in.tensor, FunctionalTensor):
-            self._recorder.guises.stands_for_plain(stand_in.tensor, example)
+            guises.give(tensor, type(example), vars(example))
+        elif isinstance(tensor, FunctionalTensor):
+            guises.stands_for_plain(tensor, example)
         else:
-            self._recorder.guises.stands_for_wrapper(stand_in.tensor, example)
-        self._by_tensor[id(stand_in.tensor)] = at
-        self._by_example[id(example)] = stand_in.tensor
-        self._stand_ins.append(stand_in)
-        if example._is_view() and not stand_in.tensor._is_view():
-            self._of_views.append(at)
-        return stand_in.tensor
+            guises.stands_for_wrapper(tensor, example)
 
     def _refuse_class(self, example: torch.Tensor) -> None:
         """Raise for a tensor of the program around this one that shows a class there."""
@@ -287,6 +295,15 @@ class Inputs:
         leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
         known = set(map(id, leaves))
         return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
+
+
+def _counted_from_here(stand_in: StandIn) -> StandIn:
+    """A stand-in whose version counter is that of its example, and that knows where it begins to count."""
+    tensor, example = stand_in.tensor, stand_in.example
+    if not (example.is_inference() or tensor.is_inference()):
+        set_version(tensor, version_of(example))
+    versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
+    return replace(stand_in, version=version_of(tensor), versions=versions)
 
 
 def _again(example: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
