@@ -26,7 +26,7 @@ from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, call_fitting
-from aotdist.runtime.print_call import MISS
+from aotdist.runtime.fit import MISS
 from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored

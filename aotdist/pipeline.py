@@ -30,13 +30,13 @@ from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 from aotdist.report.logs import log_compiled
 from aotdist.report.progress import showing
 from aotdist.report.stage_times import StageTimes
-from aotdist.runtime.artifact import Artifact, call_fitting, fit_of, load, refuse_overlap
+from aotdist.runtime.artifact import Artifact, call_fitting, load
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward_compiler import DoubleBackwardCompiler
+from aotdist.runtime.fit import MISS, fit_of, refuse_overlap
 from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.plan import NodePlan, node_plan
-from aotdist.runtime.print_call import MISS
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
 
-from aotdist.capture.capture import Captured
 from aotdist.capture.in_backward import InBackward
-from aotdist.capture.modules import ModuleGuard
-from aotdist.capture.reach import constants_but
-from aotdist.capture.source import Source, held_in
 from aotdist.codegen.contract import BoxedCall, Emitted
-from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.layer import Call
-from aotdist.convention.mutation import differentiable_writes
-from aotdist.errors import UnsupportedProgram
-from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.program import NodeOutIdx, PrimalIdx, Slot
 from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Backward, Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward import DoubleBackward
+from aotdist.runtime.fit import MISS, Fit
 from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
-from aotdist.runtime.guard import no_overlap, place_in_storage
 from aotdist.runtime.heap import keep_freed_memory
 from aotdist.runtime.hooks import detaching, shielding, taking_turns
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.other_kinds import OtherKinds
-from aotdist.runtime.print_call import MISS, Fit, print_call
+from aotdist.runtime.print_call import print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
-from aotdist.runtime.printer import Printer, variable_names
+from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import naming_lost_ranks
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.runtime.spent import Shares
-from aotdist.sizes import SCOPE, concrete, evaluate
-from aotdist.subclasses.protocol import plain_tensors
+from aotdist.sizes import concrete, evaluate
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,92 +284,3 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     call = taking_turns(call, _turns(compilation))
     call = detaching(call, _detached(compilation))
     return plans.lift_outside(call, enables_grad=_enables_grad(compilation))
-
-
-def fit_of(compilation: Compilation) -> Fit:
-    """When the compiled program fits a call."""
-    captured, traced = compilation.captured, compilation.traced
-    environment = captured.environment
-    facts = traced.facts
-    written = set(facts.written())
-    written |= {idx for idx in compilation.bases.bases.indices() if compilation.bases.is_span(idx)}
-    counts = traced.symbols.counts()
-    open_ = {count.place.spot() for count in counts}
-    guard = ModuleGuard(environment.modules, environment.state, environment.reached.names, open_)
-    holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
-    holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
-    sources = _sources(compilation)
-    inputs = {source.spot() for source in sources}
-    paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
-    base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
-    sizes = traced.symbols.sizes()
-    symbols = [*(name for name, _ in sizes.symbols), *(count.name for count in counts)]
-    names = variable_names([*paths, *base_paths], [*SCOPE, *symbols])
-    return Fit(
-        arguments=captured.arguments,
-        variables=tuple(names[: len(paths)]),
-        sources=sources,
-        dedupe=_with_closed_over(compilation),
-        bases=compilation.bases,
-        base_variables=tuple(names[len(paths) :]),
-        slots=traced.program.ins,
-        examples=traced.program.examples,
-        recipes=facts.recipes,
-        sizes=sizes,
-        counts=counts,
-        written=tuple(sorted(written)),
-        with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
-        asked=facts.asked,
-        storages=tuple(
-            (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
-            for idx, leaf in facts.storages
-        ),
-        ambient=captured.ambient,
-        holds=tuple(holds),
-        # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
-        constants=tuple(
-            (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
-        ),
-        identities=(*environment.reached.identities, *_written_in_backward(captured)),
-        prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
-    )
-
-
-def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:
-    """Objects and containers that a backward writes: those of the capture, so a call must find the same."""
-    for held in held_in(captured.in_backward.whole.changed()):
-        yield held.source, held.example
-
-
-def _sources(compilation: Compilation) -> tuple[Source, ...]:
-    captured = compilation.captured
-    state = [tensor.source() for tensor in captured.environment.state]
-    examples = compilation.traced.program.examples
-    return (*state, *(captured.source_of(examples[idx]) for idx in compilation.met()))
-
-
-def _with_closed_over(compilation: Compilation) -> DedupePlan:
-    """The plan with the closed-over tensors, which are distinct, at the end."""
-    deduped = compilation.deduped
-    num_args, num_distinct = len(deduped.source), len(deduped.kept)
-    extra = range(len(compilation.met()))
-    kept = [*deduped.kept, *(ArgIdx(num_args + offset) for offset in extra)]
-    source = [*deduped.source, *(DistinctIdx(num_distinct + offset) for offset in extra)]
-    return DedupePlan(Row(kept), Row(source))
-
-
-def refuse_overlap(fit: Fit) -> None:
-    """Refuse a program that writes an input which shares memory with another, and with no base in common.
-
-    Raises:
-        UnsupportedProgram: naming both.
-    """
-    apart = {at: plains for at, plains in fit.plains_apart(fit.examples.map(plain_tensors))}
-    for idx in fit.written:
-        for other, plains in apart.items():
-            if other != idx and not no_overlap(apart[idx], plains):
-                raise UnsupportedProgram(
-                    f"`{fit.slots[idx]}` is written and shares memory with `{fit.slots[other]}`",
-                    stage="convention",
-                    fix=f"pass `{fit.slots[other]}` as a view made inside the function, or clone one of them",
-                )

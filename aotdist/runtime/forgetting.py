@@ -15,7 +15,7 @@ from aotdist.capture.source import Argument
 from aotdist.errors import InternalError
 from aotdist.program import I, Program, Row
 from aotdist.runtime.compilation import Compilation
-from aotdist.runtime.print_call import Fit
+from aotdist.runtime.fit import Fit
 from aotdist.subclasses.protocol import Recipe, leaves, rebuild, recipe_of
 
 

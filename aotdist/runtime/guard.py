@@ -1,4 +1,4 @@
-"""Whether an artifact fits a call: the same objects, metadata and modes as at capture."""
+"""What is asked of the tensors of a call: metadata, places in storages, and memory that they share."""
 
 from __future__ import annotations
 

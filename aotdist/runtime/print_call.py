@@ -5,34 +5,32 @@ The printed function returns `MISS` when the artifact does not fit, before anyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar, assert_never
+from typing import Any, assert_never
 
 import torch
 
-from aotdist.capture.ambient import Ambient, ambient
-from aotdist.capture.arguments import Arguments, ConstantLeaf
+from aotdist.capture.ambient import ambient
+from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
-from aotdist.capture.source import Held, Source, held_in
-from aotdist.convention.dedupe import DedupePlan
+from aotdist.capture.source import Held, held_in
 from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.put import are_written_alone, refuse_forbidden, take
 from aotdist.convention.stack import Plans
 from aotdist.convention.swapping import check_swappable
-from aotdist.convention.synthetic_base import BasePlan, Span, ViewBase, base_of, span_over
+from aotdist.convention.synthetic_base import Span, ViewBase, base_of, span_over
 from aotdist.convention.version import bump, rewind
-from aotdist.joint.symbols import Count
-from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.program import NodeOutIdx, PrimalIdx, Row
+from aotdist.runtime.fit import MISS, Fit
 from aotdist.runtime.gate import Gates
 from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import heard_in_turn, shield
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
-from aotdist.sizes import Sizes, is_symbolic
+from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Constant,
     Recipe,
@@ -44,93 +42,7 @@ from aotdist.subclasses.protocol import (
     wrapper_rule,
 )
 from aotdist.torch_seam.autograd import end_of_size
-from aotdist.torch_seam.classes import hears_of_functions
 from aotdist.torch_seam.trees import tree_children
-
-T = TypeVar("T")
-
-MISS = object()
-"""What a printed call returns when its artifact does not fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """When an artifact fits a call, and where the call's tensors are.
-
-    Args:
-        arguments: structure and constants of the call.
-        variables: a name for each flat tensor: the arguments', then those of `sources`.
-        sources: where to read the tensors that are not arguments, in the order of the flat inputs.
-        dedupe: which of all these are the same tensor.
-        bases: which of the distinct ones share memory.
-        base_variables: a name for each base that is none of them.
-        slots: names of what the program takes: bases, then the distinct tensors.
-        examples: what it took at capture.
-        recipes: how each is put together.
-        sizes: the symbols in them.
-        counts: numbers that the program finds and changes.
-        written: inputs that the program writes.
-        with_history: those that it writes with history.
-        asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
-        storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
-        ambient: the modes.
-        holds: further conditions: each a name, a function, and its arguments.
-        constants: closed-over constants, with their values.
-        identities: closed-over functions and modules.
-        prepare: functions to call first, each with its argument.
-    """
-
-    arguments: Arguments
-    variables: tuple[str, ...]
-    sources: tuple[Source, ...]
-    dedupe: DedupePlan
-    bases: BasePlan
-    base_variables: tuple[str, ...]
-    slots: Row[PrimalIdx, Slot]
-    examples: Row[PrimalIdx, torch.Tensor]
-    recipes: Row[PrimalIdx, Recipe]
-    sizes: Sizes
-    counts: tuple[Count, ...]
-    written: tuple[PrimalIdx, ...]
-    with_history: tuple[PrimalIdx, ...]
-    asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
-    storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
-    ambient: Ambient
-    holds: tuple[tuple[str, Callable[[], bool]], ...]
-    constants: tuple[tuple[Source, Any], ...]
-    identities: tuple[tuple[Source, Any], ...]
-    prepare: tuple[tuple[Callable[[Any], None], Any], ...]
-
-    def symbols(self) -> list[str]:
-        """The names of all symbols."""
-        return [*(name for name, _ in self.sizes.symbols), *(count.name for count in self.counts)]
-
-    def has_classes(self) -> bool:
-        """Whether tensors of the call hear of torch functions, which it is not to tell them of."""
-        return any(hears_of_functions(type(example)) for example in self.examples)
-
-    def reads_places(self) -> bool:
-        """Whether a call has to look anything up besides its arguments."""
-        places = self.sources or self.constants or self.counts
-        return bool(places or self.identities or self.base_variables)
-
-    def distinct_variables(self) -> list[str]:
-        """The variable that holds each distinct tensor."""
-        return [self.variables[idx] for idx in self.dedupe.kept]
-
-    def primal_variables(self) -> list[str]:
-        """The variable that holds each tensor that the program takes."""
-        distinct, new = self.distinct_variables(), iter(self.base_variables)
-        themselves = [base.itself if isinstance(base, ViewBase) else None for base in self.bases.bases]
-        bases = [next(new) if itself is None else distinct[itself] for itself in themselves]
-        return [*bases, *(distinct[idx] for idx in self.bases.inputs(len(distinct)))]
-
-    def plains_apart(self, plains: Row[PrimalIdx, Sequence[T]]) -> Iterator[tuple[PrimalIdx, list[T]]]:
-        """Of the plain tensors of each input, those that may not meet another's: none that lie in a base."""
-        aliases, views = self.bases.aliases(), self.bases.views()
-        for at, found in plains.enumerate():
-            if at not in views:
-                yield at, [plain for leaf, plain in enumerate(found) if (at, leaf) not in aliases]
 
 
 def print_call(

@@ -21,8 +21,9 @@ from aotdist.codegen.triton import TARGETS
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.files import refuse_unwritable
 from aotdist.pipeline import compilation_of
-from aotdist.runtime.artifact import Artifact, fit_of, load
+from aotdist.runtime.artifact import Artifact, load
 from aotdist.runtime.compilation import Compilation
+from aotdist.runtime.fit import fit_of
 from aotdist.settings import Settings, settings_of
 from aotdist.store.archive import FORMAT, Manifest, save, version_of
 from aotdist.store.ranks import merged

@@ -1,0 +1,205 @@
+"""When an artifact fits a call: the same structure, places, objects, metadata and modes as at capture.
+
+`aotdist.runtime.print_call` prints the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from aotdist.capture.ambient import Ambient
+from aotdist.capture.arguments import Arguments
+from aotdist.capture.capture import Captured
+from aotdist.capture.modules import ModuleGuard
+from aotdist.capture.reach import constants_but
+from aotdist.capture.source import Source, held_in
+from aotdist.convention.dedupe import DedupePlan
+from aotdist.convention.mutation import differentiable_writes
+from aotdist.convention.synthetic_base import BasePlan, ViewBase
+from aotdist.errors import UnsupportedProgram
+from aotdist.joint.symbols import Count
+from aotdist.program import ArgIdx, DistinctIdx, PrimalIdx, Row, Slot
+from aotdist.runtime.compilation import Compilation
+from aotdist.runtime.guard import no_overlap, place_in_storage
+from aotdist.runtime.printer import variable_names
+from aotdist.sizes import SCOPE, Sizes
+from aotdist.subclasses.protocol import Recipe, plain_tensors
+from aotdist.torch_seam.classes import hears_of_functions
+
+T = TypeVar("T")
+
+MISS = object()
+"""What a printed call returns when its artifact does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """When an artifact fits a call, and where the call's tensors are.
+
+    Args:
+        arguments: structure and constants of the call.
+        variables: a name for each flat tensor: the arguments', then those of `sources`.
+        sources: where to read the tensors that are not arguments, in the order of the flat inputs.
+        dedupe: which of all these are the same tensor.
+        bases: which of the distinct ones share memory.
+        base_variables: a name for each base that is none of them.
+        slots: names of what the program takes: bases, then the distinct tensors.
+        examples: what it took at capture.
+        recipes: how each is put together.
+        sizes: the symbols in them.
+        counts: numbers that the program finds and changes.
+        written: inputs that the program writes.
+        with_history: those that it writes with history.
+        asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
+        storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
+        ambient: the modes.
+        holds: further conditions: each a name, a function, and its arguments.
+        constants: closed-over constants, with their values.
+        identities: closed-over functions and modules.
+        prepare: functions to call first, each with its argument.
+    """
+
+    arguments: Arguments
+    variables: tuple[str, ...]
+    sources: tuple[Source, ...]
+    dedupe: DedupePlan
+    bases: BasePlan
+    base_variables: tuple[str, ...]
+    slots: Row[PrimalIdx, Slot]
+    examples: Row[PrimalIdx, torch.Tensor]
+    recipes: Row[PrimalIdx, Recipe]
+    sizes: Sizes
+    counts: tuple[Count, ...]
+    written: tuple[PrimalIdx, ...]
+    with_history: tuple[PrimalIdx, ...]
+    asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
+    storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
+    ambient: Ambient
+    holds: tuple[tuple[str, Callable[[], bool]], ...]
+    constants: tuple[tuple[Source, Any], ...]
+    identities: tuple[tuple[Source, Any], ...]
+    prepare: tuple[tuple[Callable[[Any], None], Any], ...]
+
+    def symbols(self) -> list[str]:
+        """The names of all symbols."""
+        return [*(name for name, _ in self.sizes.symbols), *(count.name for count in self.counts)]
+
+    def has_classes(self) -> bool:
+        """Whether tensors of the call hear of torch functions, which it is not to tell them of."""
+        return any(hears_of_functions(type(example)) for example in self.examples)
+
+    def reads_places(self) -> bool:
+        """Whether a call has to look anything up besides its arguments."""
+        places = self.sources or self.constants or self.counts
+        return bool(places or self.identities or self.base_variables)
+
+    def distinct_variables(self) -> list[str]:
+        """The variable that holds each distinct tensor."""
+        return [self.variables[idx] for idx in self.dedupe.kept]
+
+    def primal_variables(self) -> list[str]:
+        """The variable that holds each tensor that the program takes."""
+        distinct, new = self.distinct_variables(), iter(self.base_variables)
+        themselves = [base.itself if isinstance(base, ViewBase) else None for base in self.bases.bases]
+        bases = [next(new) if itself is None else distinct[itself] for itself in themselves]
+        return [*bases, *(distinct[idx] for idx in self.bases.inputs(len(distinct)))]
+
+    def plains_apart(self, plains: Row[PrimalIdx, Sequence[T]]) -> Iterator[tuple[PrimalIdx, list[T]]]:
+        """Of the plain tensors of each input, those that may not meet another's: none that lie in a base."""
+        aliases, views = self.bases.aliases(), self.bases.views()
+        for at, found in plains.enumerate():
+            if at not in views:
+                yield at, [plain for leaf, plain in enumerate(found) if (at, leaf) not in aliases]
+
+
+def fit_of(compilation: Compilation) -> Fit:
+    """When the compiled program fits a call."""
+    captured, traced = compilation.captured, compilation.traced
+    environment = captured.environment
+    facts = traced.facts
+    written = set(facts.written())
+    written |= {idx for idx in compilation.bases.bases.indices() if compilation.bases.is_span(idx)}
+    counts = traced.symbols.counts()
+    open_ = {count.place.spot() for count in counts}
+    guard = ModuleGuard(environment.modules, environment.state, environment.reached.names, open_)
+    holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
+    holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
+    sources = _sources(compilation)
+    inputs = {source.spot() for source in sources}
+    paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
+    base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
+    sizes = traced.symbols.sizes()
+    symbols = [*(name for name, _ in sizes.symbols), *(count.name for count in counts)]
+    names = variable_names([*paths, *base_paths], [*SCOPE, *symbols])
+    return Fit(
+        arguments=captured.arguments,
+        variables=tuple(names[: len(paths)]),
+        sources=sources,
+        dedupe=_with_closed_over(compilation),
+        bases=compilation.bases,
+        base_variables=tuple(names[len(paths) :]),
+        slots=traced.program.ins,
+        examples=traced.program.examples,
+        recipes=facts.recipes,
+        sizes=sizes,
+        counts=counts,
+        written=tuple(sorted(written)),
+        with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
+        asked=facts.asked,
+        storages=tuple(
+            (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
+            for idx, leaf in facts.storages
+        ),
+        ambient=captured.ambient,
+        holds=tuple(holds),
+        # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
+        constants=tuple(
+            (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
+        ),
+        identities=(*environment.reached.identities, *_written_in_backward(captured)),
+        prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
+    )
+
+
+def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:
+    """Objects and containers that a backward writes: those of the capture, so a call must find the same."""
+    for held in held_in(captured.in_backward.whole.changed()):
+        yield held.source, held.example
+
+
+def _sources(compilation: Compilation) -> tuple[Source, ...]:
+    captured = compilation.captured
+    state = [tensor.source() for tensor in captured.environment.state]
+    examples = compilation.traced.program.examples
+    return (*state, *(captured.source_of(examples[idx]) for idx in compilation.met()))
+
+
+def _with_closed_over(compilation: Compilation) -> DedupePlan:
+    """The plan with the closed-over tensors, which are distinct, at the end."""
+    deduped = compilation.deduped
+    num_args, num_distinct = len(deduped.source), len(deduped.kept)
+    extra = range(len(compilation.met()))
+    kept = [*deduped.kept, *(ArgIdx(num_args + offset) for offset in extra)]
+    source = [*deduped.source, *(DistinctIdx(num_distinct + offset) for offset in extra)]
+    return DedupePlan(Row(kept), Row(source))
+
+
+def refuse_overlap(fit: Fit) -> None:
+    """Refuse a program that writes an input which shares memory with another, and with no base in common.
+
+    Raises:
+        UnsupportedProgram: naming both.
+    """
+    apart = {at: plains for at, plains in fit.plains_apart(fit.examples.map(plain_tensors))}
+    for idx in fit.written:
+        for other, plains in apart.items():
+            if other != idx and not no_overlap(apart[idx], plains):
+                raise UnsupportedProgram(
+                    f"`{fit.slots[idx]}` is written and shares memory with `{fit.slots[other]}`",
+                    stage="convention",
+                    fix=f"pass `{fit.slots[other]}` as a view made inside the function, or clone one of them",
+                )
