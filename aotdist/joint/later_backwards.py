@@ -213,50 +213,42 @@ class LaterBackwards:
         given: Mapping[NodeOutIdx, torch.Tensor],
         computed: Computed,
     ) -> TracedDoubleBackward:
-        recorder, primals = self._recorder, [idx for idx, _ in self._wanted]
-        ins = Row[PrimalIdx, Slot](
-            [*(self._ins[idx] for idx in primals), *(Slot("primal", path) for path, _ in tangents.values())]
-        )
+        """What was recorded just now as a program, and its backward.
+
+        Args:
+            tangents: the gradients that arrive.
+            given: what stands for them.
+            computed: what was made of them, with a history.
+        """
+        recorder, tensors = self._recorder, computed.tensors()
+        primals = tuple(idx for idx, _ in self._wanted)
+        of_tangents = (Slot("primal", path) for path, _ in tangents.values())
+        ins = Row[PrimalIdx, Slot]([*(self._ins[idx] for idx in primals), *of_tangents])
         recipes = [*(self._recipes[idx] for idx in primals), *(recipe for _, recipe in tangents.values())]
-        grads, tensors = computed.grads, computed.tensors()
-        slots = [self._grad_slot(idx) for idx in grads]
-        slots += [Slot("output", f"kept {k} ({self._serial})") for k in range(len(computed.kept))]
-        node_outs = Row[NodeOutIdx, NodeOut](
-            NodeOut(slot, recipe_of(tensor), tensor.requires_grad)
-            for slot, tensor in zip(slots, tensors, strict=True)
-        )
+        node_outs = self._as_outputs(computed)
         ends = [(NodeOutIdx(k), tensor) for k, tensor in enumerate(tensors) if tensor.requires_grad]
-        wanted, shown = self._wanted_of_double_backward(given), self._backward.shown
         backward = Backward(
             recorder=recorder,
             node_outs=node_outs,
             ends=ends,
-            wanted=wanted,
+            wanted=self._wanted_of_double_backward(given),
             mode=self._recalling,
             arrivals={},
-            shown=shown,
+            shown=self._backward.shown,
             in_python=self._backward.in_python.beyond(),
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
+        functions = custom_functions([tensor for _, tensor in ends])
+        facts = _facts_of(Row(recipes), node_outs, found, functions)
         has_history = bool(ends) and not failure
-        facts = Facts(
-            inputs=ins.map(lambda _: Untouched()),
-            outputs=Row[OutIdx, OutputFact](Fresh(idx) for idx in node_outs.indices()),
-            order=tuple(OutIdx(idx) for idx in node_outs.indices()),
-            node_outs=node_outs,
-            recipes=Row(recipes),
-            grads=Row(recipe_of(found[idx]) if idx in found else None for idx in ins.indices()),
-            backward_writes=(),
-            functions=tuple(custom_functions([tensor for _, tensor in ends])),
-        )
         results = value_results(recorder, node_outs, tensors)
         return TracedDoubleBackward(
             graph=recorder.graph(results + grad_results(recorder, ins, found)),
             ins=ins,
-            primals=tuple(primals),
+            primals=primals,
             tangents=tangents,
-            grads={idx: NodeOutIdx(k) for k, idx in enumerate(grads)} if has_history else {},
-            kept=tuple(node_outs.indices()[len(grads) :]),
+            grads={idx: NodeOutIdx(k) for k, idx in enumerate(computed.grads)} if has_history else {},
+            kept=tuple(node_outs.indices()[len(computed.grads) :]),
             failure=failure,
             facts=facts,
             later=LaterBackwards(
@@ -269,6 +261,15 @@ class LaterBackwards:
                 grads=found,
                 serials=self._serials,
             ),
+        )
+
+    def _as_outputs(self, computed: Computed) -> Row[NodeOutIdx, NodeOut]:
+        """Gradients, and what user code keeps, as what a node returns."""
+        slots = [self._grad_slot(idx) for idx in computed.grads]
+        slots += [Slot("output", f"kept {k} ({self._serial})") for k in range(len(computed.kept))]
+        return Row(
+            NodeOut(slot, recipe_of(tensor), tensor.requires_grad)
+            for slot, tensor in zip(slots, computed.tensors(), strict=True)
         )
 
     def _grad_slot(self, idx: PrimalIdx) -> Slot:
@@ -321,6 +322,32 @@ class LaterBackwards:
 
 class _NotOurs(Exception):
     """PyTorch, or the user's code, fails in the trace; the cause says how."""
+
+
+def _facts_of(
+    recipes: Row[PrimalIdx, Recipe],
+    node_outs: Row[NodeOutIdx, NodeOut],
+    grads: Mapping[PrimalIdx, torch.Tensor],
+    functions: Sequence[str],
+) -> Facts:
+    """Those of a backward as a program: it writes nothing, and returns tensors of their own.
+
+    Args:
+        recipes: of its inputs.
+        node_outs: what it returns.
+        grads: the gradients that its inputs get.
+        functions: names of the user's autograd functions that these pass.
+    """
+    return Facts(
+        inputs=recipes.map(lambda _: Untouched()),
+        outputs=Row[OutIdx, OutputFact](Fresh(idx) for idx in node_outs.indices()),
+        order=tuple(OutIdx(idx) for idx in node_outs.indices()),
+        node_outs=node_outs,
+        recipes=recipes,
+        grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in recipes.indices()),
+        backward_writes=(),
+        functions=tuple(functions),
+    )
 
 
 def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[Mapping[PrimalIdx, torch.Tensor], str]:
