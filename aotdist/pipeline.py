@@ -191,6 +191,15 @@ def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[G
 def _compile_training(
     prepared: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
 ) -> tuple[Training, tuple[PassRecord, ...]]:
+    """From a prepared joint graph to its two halves, compiled, and what compiles other backwards on demand.
+
+    Args:
+        prepared: the graph after the joint passes; cut at its waypoints, unless the backend owns the cut.
+        traced: what was traced.
+        plans: of the convention layers.
+        emitter: compiles graphs.
+        times: where to note how long each stage takes.
+    """
     settings = emitter.settings
     with times.stage("partition"):
         policy = emitter.backend.partition if settings.partition == "auto" else settings.partition

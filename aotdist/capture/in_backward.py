@@ -282,6 +282,7 @@ class InBackward:
 
     @contextmanager
     def _watching(self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None) -> Generator[None]:
+        """A backward of the trace: it finds what the forward left; what it changes is noted, and undone."""
         assert self._environment is not None, "a trace has one"
         rerun = self._rerun
         with ExitStack() as stack:

@@ -120,6 +120,7 @@ class _Apart:
         self._entered: set[int] = set()
 
     def leaf(self, value: Any) -> Any:
+        """What stands for a leaf of a result: its parts, a reference to an object, or the value itself."""
         if (position := self._given.get(id(value))) is not None:
             return GivenObject(position)
         if (number := self._made.get(id(value))) is not None:

@@ -124,6 +124,25 @@ class _Named:
 
 @dataclass(slots=True)
 class _Walk:
+    """The walk, and what it has found so far; what is not explained here is as in `Reached`.
+
+    Which attributes matter is known from the names in the code that was entered, and code is entered as it is
+    found in attributes: so names and attributes are gone through until nothing new appears (`follow_names`).
+
+    Args:
+        seen: identities of what was met.
+        met_again: identities of what was met twice.
+        named: what has attributes that are read by name.
+        names: attributes that the entered code mentions, of whatever object.
+        stored: attributes that it assigns; as in `aotdist.capture.code.Names`, as are the next three.
+        loaded: attributes that it reads.
+        appended: variables and attributes to whose lists it appends.
+        used: variables and attributes that it reads for something else.
+        asks: whether it may ask for any attribute (`hasattr`).
+        any_name: whether it may read any attribute (`getattr` by a computed name).
+        of_class: the names that were looked up in each class.
+    """
+
     modules: list[tuple[Source, nn.Module]] = field(default_factory=list)
     tensors: list[tuple[Source, torch.Tensor]] = field(default_factory=list)
     constants: list[tuple[Source, Any]] = field(default_factory=list)
@@ -233,6 +252,7 @@ class _Walk:
                 yield source, value
 
     def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
+        """What a value leads to; what is read of it by name is left for `follow_names`."""
         read = reader_of(value, self.names)
         if read is not None or is_array(value):  # that of a tensor, which is read by it, may be replaced
             self._identity(source, value)
@@ -342,6 +362,7 @@ class _Walk:
                 yield from self._class_attribute(owner, name)
 
     def _class_attribute(self, cls: type, name: str) -> Iterator[tuple[Source, Any]]:
+        """What an attribute of a user's class leads to: the code of a method, or the attribute itself."""
         value = vars(cls)[name]
         match value:
             case property():

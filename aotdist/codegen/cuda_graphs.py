@@ -248,6 +248,11 @@ class GraphedCall:
         return None
 
     def _record(self, args: Sequence[Any]) -> _Recording:
+        """A recording of the call: it reads inputs where they lie, or where they are copied to.
+
+        Raises:
+            UnsupportedProgram: the graph cannot be recorded.
+        """
         addresses: dict[int, int] = {}
         copied: dict[int, torch.Tensor] = {}
         inputs = list(args)

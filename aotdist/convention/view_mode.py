@@ -96,6 +96,7 @@ class ViewMode(TorchDispatchMode):
         return self._guises.show(result)
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator, and log it if it makes a view, or changes in place what a tensor is."""
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)  # none of them makes views
         whole = is_left_whole_in_inference(func)

@@ -111,6 +111,7 @@ class Functionalisation(FunctionalTensorMode):
         return self._dispatch(func, types, args, kwargs)
 
     def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator by rules of ours, or by PyTorch's mode; what it writes keeps its layout."""
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         if is_operator(func) and func.name() in _TO_SPARSE:

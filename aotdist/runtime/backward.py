@@ -120,6 +120,7 @@ class Backward:
     def _without_history(
         self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None
     ) -> Gradients:
+        """The gradients, by the graph that is for what has arrived: whole, reduced, or in parts."""
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
         there, caught = self._there(tangents), caught_on_the_way(ctx)
@@ -225,6 +226,7 @@ class Backward:
         return grads
 
     def _with_history(self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None) -> Gradients:
+        """The gradients with a history: of the backward as a program, or of its graph run under autograd."""
         plan, arrived = self._plan(ctx), self._there(tangents)
         caught = caught_on_the_way(ctx)
         if not arrived and not caught:

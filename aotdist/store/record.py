@@ -223,6 +223,7 @@ class _Reading:
     values: Values
 
     def compilation(self, json: Json) -> Compilation:
+        """The compilation that was written as `json`: graphs are read, plans and the runtime made anew."""
         fake_mode, region = FakeTensorMode(), json["region"]
         graphs = Graphs(self.values, fake_mode, self.values.read(json["shapes"]))
         symbols = Symbols(None, {})
