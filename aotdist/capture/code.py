@@ -19,7 +19,7 @@ _PROMPTS = ("<stdin>", "<string>", "<ipython")
 """Code typed at a prompt or passed to `exec` has no file, and is the user's all the same."""
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _GLOBAL_WRITES = frozenset({"STORE_GLOBAL"})
-_ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"})
+_ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _LOADS = ("LOAD_", "STORE_FAST_LOAD_")
 _LOADS_OF_OTHERS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CLOSURE"})
 _COMPUTED_READS = frozenset({"getattr", "vars"})
@@ -82,7 +82,9 @@ def names_in(code: types.CodeType) -> Names:
         elif instruction.opname in _GLOBAL_WRITES:
             assigned.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTE_READS:
-            (stored if instruction.opname == "STORE_ATTR" else loaded).add(instruction.argval)
+            loaded.add(instruction.argval)
+        elif instruction.opname == "STORE_ATTR":
+            stored.add(instruction.argval)
     appended, used = _appended_and_used(list(dis.get_instructions(code)))
     texts = {constant for constant in code.co_consts if isinstance(constant, str)}
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
