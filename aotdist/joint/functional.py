@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.guise import Guises
-from aotdist.convention.memory import by_stride
+from aotdist.convention.memory import by_stride, extent
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.joint import collectives
@@ -321,17 +321,12 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
     if value.size() != before.size():
         return
     # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
-    lies_otherwise = value.stride() != before.stride() or _has_gaps(before)
+    lies_otherwise = value.stride() != before.stride() or extent(before) > before.numel()
     if lies_otherwise or is_read_otherwise(value, before):
         memory = memory_to_read_as(before, value)
         if lies_otherwise:
             memory = torch.ops.aten.copy.default(with_bits_flipped(before, before), memory)
         replace_functional_value(tensor, with_bits_flipped(memory, before))
-
-
-def _has_gaps(tensor: torch.Tensor) -> bool:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.numel() > 0 and span > tensor.numel()
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:
