@@ -22,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.api import Compiled, compiled_call
 from aotdist.convention.version import version_of
+from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import (
     Plain,
     inner_tensors,
@@ -512,6 +513,23 @@ def same_as_eager(
     compiled = compiled_call(target)
     assert compilations in (None, len(compiled.artifacts)), f"compiled {len(compiled.artifacts)} times"
     return compiled
+
+
+def same_as_eager_or_refused(
+    build: Callable[[], Scene | Sequence[Scene]], refusals: Collection[str], **options: Any
+) -> None:
+    """`same_as_eager`, unless the program is refused for one of the reasons that are known.
+
+    Args:
+        build: as for `same_as_eager`.
+        refusals: parts of what refusals say.
+        options: as for `same_as_eager`.
+    """
+    try:
+        same_as_eager(build, **options)
+    except UnsupportedProgram as refusal:
+        if not any(reason in refusal.what for reason in refusals):
+            raise
 
 
 def assert_both_give_the_same(fn: Any, use: Callable[[Any], Sequence[torch.Tensor | None]]) -> None:

@@ -14,7 +14,7 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.makers import leaf, non_leaf, plain, two, two_non_leaf
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Scene, play, same_as_eager
+from tests.semantics.observation import Scene, play, same_as_eager, same_as_eager_or_refused
 
 
 def quietly(program: Callable[..., Any], *args: Any) -> Any:
@@ -107,11 +107,7 @@ def compare(build: Callable[[], Scene], *, compilations: int | None = 1, **play_
             with pytest.raises(RuntimeError, match="use_count|poisoned|gradient edge|different slots"):
                 play(ours, aotdist.compile(ours.fn, backend="fx"), **play_options)
         pytest.skip(f"eager refuses it: {str(error)[:60]}")
-    try:
-        same_as_eager(build, compilations=compilations, **play_options)
-    except UnsupportedProgram as refusal:
-        if not any(reason in refusal.what for reason in REFUSALS):
-            raise
+    same_as_eager_or_refused(build, REFUSALS, compilations=compilations, **play_options)
 
 
 @pytest.mark.parametrize("program", TWO)
