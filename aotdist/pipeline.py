@@ -93,7 +93,7 @@ def loaded_together(
 
     Args:
         label: what is compiled, for messages.
-        settings: how.
+        settings: how it is compiled.
         made: compiles it, or reads what was compiled before.
         earlier: artifacts for other calls of the same function.
 

@@ -35,7 +35,7 @@ def vector_length(kernel: Kernel, index: Index, dtype: torch.dtype) -> int:
     """How many elements a thread may read or write at once, as far as sizes tell.
 
     Args:
-        kernel: whose.
+        kernel: the kernel that the thread runs.
         index: where an element lies.
         dtype: of the tensor.
     """

@@ -80,7 +80,7 @@ class _Likeness:
             Triton less than those that stand there.
         config: blocks, but for what may be larger than a kernel needs.
         is_persistent: whether all that is reduced is held in one block.
-        device: where.
+        device: where the tensors lie.
     """
 
     body: tuple[str, ...]

@@ -93,7 +93,7 @@ def compile_kernel(emitted: EmittedKernel, target: Target) -> Binary:
 
     Args:
         emitted: by a process that does not interpret: in one that does, its blocks are other ones.
-        target: what for.
+        target: the GPUs to compile for.
 
     Raises:
         BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.

@@ -65,14 +65,14 @@ def estimate(emitted: EmittedKernel, config: Config) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One block.
+    """What a block of a kernel takes.
 
     Args:
-        threads: of it.
-        registers: of a thread.
-        bytes_asked: for at once.
-        seconds_waiting: for one load after the other.
-        turns: of its loop; 1 without.
+        threads: how many threads it has.
+        registers: how many registers each of these needs.
+        bytes_asked: bytes that it asks memory for at once.
+        seconds_waiting: how long it waits for memory, one load after the other.
+        turns: how often its loop goes round; 1 without a loop.
     """
 
     threads: int

@@ -49,8 +49,8 @@ class CachingBackend:
     """Inductor behind a folder of what it made before.
 
     Args:
-        inner: compiles.
-        settings: how.
+        inner: compiles what is not in the cache.
+        settings: how to compile, and where the cache is.
         folder: what was compiled.
     """
 

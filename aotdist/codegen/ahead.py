@@ -108,7 +108,7 @@ class TargetBackend(TritonBackend):
     """The `triton` backend for a GPU that need not be there.
 
     Args:
-        target: its generation.
+        target: the generation of that GPU.
     """
 
     target: Target

@@ -86,9 +86,9 @@ class _Lent:
     """A result in memory that the recording keeps.
 
     Args:
-        memory: which.
+        memory: position of that memory among those that the recording keeps.
         dtype: of the tensor.
-        offset: in elements.
+        offset: where it begins in that memory, in elements.
         sizes: of the tensor.
         strides: of the tensor.
         leaves: whether it is copied out.
@@ -163,7 +163,7 @@ class GraphedCall:
 
     Args:
         call: runs the graph.
-        name: for errors.
+        name: what errors call the graph.
         device: on which it runs.
         static_ins: positions of inputs that keep their address from call to call.
         saved_ins: positions of what the forward computed; they lie where its recording keeps them.

@@ -55,7 +55,7 @@ def replay(
 
     Args:
         base: what to view.
-        steps: how.
+        steps: the operations that make the view.
         values: what the region returned.
         made: by serial, what several views have in common: a tensor that is no view itself, or all the
             results of one operation.

@@ -35,7 +35,7 @@ class Uncounted:
 
     Args:
         tensor: what was written.
-        serial: when.
+        serial: when, among all operations that the log counts.
         is_recorded: whether it may have got a history by that.
     """
 

@@ -67,7 +67,7 @@ class ViewMode(TorchDispatchMode):
     """Logs views, and what is done in place to what a tensor is.
 
     Args:
-        log: where to.
+        log: the log that it writes.
         guises: what the user's code sees of the tensors, if it sees something else.
     """
 

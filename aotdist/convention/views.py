@@ -23,9 +23,9 @@ class ViewEntry:
 
     Args:
         view: what was made; held, so that its id stays its own.
-        base: of what.
-        steps: how.
-        made: when, as a number that grows.
+        base: what it was made of.
+        steps: the operations that made it.
+        made: when it was made, as a number that grows.
         version: of the base then; None where nothing counts.
         inside: what lay inside of the view then, by path.
     """

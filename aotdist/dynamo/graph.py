@@ -77,7 +77,7 @@ class DynamoGraph:
 
     Args:
         gm: the graph; the inputs that are floats are used as such in it.
-        inputs: in order.
+        inputs: what the graph takes, in order.
         objects: what it was called with that is neither a tensor nor a constant.
     """
 

@@ -34,7 +34,7 @@ class Frozen(Compiled):
     is compiled.
 
     Args:
-        module: in evaluation.
+        module: the module, in evaluation mode.
         backend: turns graphs into callables.
         settings: how to compile.
         steps: what is done beside folding.

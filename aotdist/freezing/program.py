@@ -68,7 +68,7 @@ def frozen_program(
     """Trace one call of a module and compute what depends on its state alone.
 
     Args:
-        module: in evaluation.
+        module: the module, in evaluation mode.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
         state: its parameters and buffers.

@@ -100,7 +100,7 @@ class AotModule(nn.Module):
     """A module that runs the compiled call of another, whose parameters stay where they are.
 
     Args:
-        mod: the other.
+        mod: the module whose parameters these are.
         compiled: takes its parameters and its buffers by name, then the arguments.
     """
 

@@ -72,7 +72,7 @@ class Operand:
     """A tensor that bodies take.
 
     Args:
-        name: for messages.
+        name: what messages call it.
         tensor: what it is in the program around them.
     """
 
@@ -207,7 +207,7 @@ def trace_body(
         name: what it is, for messages.
         fn: takes the operands' tensors.
         operands: distinct tensors of the program around it.
-        around: that program.
+        around: the program that hands over the body.
         training: record the gradients too.
         may_write: it may write tensors that it is given, if that has no history.
 

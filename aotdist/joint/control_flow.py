@@ -31,7 +31,7 @@ class ControlFlow:
     """What becomes of the control flow in a program that is being traced.
 
     Args:
-        around: that program.
+        around: the program that is being traced.
     """
 
     around: Enclosing

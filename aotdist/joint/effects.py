@@ -116,7 +116,7 @@ class BackwardEffects:
     """What the backward did.
 
     Args:
-        runs: runs it.
+        runs: runs the backward, again if need be.
         grads: the gradients that inputs get.
         arrived: the inputs that get gradients, in the order in which these arrived.
         frees: see `Facts.frees`.
@@ -147,7 +147,7 @@ class Effects:
     """Reads off what a program did, after its forward and after its backward.
 
     Args:
-        recorder: records it.
+        recorder: records the program.
         inputs: the stand-ins.
         log: the program's views, and its writes to what a tensor is.
         storages: what it knows of storages.

@@ -34,7 +34,7 @@ class Gate:
 
     Args:
         level: how many waypoints lie before it.
-        outs: the results.
+        outs: the results that come from the node.
         pieces: what it sends back: each a waypoint, by position, and the position of the piece there.
     """
 

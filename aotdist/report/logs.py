@@ -19,8 +19,8 @@ def log_stage(name: str, stage: str, seconds: float, num_nodes: Callable[[], int
 
     Args:
         name: of what is compiled.
-        stage: that ran.
-        seconds: that it took.
+        stage: the stage that ran.
+        seconds: how long it took.
         num_nodes: counts those of the graph, if there is one yet.
     """
     if log.isEnabledFor(logging.DEBUG):

@@ -33,7 +33,7 @@ class Progress:
     Args:
         name: of what is compiled.
         started: when it began, by the clock of `time.perf_counter`.
-        stage: that runs.
+        stage: the stage that runs.
         num_nodes: counts the nodes of the graph that there is, if there is one yet.
     """
 

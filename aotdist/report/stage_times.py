@@ -16,7 +16,7 @@ class StageTimes:
     """Seconds of each stage, in the order in which they ran.
 
     Args:
-        seconds: of each.
+        seconds: how long each stage took, by its name.
         progress: told which stage runs, for somebody who waits for it.
     """
 

@@ -52,7 +52,7 @@ class Part:
     """A backward, or a part of it.
 
     Args:
-        call: computes it.
+        call: the compiled graph.
         sources: where each argument comes from: the position of a saved value, or a gradient's name.
     """
 

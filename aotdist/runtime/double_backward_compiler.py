@@ -35,7 +35,7 @@ class DoubleBackwardCompiler:
     """Compiles differentiable backwards of one program; each once.
 
     Args:
-        later: traces them.
+        later: traces the backwards that are to be compiled.
         joint: the program, as it was cut.
         split: the two halves of it.
         saved_strides: those of saved values, where the forward's compiler chose them.

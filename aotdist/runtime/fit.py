@@ -56,7 +56,7 @@ class Fit:
         with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
         storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
-        ambient: the modes.
+        ambient: the modes that were on at capture.
         holds: further conditions: each a name, a function, and its arguments.
         constants: closed-over constants, with their values.
         identities: closed-over functions and modules.

@@ -113,7 +113,7 @@ class OnDemand:
         """What compiles the backward for gradients of other kinds than the results, if there can be one.
 
         Args:
-            later: traces it.
+            later: traces such backwards.
         """
         if later is None or not later.meets_other_kinds():
             return None

@@ -35,7 +35,7 @@ class SavedInput:
     """A saved value that is a plain input.
 
     Args:
-        plain: which.
+        plain: position of the input among the plain inputs.
         changes: whether it has other sizes, or lies elsewhere, when the backward comes.
     """
 

@@ -75,7 +75,7 @@ class Rest:
     """What is left when the backward of some results was run, without the graph being retained.
 
     Args:
-        spent: those results.
+        spent: the results whose backward was run.
         values: if there are others, all saved values (a compiled graph takes all), and version counters.
     """
 

@@ -23,7 +23,7 @@ class HeldItem:
     Args:
         path: as the user would write it, but for the optimizer's name: `state[0.weight].exp_avg`.
         owner: the dictionary or the list.
-        key: the item's.
+        key: the item's key, or its position.
         value: what is there.
     """
 
