@@ -301,7 +301,7 @@ def _counted_from_here(stand_in: StandIn) -> StandIn:
     """A stand-in whose version counter is that of its example, and that knows where it begins to count."""
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
-        set_version(tensor, version_of(example))
+        set_versions((tensor,), (version_of(example),))
     versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
     return replace(stand_in, version=version_of(tensor), versions=versions)
 
