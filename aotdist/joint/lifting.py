@@ -36,6 +36,7 @@ _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _CHANGE_GRAD = {_GRAD.__set__: "assigned", _GRAD.__delete__: "deleted"}
 _ASKS_AUTOGRAD = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "_version")}
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+_RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
 
 
@@ -99,6 +100,8 @@ class Lifting(TorchFunctionMode):
             torch.Tensor.retain_grad: self._retain_grad,
             torch.Tensor.untyped_storage: self._storage,
             torch.Tensor.storage: self._typed_storage,
+            _RESIZE_STORAGE: self._resize_storage,
+            _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
             torch.nn.functional.embedding: sparse_embedding.embedding,
         }
@@ -188,6 +191,10 @@ class Lifting(TorchFunctionMode):
 
     def _typed_storage(self, tensor: torch.Tensor) -> Any:
         return torch.TypedStorage(wrap_storage=self._storage(tensor), dtype=tensor.dtype)
+
+    def _resize_storage(self, variable: torch.Tensor, new_size: int) -> None:
+        """What Dynamo makes of `x.untyped_storage().resize_(n)`; it names its arguments so."""
+        self._storage(variable).resize_(new_size)
 
     def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         def assign() -> None:

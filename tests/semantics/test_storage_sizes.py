@@ -171,6 +171,17 @@ def test_as_in_eager(program: Callable[..., Any], freed: bool, requires_grad: bo
     assert played(compiled, **options) == played(program, **options)
 
 
+@pytest.mark.parametrize("freed", [False, True])
+@pytest.mark.parametrize("program", [forward_of_fsdp, filled_and_kept, freed_only, through_a_view])
+def test_behind_dynamo(program: Callable[..., Any], freed: bool) -> None:
+    """Dynamo makes an operator of a resize."""
+    torch._dynamo.reset()
+    requires_grad = program in DIFFERENTIABLE
+    compiled = torch.compile(program, backend="aotdist", options={"backend": "fx"}, fullgraph=True)
+    seen = [played(call, freed=freed, requires_grad=requires_grad) for call in (program, compiled, compiled)]
+    assert seen[0] == seen[1] == seen[2]
+
+
 def refilled(y: torch.Tensor, num_bytes: int = FULL) -> torch.Tensor:
     resize(y, 0)
     resize(y, num_bytes)
