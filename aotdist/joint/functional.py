@@ -6,6 +6,7 @@ nor the order in which random numbers are drawn. Both show: sums run in another 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
 from aotdist.torch_seam.trees import pytree
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
+_TO_COPY = torch.ops.aten._to_copy.default
 _POLYGAMMA = torch.ops.aten.polygamma_.default
 _FOREACH = "aten::_foreach_"
 _MATMULS: Mapping[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]] = {
@@ -193,8 +195,9 @@ class Functionalisation(FunctionalTensorMode):
             return lambda: self._by_itself(step_functionally, func, args, kwargs)
         if is_operator(func) and has_effects(func):
             return lambda: self._for_its_effect(func, args, kwargs)
-        if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
-            return lambda: self._by_itself(_polygamma, *args)
+        rewritten = _rewritten(func, args, kwargs)
+        if rewritten is not None:
+            return lambda: self._by_itself(rewritten)
         twin = _twin_of_symbolic_write(func, args)
         return (
             None
@@ -292,6 +295,18 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
         return None
     shapes = [value.shape for value in args if isinstance(value, FunctionalTensor)]
     return twin if any(map(is_symbolic, shapes)) else None
+
+
+def _rewritten(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[], torch.Tensor] | None:
+    """What an operator does, in the words of others, if PyTorch's mode does not find any."""
+    if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
+        return functools.partial(_polygamma, *args)
+    if func is _TO_COPY and not isinstance(args[0], torch.Tensor):
+        # `vmap` gives a number the dtype that it has beside a batch of single elements.
+        return functools.partial(torch.full, (), args[0], dtype=kwargs["dtype"])
+    return None
 
 
 def _polygamma(tensor: torch.Tensor, order: int) -> torch.Tensor:

@@ -23,6 +23,11 @@ INSIDE: dict[str, Callable[[torch.Tensor], object]] = {
     "jacrev": lambda x: jacrev(lambda x: x.sin().sum(0))(x),
     "hessian": lambda x: hessian(loss)(x[0]),
     "jvp": lambda x: jvp(torch.sin, (x,), (x,))[1],
+    "numbers beside single elements": lambda x: vmap(lambda e: 1 - (e * 2.5 + 1).pow(2) / 3)(x[0]),
+    "numbers of another kind": lambda x: vmap(lambda e: (e > 0) * 2 + e.long() * 0.1)(x[0]),
+    "numbers beside 16 bits": lambda x: vmap(lambda e: e.bfloat16() * 2.3)(x[0]),
+    "gradients of scaled losses": lambda x: vmap(grad(lambda row: loss(row) * 2))(x),
+    "numbers written to single elements": lambda x: vmap(lambda e: e.sin().mul_(2).add_(0.1))(x[0]),
 }
 
 
