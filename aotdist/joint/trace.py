@@ -38,7 +38,7 @@ from aotdist.program import Graph, PrimalIdx, Program, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.swaps import hearing_of_swaps
-from aotdist.torch_seam.transforms import swapped_by_transforms
+from aotdist.torch_seam.transforms import swapped_where_unheard
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def trace(
         outs, lifting = _run_forward(
             program, tensors, recorder, inputs, view_mode, storages, classes, stand_in
         )
-        stack.enter_context(swapped_by_transforms(lifting.swap))  # in the backward, too
+        stack.enter_context(swapped_where_unheard(lifting.swap))  # in the backward, too
         forward = effects.forward(outs, lifting)
         backward = effects.backward(forward, in_python or InBackward(None), may_run_later=may_run_later)
     facts = effects.facts(forward, backward)
@@ -190,7 +190,7 @@ def _run_forward(
         asked_for_strides=recorder.asked_for_strides,
     )
     with (
-        swapped_by_transforms(lifting.swap),
+        swapped_where_unheard(lifting.swap),
         classes.shown(),
         lifting,
         inputs.current(),

@@ -1,15 +1,17 @@
-"""`torch.func` transforms: where they take tensors, and what is not theirs."""
+"""`torch.func` transforms: where they, and autograd functions, take tensors, and what is not theirs."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
-from torch._functorch import eager_transforms, predispatch, vmap
+from torch._functorch import eager_transforms, predispatch, utils, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -24,6 +26,8 @@ _TAKE_TENSORS = (
     (eager_transforms, "_wrap_for_grad"),
     # Of `jvp`: under a name of its own from torch 2.12 on, before by the public function.
     (predispatch, "_make_dual") if hasattr(predispatch, "_make_dual") else (forward_ad, "make_dual"),
+    # Of an autograd function: asked by `apply` for what it hands on, where a bound `apply` hears of it, too.
+    (utils, "unwrap_dead_wrappers"),
 )
 _HAVE_TAKEN = [getattr(owner, name) for owner, name in _TAKE_TENSORS]
 
@@ -33,10 +37,10 @@ def beneath_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def swapped_by_transforms(swap: Swap) -> AbstractContextManager[None]:
-    """Transforms of this thread take `swap(tensor)` for each tensor that they are handed, or hand back.
+def swapped_where_unheard(swap: Swap) -> AbstractContextManager[None]:
+    """Transforms and autograd functions of this thread take `swap(tensor)` for each tensor that they get.
 
-    They wrap tensors in C++, which no torch-function mode hears of.
+    They are handed tensors in C++, which no torch-function mode hears of.
     """
     return _SWAPPED.applied(swap)
 
@@ -51,7 +55,20 @@ _SWAPPED = Patch[Swap]("transform_hearers", _hook_transforms)
 
 def _take_swapped(take: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     swap = _SWAPPED.value
-    if swap is not None:
+    if swap is not None and not _is_of_ours(inspect.currentframe()):
         with torch_functions_off():
-            args = tuple(swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+            args = _swapped(swap, args)
     return take(*args, **kwargs)
+
+
+def _is_of_ours(frame: types.FrameType | None) -> bool:
+    """Whether it is one of this library's own autograd functions that is applied, to what is the trace's."""
+    caller = None if frame is None else frame.f_back
+    cls = None if caller is None else caller.f_locals.get("cls")
+    return isinstance(cls, type) and cls.__module__.partition(".")[0] == "aotdist"
+
+
+def _swapped(swap: Swap, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with what `swap` gives for tensors, also for those in the tuple of a function's."""
+    plain = (_swapped(swap, arg) if type(arg) is tuple else arg for arg in args)
+    return tuple(swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in plain)

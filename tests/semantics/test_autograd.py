@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import plain_tensors
+from tests.semantics.functions import Alias, Identity
 from tests.semantics.observation import Scene, same_as_eager
 
 
@@ -406,6 +407,47 @@ class TwoOutputs(torch.autograd.Function):
 
 def test_a_custom_function_with_an_output_without_gradient():
     same_as_eager(lambda: Scene(TwoOutputs.apply, (leaf(),)))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w, 2 * grad * x
+
+
+bound_product = Product.apply
+
+FUNCTIONS_OF_WHAT_IS_CLOSED_OVER = {
+    "a function": lambda x, w: Product.apply(x, w),
+    "by its bound method": lambda x, w: bound_product(x, w) + bound_product(w, w),
+    "a view of it": lambda x, w: Product.apply(x, w.view(3, 4)),
+    "an identity": lambda x, w: (Identity.apply(w), x * w),
+    "a view that a function makes": lambda x, w: (Alias.apply(w), x * w),
+    "in a checkpoint": lambda x, w: checkpoint(Product.apply, x, w, use_reentrant=True),
+    "gradients taken inside": lambda x, w: torch.autograd.grad(
+        Product.apply(x, w).sin().sum(), w, create_graph=True
+    ),
+}
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS_OF_WHAT_IS_CLOSED_OVER)
+def test_a_function_is_first_to_meet_what_is_closed_over(name, wraps):
+    """No torch function is called with it: a parameter of a module would have a stand-in already."""
+
+    def build():
+        w = leaf().detach()
+        w = (TwoTensor(w, w + 1) if wraps else w).requires_grad_()
+        fn = FUNCTIONS_OF_WHAT_IS_CLOSED_OVER[name]
+        return Scene(lambda x: fn(x, w), (leaf(),), held={"w": w})
+
+    same_as_eager(build, calls=2)
 
 
 def test_gradients_taken_inside():
