@@ -1,4 +1,4 @@
-"""`torch.func` transforms: where they, and autograd functions, take tensors, and what is not theirs."""
+"""`torch.func` transforms: where they, and functions of other kinds, take tensors, and what is not theirs."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -28,6 +28,7 @@ _TAKE_TENSORS = (
     (predispatch, "_make_dual") if hasattr(predispatch, "_make_dual") else (forward_ad, "make_dual"),
     # Of an autograd function: asked by `apply` for what it hands on, where a bound `apply` hears of it, too.
     (utils, "unwrap_dead_wrappers"),
+    (torch._C.ScriptFunction, "__call__"),
 )
 _HAVE_TAKEN = [getattr(owner, name) for owner, name in _TAKE_TENSORS]
 
@@ -38,7 +39,7 @@ def beneath_transforms() -> AbstractContextManager[Any]:
 
 
 def swapped_where_unheard(swap: Swap) -> AbstractContextManager[None]:
-    """Transforms and autograd functions of this thread take `swap(tensor)` for each tensor that they get.
+    """Transforms, autograd and scripted functions of this thread take `swap(tensor)` for each tensor.
 
     They are handed tensors in C++, which no torch-function mode hears of.
     """
@@ -47,18 +48,23 @@ def swapped_where_unheard(swap: Swap) -> AbstractContextManager[None]:
 
 def _hook_transforms(hearing: bool) -> None:
     for (owner, name), take in zip(_TAKE_TENSORS, _HAVE_TAKEN, strict=True):
-        setattr(owner, name, functools.partial(_take_swapped, take) if hearing else take)
+        setattr(owner, name, _taking_swapped(take) if hearing else take)
 
 
 _SWAPPED = Patch[Swap]("transform_hearers", _hook_transforms)
 
 
-def _take_swapped(take: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    swap = _SWAPPED.value
-    if swap is not None and not _is_of_ours(inspect.currentframe()):
-        with torch_functions_off():
-            args = _swapped(swap, args)
-    return take(*args, **kwargs)
+def _taking_swapped(take: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(take)
+    def taking(*args: Any, **kwargs: Any) -> Any:
+        swap = _SWAPPED.value
+        if swap is not None and not _is_of_ours(inspect.currentframe()):
+            with torch_functions_off():
+                args = _swapped(swap, args)
+                kwargs = dict(zip(kwargs, _swapped(swap, tuple(kwargs.values())), strict=True))
+        return take(*args, **kwargs)
+
+    return taking
 
 
 def _is_of_ours(frame: types.FrameType | None) -> bool:

@@ -450,6 +450,22 @@ def test_a_function_is_first_to_meet_what_is_closed_over(name, wraps):
     same_as_eager(build, calls=2)
 
 
+def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x * w).sin() + w
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_scripted_function_is_first_to_meet_what_is_closed_over(by_name):
+    scripted = torch.jit.script(scaled)
+
+    def build():
+        w = leaf()
+        return Scene(lambda x: scripted(x, w=w) if by_name else scripted(x, w), (leaf(),), held={"w": w})
+
+    same_as_eager(build, calls=2)
+
+
 def test_gradients_taken_inside():
     def program(x, w):
         (grad,) = torch.autograd.grad((x * w).exp().sum(), w, create_graph=True)
