@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -25,6 +24,7 @@ from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
+from aotdist.joint.lifting import Lifting, Recalling
 from aotdist.joint.parts import parts_without_gradient
 from aotdist.joint.recorder import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
@@ -100,7 +100,7 @@ class Backward:
         node_outs: Row[NodeOutIdx, NodeOut],
         ends: Sequence[End],
         wanted: Sequence[Wanted],
-        mode: AbstractContextManager[Any],
+        mode: Lifting | Recalling,
         arrivals: Mapping[NodeOutIdx, Arrival],
         shown: Callable[[], AbstractContextManager[None]],
         in_python: InBackward,
@@ -196,6 +196,7 @@ class Backward:
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):
             if grad is not None:
+                grad = self.mode.swap(grad)  # a function of the user's may return what it closes over
                 grads[idx] = grads[idx] + grad if idx in grads else grad
         return Computed(grads, self.in_python.kept)
 

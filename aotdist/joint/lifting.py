@@ -286,13 +286,14 @@ class Recalling(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        met, named = _each(self._stand_in, args, kwargs)
+        met, named = _each(self.swap, args, kwargs)
         if types and class_functions_are_on():
             with self:
                 return ask_classes(func, types, met, named)
         return func(*met, **named)
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the program works on in the place of `tensor`."""
         if not is_real(tensor):
             return tensor
         found = (idx for idx, source in self._sources.items() if source.read() is tensor)

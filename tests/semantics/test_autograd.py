@@ -450,6 +450,27 @@ def test_a_function_is_first_to_meet_what_is_closed_over(name, wraps):
     same_as_eager(build, calls=2)
 
 
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_function_returns_what_is_closed_over_as_a_gradient(wraps):
+    def build():
+        held = [TwoTensor(torch.randn(3, 4), torch.randn(3, 4)) if wraps else torch.randn(3, 4)]
+
+        class Constant(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, grad):
+                return held[0]
+
+        x = leaf().detach()
+        x = (TwoTensor(x, x + 1) if wraps else x).requires_grad_()
+        return Scene(Constant.apply, (x,), held={"held": held})
+
+    same_as_eager(build, calls=2)
+
+
 def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x * w).sin() + w
 
