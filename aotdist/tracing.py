@@ -34,6 +34,7 @@ from aotdist.passes.linear_losses import WHOLE
 from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
 from aotdist.report.stage_times import StageTimes
 from aotdist.settings import Settings
+from aotdist.sizes import concrete
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.ambient import autocast_off, autocast_only
 from aotdist.torch_seam.control_flow import fast_paths_on
@@ -207,7 +208,11 @@ def _is_as(symbolic: Any, known: Any) -> bool:
 def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall:
     """The trace of the call that finds what this one leaves, if it is of the same program; else `found`."""
     with ExitStack() as otherwise:
-        otherwise.callback(assign(_flags(job, found)))
+        symbols = found.traced.symbols
+        known = [*symbols, *(count.symbol for count in symbols.counts())]
+        numbers = {name: hint(symbol) for symbol in known for name in symbols_in(symbol)}
+        flags = [(place, concrete(value, numbers)) for place, value in _flags(job, found)]
+        otherwise.callback(assign(flags))
         try:
             later = _trace_over_bases(job, times)
             if _flags(job, later) or not _is_same_program(later.traced, found.traced):

@@ -261,6 +261,33 @@ def test_a_number_that_is_set_up_is_compiled_once(counts_too: bool) -> None:
     assert len(compiled_call(modules[1]).artifacts) == 1
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda steps: steps,
+        lambda steps: (steps + 1, [steps]),
+        lambda steps: torch.Size([steps + 1]),
+        lambda steps: slice(steps, 9),
+    ],
+)
+def test_what_is_set_up_is_the_number_that_is_counted_in(value: Callable[[int], Any]) -> None:
+    """It is that of the first call, and once more of the call that finds it gone."""
+
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        module.options.setdefault("first", value(module.steps))
+        module.steps += 1
+        return module.linear(x)
+
+    modules = [Counting(program), aotdist.compile(Counting(program), backend="fx")]
+    for call in range(5):
+        for module in modules:
+            if call == 3:
+                del module.options["first"]
+            module(torch.ones(2, 4))
+        assert repr(modules[1].options) == repr(modules[0].options)  # a symbol would equal its number
+        assert modules[1].steps == modules[0].steps
+
+
 def test_a_program_may_refuse_to_be_called_twice() -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
         if module.initialised:
