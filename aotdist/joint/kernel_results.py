@@ -9,6 +9,8 @@ that come.
   `constant_pad_nd`, Fourier transforms, `complex` and `polar`. Each size would have an artifact of its own.
 - Grouped products (of experts) fakes allow in bf16 only, and without the gaps behind rows that the kernels
   leave: these begin at multiples of 16 bytes.
+- The backward of `embedding_bag` with sparse gradients makes the map from indices to bags where the forward's
+  kernel did without it; its fake takes the empty map as it is, and has as many gradients as that.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from aotdist.torch_seam.operators import OpOverload, suggest_memory_format
 
 _ATEN = torch.ops.aten
 _GROUPED_MM = _ATEN._grouped_mm.default
+_BAG_BACKWARD = _ATEN._embedding_bag_backward.default
 _NORMALISED: Mapping[OpOverload, int] = {
     _ATEN.native_batch_norm.default: 0,
     _ATEN._native_batch_norm_legit.default: 0,
@@ -59,6 +62,8 @@ def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     """
     if func is _GROUPED_MM and (args[0].device.type == "cpu" or args[0].dtype != torch.bfloat16):
         return _grouped_product(*args, **kwargs)
+    if func is _BAG_BACKWARD:
+        args = _with_map_to_bags(*args)
     with python_kernels() if symbolic and func in _SETTLE_SIZES else nullcontext():
         result = func(*args, **kwargs)
     position = _NORMALISED.get(func)
@@ -70,6 +75,13 @@ def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     contiguous = position == 0 and like.is_contiguous()
     kept = torch.contiguous_format if contiguous else suggest_memory_format(like)
     return (torch.empty_like(first, memory_format=kept), *others)
+
+
+def _with_map_to_bags(
+    grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, bag_of: torch.Tensor, *others: Any
+) -> tuple[Any, ...]:
+    """The arguments of a bag's backward, with the map that its kernel makes where it gets an empty one."""
+    return grad, indices, offsets, bag_of if bag_of.numel() else torch.empty_like(indices), *others
 
 
 def _grouped_product(

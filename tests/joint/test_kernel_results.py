@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import aotdist
@@ -109,3 +110,23 @@ def test_what_a_batch_norm_gives_is_copied_where_eager_copies_it() -> None:
     x = torch.randn(2, 8, 4)
     eager, ours = rows(x), aotdist.compile(rows, backend="fx")(x)
     assert torch.equal(eager, ours) and eager._is_view() == ours._is_view()
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_bags_of_weighted_rows(sparse: bool) -> None:
+    indices, offsets = torch.tensor([1, 2, 4, 4]), torch.tensor([0, 2])
+
+    def sums(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return F.embedding_bag(
+            indices, rows, offsets, mode="sum", sparse=sparse, per_sample_weights=weights
+        ).square()
+
+    found = []
+    for function in (sums, aotdist.compile(sums, backend="fx")):
+        torch.manual_seed(0)
+        arguments = [torch.randn(6, 3, requires_grad=True), torch.randn(4, requires_grad=True)]
+        value = function(*arguments)
+        value.sum().backward()
+        assert arguments[0].grad is not None and arguments[0].grad.is_sparse == sparse
+        found.append([value.detach(), arguments[0].grad.to_dense(), arguments[1].grad])
+    assert all(map(torch.equal, *found))
