@@ -12,6 +12,7 @@ from aotdist.capture.origins import Origins, raised_at
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_refusals import detached_since, reshaped_since
 from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.joint.kernel_results import CANNOT_VIEW
 from aotdist.program import Slot
 from aotdist.torch_seam.functional import DataDependentOutputException, DynamicOutputShapeException
 from aotdist.torch_seam.groups import ObjectsExchangedError
@@ -37,9 +38,6 @@ _ADDRESS = "Cannot access data pointer of Tensor"
 _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 """How autograd says that it would make a view's history again, and its base has none any more."""
 
-_CANNOT_VIEW = "Cannot view a tensor with shape"
-"""How PyTorch's fakes say that a tensor's strides do not allow a view."""
-
 _NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
 """How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
 
@@ -64,8 +62,8 @@ def naming_outdated_views(log: ViewLog) -> Generator[None]:
         yield
     except AotdistError:
         raise
-    except (ValueError, RuntimeError) as error:
-        if not any(change.reshapes() for change in log.changes) or _CANNOT_VIEW not in str(error):
+    except RuntimeError as error:
+        if not any(change.reshapes() for change in log.changes) or CANNOT_VIEW not in str(error):
             raise
         raise reshaped_since(str(error), raised_at(error.__traceback__)) from error
 

@@ -11,6 +11,7 @@ that come.
   leave: these begin at multiples of 16 bytes.
 - The backward of `embedding_bag` with sparse gradients makes the map from indices to bags where the forward's
   kernel did without it; its fake takes the empty map as it is, and has as many gradients as that.
+- What cannot be a view, fakes refuse with a `ValueError`; who then reshapes catches a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ _NORMALISED: Mapping[OpOverload, int] = {
     _ATEN.native_batch_norm_backward.default: 1,
 }
 """Operators whose first result is made like one of the arguments, by the argument's position."""
+_VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
+CANNOT_VIEW = (
+    "view size is not compatible with input tensor's size and stride (at least one dimension spans across "
+    "two contiguous subspaces). Use .reshape(...) instead."
+)
+"""How PyTorch says that a tensor's strides do not allow a view."""
 _SETTLE_SIZES = frozenset(
     {
         _ATEN._fft_c2c.default,
@@ -65,7 +72,12 @@ def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     if func is _BAG_BACKWARD:
         args = _with_map_to_bags(*args)
     with python_kernels() if symbolic and func in _SETTLE_SIZES else nullcontext():
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except ValueError as error:
+            if func not in _VIEWS:
+                raise
+            raise RuntimeError(CANNOT_VIEW) from error
     position = _NORMALISED.get(func)
     if position is None or not isinstance(result[0], torch.Tensor) or args[position].device.type != "cpu":
         return result

@@ -130,3 +130,19 @@ def test_bags_of_weighted_rows(sparse: bool) -> None:
         assert arguments[0].grad is not None and arguments[0].grad.is_sparse == sparse
         found.append([value.detach(), arguments[0].grad.to_dense(), arguments[1].grad])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_cannot_be_a_view_is_refused_as_in_eager(dynamic: bool) -> None:
+    said: list[str] = []
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.mT.view(-1, 2) * 2
+        except RuntimeError as error:
+            said.append(str(error))
+            return x.mT.reshape(-1, 2) * 3
+
+    x = torch.randn(2, 3, 4)
+    ours = aotdist.compile(rows, backend="fx", settings={"dynamic": dynamic})
+    assert torch.equal(rows(x), ours(x)) and len(set(said)) == 1
