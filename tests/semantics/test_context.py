@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,34 @@ def test_the_backward_is_recorded_under_the_autocast_that_is_asked_for() -> None
     assert policy_is("off", outside)
     assert policy_is("same_as_forward", within)
     assert policy_is("cpu:bfloat16", within)
+
+
+@contextmanager
+def autocast_by_default(dtype: torch.dtype, *, casts_once: bool) -> Iterator[None]:
+    """What autocast does where a program switches it on and says nothing else."""
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(casts_once)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        torch.set_autocast_cache_enabled(True)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_how_autocast_casts_by_default_is_asked_at_each_call(within: bool) -> None:
+    """Gradients of a parameter that is cast once are summed before they are cast back."""
+    linear = nn.Linear(4, 4)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        with nullcontext() if within else torch.autocast("cpu"):
+            return linear(linear(x).float().tanh()).float().square().sum()
+
+    compiled, x = aotdist.compile(twice, backend="fx"), torch.randn(5, 4)
+    for dtype, casts_once in itertools.product([torch.bfloat16, torch.float16], [True, False]):
+        with autocast_by_default(dtype, casts_once=casts_once), torch.autocast("cpu", enabled=within):
+            eager, ours = (torch.autograd.grad(call(x), linear.weight)[0] for call in (twice, compiled))
+        assert torch.equal(eager, ours)
 
 
 def test_autocast_around_backward_changes_nothing() -> None:
