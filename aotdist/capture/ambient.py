@@ -32,8 +32,8 @@ class Ambient(NamedTuple):
     `autocast` holds, for each device type where it is on, the device and its dtype; `casting` whether a
     parameter is cast once, and the dtypes that autocast has where a program switches it on and names none;
     `dtensor` what contexts such as `loss_parallel` make of operators on DTensors; `device` where new tensors
-    are made, if a context says so (`with torch.device(...)`); `kernels` which of them operators may
-    choose from (`sdpa_kernel`).
+    are made, if a context says so (`with torch.device(...)`); `kernels` which of them operators and
+    attention layers may choose from (`sdpa_kernel`).
     """
 
     grad: bool

@@ -20,7 +20,7 @@ def kernel_choices() -> tuple[bool, ...]:
     """Which kernels operators may choose from.
 
     Of attention: flash, memory-efficient, math, cuDNN's. Of convolutions and recurrent layers: oneDNN's and
-    cuDNN's.
+    cuDNN's. Of attention layers in evaluation: one for the whole layer.
     """
     return (
         torch._C._get_flash_sdp_enabled(),
@@ -29,6 +29,7 @@ def kernel_choices() -> tuple[bool, ...]:
         torch._C._get_cudnn_sdp_enabled(),
         torch._C._get_mkldnn_enabled(),
         torch._C._get_cudnn_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
     )
 
 
@@ -46,6 +47,7 @@ def choose_kernels(choices: tuple[bool, ...]) -> None:
         torch._C._set_sdp_use_cudnn,
         torch._C._set_mkldnn_enabled,
         torch._C._set_cudnn_enabled,
+        torch.backends.mha.set_fastpath_enabled,
     )
     for choose, choice in zip(setters, choices, strict=True):
         choose(choice)

@@ -377,6 +377,19 @@ def test_attention_is_computed_as_a_context_says() -> None:
             assert torch.equal(compiled(q, k, v), fn(q, k, v))
 
 
+def test_attention_layers_take_the_fast_path_as_the_switch_says() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    compiled, x = aotdist.compile(lambda x: layer(x), backend="fx"), torch.randn(2, 3, 8)
+    try:
+        for fast in (True, False, True):
+            torch.backends.mha.set_fastpath_enabled(fast)
+            with torch.no_grad():
+                assert torch.equal(compiled(x), layer(x))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert len(compiled.artifacts) == 2
+
+
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # by the context that turns it off
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_round_as_grad_mode_and_kernels_have_it(layer: type[nn.RNNBase]) -> None:
