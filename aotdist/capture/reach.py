@@ -28,6 +28,7 @@ from aotdist.capture.modules import KINDS, own_tensors
 from aotdist.capture.readers import is_array, reader_of
 from aotdist.capture.source import Applied, Source
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
+from aotdist.torch_seam.modules import PARAMETRIZATIONS, is_parametrized
 
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -285,6 +286,8 @@ class _Walk:
         for path, module in value.named_modules(prefix=source.path):
             self.seen.add(id(module))
             yield from self._of_module(path, module)
+        if any(map(is_parametrized, value.modules())):
+            yield from _computed_once()
 
     def _object(self, source: Source, value: Any) -> None:
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
@@ -512,6 +515,15 @@ def _hooks(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
         hooks: dict[int, Any] = getattr(module, name)
         for key, hook in hooks.items():
             yield Source(f"{path}.{name}" if path else name, hooks).item(key), hook
+
+
+def _computed_once() -> Iterator[tuple[Source, Any]]:
+    """What parametrized modules keep, and find again, inside of `parametrize.cached()`."""
+    parametrize = Source("parametrize", PARAMETRIZATIONS)
+    enabled = bool(PARAMETRIZATIONS["_cache_enabled"])
+    yield parametrize.item("_cache_enabled").applied(bool, "whether `parametrize.cached()` is on"), enabled
+    if enabled:
+        yield parametrize.item("_cache", "what `parametrize.cached()` keeps"), PARAMETRIZATIONS["_cache"]
 
 
 def _library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:

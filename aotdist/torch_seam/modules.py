@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
+
+PARAMETRIZATIONS: Mapping[str, Any] = vars(parametrize)
+"""Where parametrized modules look for, and leave, what they compute once: `_cache`, if `_cache_enabled`."""
 
 
 def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
@@ -33,3 +37,8 @@ def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:
         module._global_backward_hooks,
         module._global_backward_pre_hooks,
     ]
+
+
+def is_parametrized(module: torch.nn.Module) -> bool:
+    """Whether something of a module is computed where it is read (`weight_norm`, `spectral_norm`)."""
+    return parametrize.is_parametrized(module)
