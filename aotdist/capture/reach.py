@@ -26,7 +26,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of, contents
 from aotdist.capture.modules import KINDS, own_tensors
 from aotdist.capture.readers import is_array, reader_of
-from aotdist.capture.source import Applied, Source
+from aotdist.capture.source import Applied, Source, Spot
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 from aotdist.torch_seam.modules import PARAMETRIZATIONS, is_parametrized
 
@@ -51,6 +51,7 @@ class Reached:
         tensors: tensors outside of modules.
         constants: constants, with the value that they have now; those of modules are not among them.
         identities: functions, built-in ones too, and modules that the program depends on as they are.
+        again: further places of what was found elsewhere, with the first one: both hold the same object.
         owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
             classes, are some.
         containers: lists and dictionaries whose items the program may reassign.
@@ -66,6 +67,7 @@ class Reached:
     tensors: tuple[tuple[Source, torch.Tensor], ...]
     constants: tuple[tuple[Source, Any], ...]
     identities: tuple[tuple[Source, Any], ...]
+    again: tuple[tuple[Source, Source], ...]
     owners: tuple[tuple[Source, Any], ...]
     containers: tuple[tuple[Source, list[Any] | dict[Any, Any]], ...]
     assigned: tuple[Source, ...]
@@ -100,6 +102,7 @@ def reach(
         tensors=tuple(walk.tensors),
         constants=tuple(walk.specialising_constants()),
         identities=tuple(walk.identities),
+        again=tuple(walk.specialising_ties()),
         owners=tuple(walk.owners),
         containers=tuple(walk.containers),
         assigned=tuple(walk.assigned),
@@ -153,8 +156,9 @@ class _Walk:
     assigned: list[Source] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
+    seen: dict[int, Source | None] = field(default_factory=dict)
     met_again: set[int] = field(default_factory=set)
+    again: list[tuple[Source, Source]] = field(default_factory=list)
     named: list[_Named] = field(default_factory=list)
     names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
     stored: set[str] = field(default_factory=set)
@@ -181,9 +185,9 @@ class _Walk:
                 self.constants.append((source, value))
             return
         if id(value) in self.seen:
-            self.met_again.add(id(value))
+            self._meet_again(source, value)
             return
-        self.seen.add(id(value))
+        self.seen[id(value)] = source
         if isinstance(value, torch.Tensor):
             self.tensors.append((source, value))
             if source.steps:
@@ -199,13 +203,24 @@ class _Walk:
         else:
             yield from self._inside(source, value)
 
+    def _meet_again(self, source: Source, value: Any) -> None:
+        """Note one more place of a value: another one may be in one of the two at another call.
+
+        Imported modules, which each file names, stay what they are.
+        """
+        self.met_again.add(id(value))
+        first = self.seen[id(value)]
+        if first is None or isinstance(value, types.ModuleType) or _spot(source) == _spot(first):
+            return
+        self.again.append((source, first))
+
     def look_at(self, source: Source, tensor: torch.Tensor, *, of_module: bool = False) -> None:
         """Let the attributes of a tensor be read by name; those of a wrapper are not assigned.
 
         An argument, and what hangs on one, is another at each call: what it is assigned is assigned again.
         """
         if is_of_own_class(tensor):
-            self.seen.add(id(tensor))
+            self.seen.setdefault(id(tensor), source)
         if not is_wrapper(tensor):
             self.owners.append((source, tensor))
         self.named.append(_Named(source, tensor, not (of_module or is_wrapper(tensor))))
@@ -241,16 +256,30 @@ class _Walk:
                 self.constants.append((place, test(named.value)))
 
     def specialising_constants(self) -> Iterator[tuple[Source, Any]]:
-        """The constants, but for those in lists that the program appends to, and does nothing else with."""
+        """The constants, but for those in logs."""
+        logs = self._logs()
+        for source, value in self.constants:
+            if not any(source.lies_in(log) for log in logs):
+                yield source, value
+
+    def specialising_ties(self) -> Iterator[tuple[Source, Source]]:
+        """Places of the same object, each once, but for those in logs."""
+        logs = self._logs()
+        known = set[Spot]()
+        for source, first in self.again:
+            is_logged = any(source.lies_in(log) or first.lies_in(log) for log in logs)
+            if not is_logged and (spot := _spot(source)) not in known:
+                known.add(spot)
+                yield source, first
+
+    def _logs(self) -> list[Source]:
+        """The lists that the program appends to, and does nothing else with."""
         names = frozenset[str]() if self.any_name else self.appended - self.used
-        logs = [
+        return [
             source
             for source, held in self.containers
             if isinstance(held, list) and id(held) not in self.met_again and _name_of(source) in names
         ]
-        for source, value in self.constants:
-            if not any(source.lies_in(log) for log in logs):
-                yield source, value
 
     def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """What a value leads to; what is read of it by name is left for `follow_names`."""
@@ -284,7 +313,7 @@ class _Walk:
         self._identity(source, value)
         self.modules.append((source, value))
         for path, module in value.named_modules(prefix=source.path):
-            self.seen.add(id(module))
+            self.seen[id(module)] = Source(path, module)
             yield from self._of_module(path, module)
         if any(map(is_parametrized, value.modules())):
             yield from _computed_once()
@@ -384,7 +413,7 @@ class _Walk:
                 yield Source(cls.__name__, cls).attribute(name), value
                 return
         if isinstance(function, types.FunctionType) and id(function) not in self.seen:
-            self.seen.add(id(function))
+            self.seen[id(function)] = None
             place = Source(cls.__name__, cls).attribute("__dict__")
             self._identity(place.item(name, f"{cls.__name__}.{name}"), value)
             yield from self._function_state(function, special=name in special_methods(cls))
@@ -451,6 +480,11 @@ def constants_but(
             yield from [source] if len(kept) == len(items) else [whole.applied(_keys_of, source.path), *kept]
         elif source.spot() not in open_:
             yield source
+
+
+def _spot(source: Source) -> Spot:
+    """What places have in common that are one; see `Source.spot`."""
+    return source.spot() if source.steps else (id(source.root), None)
 
 
 def _name_of(source: Source) -> str:

@@ -60,6 +60,7 @@ class Fit:
         holds: further conditions: each a name, a function, and its arguments.
         constants: closed-over constants, with their values.
         identities: closed-over functions and modules.
+        again: pairs of places that hold the same object.
         prepare: functions to call first, each with its argument.
     """
 
@@ -82,6 +83,7 @@ class Fit:
     holds: tuple[tuple[str, Callable[[], bool]], ...]
     constants: tuple[tuple[Source, Any], ...]
     identities: tuple[tuple[Source, Any], ...]
+    again: tuple[tuple[Source, Source], ...]
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
 
     def symbols(self) -> list[str]:
@@ -95,7 +97,7 @@ class Fit:
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""
         places = self.sources or self.constants or self.counts
-        return bool(places or self.identities or self.base_variables)
+        return bool(places or self.identities or self.again or self.base_variables)
 
     def distinct_variables(self) -> list[str]:
         """The variable that holds each distinct tensor."""
@@ -161,6 +163,7 @@ def fit_of(compilation: Compilation) -> Fit:
             (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
         ),
         identities=(*environment.reached.identities, *_written_in_backward(captured)),
+        again=environment.reached.again,
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
     )
 

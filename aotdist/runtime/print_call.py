@@ -319,6 +319,7 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
     for source, value in fit.identities:
         expected = printer.bind(f"{source.path} at capture", value)
         conditions.append(f"{source.expression(bind)} is {expected}")
+    conditions += [f"{source.expression(bind)} is {first.expression(bind)}" for source, first in fit.again]
     for source, value in fit.constants:
         conditions.append(_same(printer, source.expression(bind), value, source.path))
     conditions += [f"type({count.name}) is {count.kind.__name__}" for count in fit.counts]

@@ -38,6 +38,8 @@ def _parts(artifact: Artifact) -> dict[str, str]:
         parts |= holds.described() if isinstance(holds, ModuleGuard) else {}
     for source, value in fit.constants:
         parts[f"`{source.path}`"] = repr(value)
+    for source, first in fit.again:
+        parts[f"what `{source.path}` is"] = f"`{first.path}`"
     return parts
 
 

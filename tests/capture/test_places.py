@@ -396,6 +396,59 @@ def test_modules_in_plain_containers_are_found():
     assert {slot.path for slot in artifact.fit.slots} >= {"layers[0].weight", "layers[1].bias"}
 
 
+class Doubles:
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Triples:
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+PAIRS: dict[str, tuple[Any, Any, Callable[[torch.Tensor, Any], torch.Tensor]]] = {
+    "functions": (lambda x: x * 2, lambda x: x * 3, lambda x, act: act(x)),
+    "functions of PyTorch's": (torch.sin, torch.cos, lambda x, act: act(x)),
+    "tensors": (torch.tensor(2.0), torch.tensor(3.0), lambda x, scale: x * scale),
+    "lists": ([2.0], [3.0], lambda x, scales: x * scales[0]),
+    "objects": (types.SimpleNamespace(scale=2.0), types.SimpleNamespace(scale=3.0), lambda x, o: x * o.scale),
+    "modules": (nn.Tanh(), nn.ReLU(), lambda x, layer: layer(x)),
+}
+"""Two values of a kind, and how they are used."""
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_object_in_two_places_may_be_replaced_in_one(name: str, of_module: bool) -> None:
+    one, other, use = PAIRS[name]
+    holder = nn.Module() if of_module else types.SimpleNamespace()
+    holder.a = holder.b = one
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return use(x, holder.a) + 10 * use(x, holder.b)
+
+    compiled, x = aotdist.compile(program, backend="fx"), torch.ones(3)
+    for a, b in ((one, one), (one, other), (other, one), (other, other)):
+        holder.a, holder.b = a, b
+        assert torch.equal(compiled(x), program(x))
+    assert len(compiled.artifacts) <= 4
+
+
+def test_a_tensor_that_stays_in_two_places_is_no_news() -> None:
+    holder = nn.Module()
+    holder.last = holder.best = torch.zeros(3)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x + holder.last * 2 + holder.best
+        holder.last = holder.best = y.detach()
+        return y
+
+    compiled, y = aotdist.compile(program, backend="fx"), torch.zeros(3)
+    for _ in range(4):
+        assert torch.equal(compiled(torch.ones(3)), y := 1 + 3 * y)
+    assert len(compiled.artifacts) == 1
+
+
 class Library(nn.Module):
     """Stands for an installed model: what its forward reads is not looked up."""
 
