@@ -50,7 +50,8 @@ class Reached:
         modules: outermost modules, each with its place.
         tensors: tensors outside of modules.
         constants: constants, with the value that they have now; those of modules are not among them.
-        identities: functions, built-in ones too, and modules that the program depends on as they are.
+        identities: functions, built-in ones too, modules, classes, and what else the program depends on as
+            it is.
         again: further places of what was found elsewhere, with the first one: both hold the same object.
         owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
             classes, are some.
@@ -101,7 +102,7 @@ def reach(
         modules=tuple(walk.modules),
         tensors=tuple(walk.tensors),
         constants=tuple(walk.specialising_constants()),
-        identities=tuple(walk.identities),
+        identities=tuple(walk.specialising_identities()),
         again=tuple(walk.specialising_ties()),
         owners=tuple(walk.owners),
         containers=tuple(walk.containers),
@@ -159,6 +160,7 @@ class _Walk:
     seen: dict[int, Source | None] = field(default_factory=dict)
     met_again: set[int] = field(default_factory=set)
     again: list[tuple[Source, Source]] = field(default_factory=list)
+    opaque: list[tuple[Source, Any]] = field(default_factory=list)
     named: list[_Named] = field(default_factory=list)
     names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
     stored: set[str] = field(default_factory=set)
@@ -262,6 +264,16 @@ class _Walk:
             if not any(source.lies_in(log) for log in logs):
                 yield source, value
 
+    def specialising_identities(self) -> Iterator[tuple[Source, Any]]:
+        """What the program depends on as it is, but for what it assigns itself, another one at each call.
+
+        A class gives another thing under a descriptor's name than the descriptor.
+        """
+        yield from self.identities
+        for source, value in self.opaque:
+            if _name_of(source) not in self.stored and source.read_or(None) is value:
+                yield source, value
+
     def specialising_ties(self) -> Iterator[tuple[Source, Source]]:
         """Places of the same object, each once, but for those in logs."""
         logs = self._logs()
@@ -325,6 +337,17 @@ class _Walk:
             self.owners.append((source, value))
         if hasattr(value, "__dict__") or is_users_class(type(value)):
             self.named.append(_Named(source, value))
+        if source.steps and not isinstance(value, types.ModuleType):
+            self._what_it_is(source, value)
+
+    def _what_it_is(self, source: Source, value: Any) -> None:
+        """Let it count what an object is, as far as its attributes do not show it."""
+        if isinstance(value, type):
+            self._identity(source, value)
+        elif is_users_class(type(value)) or (hasattr(value, "__dict__") and not callable(value)):
+            self._identity(source.applied(type, f"the class of {source.path}"), type(value))
+        else:
+            self.opaque.append((source, value))
 
     def _whole(self, source: Source, value: Any) -> None:
         """A container whose items cannot be named, if they are constants."""

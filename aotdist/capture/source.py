@@ -248,7 +248,9 @@ class Source:
                 case Item(key=key):
                     text += f"[{_literal(key, bind)}]"
                 case Applied(function=function):
-                    text = f"{bind(function.__name__, function)}({text})"
+                    # No variable of a printed call is named `type`.
+                    name = "type" if function is type else bind(function.__name__, function)
+                    text = f"{name}({text})"
         return text
 
 

@@ -5,7 +5,9 @@ A tensor that is rebound is read afresh, without compiling; a constant that chan
 
 from __future__ import annotations
 
+import datetime
 import functools
+import operator
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -413,6 +415,12 @@ PAIRS: dict[str, tuple[Any, Any, Callable[[torch.Tensor, Any], torch.Tensor]]] =
     "lists": ([2.0], [3.0], lambda x, scales: x * scales[0]),
     "objects": (types.SimpleNamespace(scale=2.0), types.SimpleNamespace(scale=3.0), lambda x, o: x * o.scale),
     "modules": (nn.Tanh(), nn.ReLU(), lambda x, layer: layer(x)),
+    "operators": (torch.ops.aten.sin.default, torch.ops.aten.cos.default, lambda x, act: act(x)),
+    "objects of other classes": (Doubles(), Triples(), lambda x, layer: layer.act(x)),
+    "classes": (Doubles, Triples, lambda x, cls: cls().act(x)),
+    "classes of PyTorch's": (nn.Tanh, nn.ReLU, lambda x, cls: cls()(x)),
+    "without attributes": (torch.finfo(torch.half), torch.finfo(torch.float), lambda x, kind: x * kind.eps),
+    "what calls a method": (operator.methodcaller("sin"), operator.methodcaller("cos"), lambda x, f: f(x)),
 }
 """Two values of a kind, and how they are used."""
 
@@ -432,6 +440,26 @@ def test_an_object_in_two_places_may_be_replaced_in_one(name: str, of_module: bo
         holder.a, holder.b = a, b
         assert torch.equal(compiled(x), program(x))
     assert len(compiled.artifacts) <= 4
+
+
+def test_a_class_may_be_defined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = aotdist.compile(lambda x: Doubles().act(x), backend="fx")
+    assert torch.equal(compiled(torch.ones(1)), torch.full((1,), 2.0))
+    monkeypatch.setitem(globals(), "Doubles", Triples)
+    assert torch.equal(compiled(torch.ones(1)), torch.full((1,), 3.0))
+
+
+def test_what_the_program_replaces_at_each_call_is_no_news() -> None:
+    holder = types.SimpleNamespace(begun=datetime.datetime.now())
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        holder.before, holder.begun = holder.begun, datetime.datetime.now()
+        return x * 2
+
+    compiled = aotdist.compile(program, backend="fx")
+    for _ in range(3):
+        compiled(torch.ones(1))
+    assert len(compiled.artifacts) == 1
 
 
 def test_a_tensor_that_stays_in_two_places_is_no_news() -> None:
