@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from aotdist.torch_seam.optimizers import scaler_state, takes_scale
+from aotdist.torch_seam.optimizers import scaler_rules, scaler_state, takes_scale
 
 
 class Scaling:
@@ -77,12 +77,6 @@ class Scaling:
 
     def update(self) -> None:
         """Let the scale shrink or grow."""
-        scaler = self._scaler
         torch.ops.aten._amp_update_scale_(
-            self._scale,
-            self._growth_tracker,
-            self._found_inf,
-            scaler.get_growth_factor(),
-            scaler.get_backoff_factor(),
-            scaler.get_growth_interval(),
+            self._scale, self._growth_tracker, self._found_inf, *scaler_rules(self._scaler)
         )

@@ -22,7 +22,7 @@ from aotdist.step.program import MakesState, Now, StepProgram
 from aotdist.step.recipe import Clip, Recipe
 from aotdist.subclasses.protocol import container_rule
 from aotdist.torch_seam.autograd import has_grad_hooks
-from aotdist.torch_seam.optimizers import has_scaled, note_step, optimizer_hooks, scaler_state
+from aotdist.torch_seam.optimizers import has_scaled, note_step, optimizer_hooks, scaler_rules, scaler_state
 
 _VARYING = frozenset({"lr"})
 """Hyperparameters that differ from call to call, before one is seen to."""
@@ -168,7 +168,9 @@ class TrainStep(Explained):
     def _program(self, now: Now, params: Mapping[str, torch.Tensor], *, updates: bool) -> StepProgram:
         """The program that fits, a new one if there is none."""
         identities = tuple(map(id, params.values()))
-        layout = (updates, bool(now.scaling), identities, tuple(now.grads), tuple(now.held.layout))
+        scaler = self._recipe.scaler if now.scaling else None
+        rules = None if scaler is None else scaler_rules(scaler)
+        layout = (updates, rules, identities, tuple(now.grads), tuple(now.held.layout))
         programs = self._programs.setdefault(layout, [])
         for program in programs:
             if program.fits(now):

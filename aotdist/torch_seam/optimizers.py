@@ -18,6 +18,11 @@ def has_scaled(scaler: torch.amp.GradScaler) -> bool:
     return scaler._scale is not None
 
 
+def scaler_rules(scaler: torch.amp.GradScaler) -> tuple[float, float, int]:
+    """By what a scale grows and shrinks, and after how many steps it grows."""
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+
+
 def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer unscales gradients, and skips steps, by itself."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -75,6 +75,29 @@ def test_scaler_that_is_switched_off() -> None:
         pair.assert_same(at)
 
 
+def test_other_rules_between_steps() -> None:
+    """Factors and interval are set anew, or loaded with the scaler's state."""
+    pair = Pair.of(lambda params: torch.optim.AdamW(params, lr=0.01), Plain)
+    scalers = scaler(), scaler()
+    step = aotdist.train_step(pair.models[1], loss_of, pair.optimizers[1], scaler=scalers[1], backend="fx")
+    as_written = aotdist.train_step(pair.models[0], loss_of, pair.optimizers[0], scaler=scalers[0]).as_written
+    for at in range(10):
+        as_written(batch_of(at))
+        step(batch_of(at))
+        assert scalers[0].state_dict() == scalers[1].state_dict(), at
+        pair.assert_same(at)
+        for one in scalers:
+            match at:
+                case 2:
+                    one.set_growth_interval(1)
+                case 4:
+                    one.set_backoff_factor(0.25)
+                case 6:
+                    one.load_state_dict({**one.state_dict(), "growth_factor": 4.0})
+                case _:
+                    pass
+
+
 def test_optimizer_that_counts_in_python_is_refused() -> None:
     model = Plain()
     step = aotdist.train_step(
