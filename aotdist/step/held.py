@@ -96,6 +96,10 @@ class HeldState:
             containers=[(container, _copy(container)) for container, _ in self.containers],
         )
 
+    def all_containers(self) -> list[Any]:
+        """Every dictionary and list that is looked at here."""
+        return [*self.roots, *(container for container, _ in self.containers)]
+
     def has_grown(self) -> bool:
         """Whether a container has other keys by now."""
         return any(list(_keys(container)) != list(_keys(items)) for container, items in self.containers)

@@ -15,7 +15,7 @@ from torch import nn
 from aotdist.api import CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.scalars import Scalars
-from aotdist.step.attributes import unchanged
+from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import DTYPES, Done
 from aotdist.step.gradients import Gradients, arguments_with_gradients
 from aotdist.step.held import HeldState
@@ -195,7 +195,7 @@ class StepProgram:
             UnsupportedProgram: something is.
         """
         optimizer, clip = self._recipe.optimizer, self._recipe.clip
-        apart = [*held.roots, *(container for container, _ in held.containers)]
+        apart = held.all_containers()
         with contextlib.ExitStack() as stack:
             refusal = functools.partial(_changes_itself, optimizer)
             stack.enter_context(unchanged(optimizer, refusal, apart, tensors=False))
@@ -224,9 +224,10 @@ class StepProgram:
 def _reaching(recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
     """A function that is looked through for what a step reaches: the model, what `loss_fn` closes over."""
     model, loss_fn, clip = recipe.model, _function(recipe.loss_fn), _function(recipe.clip)
+    optimizer = functools.partial(traced, *methods_of(recipe.optimizer))  # its methods, as something callable
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        _ = model, loss_fn, clip
+        _ = model, loss_fn, clip, optimizer
         return traced(args, kwargs)
 
     return train_step

@@ -16,6 +16,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
+from aotdist.step.attributes import Attributes
 from aotdist.step.gradients import GivesGradients
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import MakesState, Now, StepProgram
@@ -88,6 +89,7 @@ class TrainStep(Explained):
         self._varying = set(_VARYING)
         self._hyperparameters = hyperparameters(recipe.optimizer)
         self._held: HeldState | None = None
+        self._attributes: Attributes | None = None
         self._others: dict[str, torch.Tensor] = {}
         self._has_stepped = False
         self._accumulated = 0
@@ -156,6 +158,11 @@ class TrainStep(Explained):
         self._held = held or held_by(optimizer, self._names, self._varying)
         return self._held
 
+    def _attributes_now(self, held: HeldState) -> Attributes:
+        if self._attributes is None or not self._attributes.hold():
+            self._attributes = Attributes.of(self._recipe.optimizer, held.all_containers())
+        return self._attributes
+
     def _params(self) -> dict[str, torch.Tensor]:
         """The model's parameters, others of the optimizer, and what else gets gradients, by name."""
         params: dict[str, torch.Tensor] = dict(self._recipe.model.named_parameters())
@@ -170,7 +177,8 @@ class TrainStep(Explained):
         identities = tuple(map(id, params.values()))
         scaler = self._recipe.scaler if now.scaling else None
         rules = None if scaler is None else scaler_rules(scaler)
-        layout = (updates, rules, identities, tuple(now.grads), tuple(now.held.layout))
+        attributes = self._attributes_now(now.held).layout if updates else ()
+        layout = (updates, rules, identities, tuple(now.grads), tuple(now.held.layout), attributes)
         programs = self._programs.setdefault(layout, [])
         for program in programs:
             if program.fits(now):

@@ -120,3 +120,27 @@ class Choosing(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None and param.grad.norm().item() > 1e-3:
                     param.sub_(param.grad, alpha=group["lr"])
+
+
+strength = 1.0
+"""A global variable by which `Adjustable` scales its updates."""
+
+
+class Adjustable(torch.optim.Optimizer):
+    """Scales its updates by what it has in attributes."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.factor = 1.0
+        self.by_kind = {"matrix": 1.0, "vector": torch.tensor(0.5)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group["lr"])
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        of_kind = self.by_kind["matrix" if param.dim() == 2 else "vector"]
+        param.sub_(grad * of_kind, alpha=lr * self.factor * self.defaults["lr"] * strength)

@@ -116,3 +116,42 @@ def test_hyperparameter_that_is_changed_once() -> None:
 
     step = train(Pair.of(made("AdamW", {"lr": 0.01})), num_steps=6, between=decay)
     assert len(step.graphs) == 1, "it was seen to differ before the first step that was compiled"
+
+
+def _replace_step(optimizer: Any) -> None:
+    step = optimizer.step
+
+    def and_decay() -> None:
+        step()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                torch._foreach_mul_(group["params"], 0.5)
+
+    optimizer.step = and_decay
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda optimizer: setattr(optimizer, "factor", 0.5),
+    "item": lambda optimizer: optimizer.by_kind.update(matrix=0.25),
+    "other dictionary": lambda optimizer: setattr(optimizer, "by_kind", {**optimizer.by_kind, "matrix": 2.0}),
+    "tensor": lambda optimizer: optimizer.by_kind.update(vector=torch.tensor(2.0)),
+    "what is in a tensor": lambda optimizer: optimizer.by_kind["vector"].fill_(2.0),
+    "default": lambda optimizer: optimizer.defaults.update(lr=0.5),
+    "global variable": lambda _: setattr(optimizers, "strength", 3.0),
+    "its step": _replace_step,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_an_optimizer_reads_may_change_between_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "strength", 1.0)
+    pair = Pair.of(optimizers.Adjustable)
+    num_steps = 0
+
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps in (5, 6):  # once for each of the pair
+            CHANGES[name](optimizer)
+
+    train(pair, num_steps=5, between=change)
