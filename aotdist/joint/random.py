@@ -66,7 +66,7 @@ class Draws:
         generator = self._generator(args, kwargs)
         key = (func, generator.state(), *map(_describe, pytree.tree_leaves((args, kwargs))))
         if key in self._made:
-            generator.advance()
+            generator.move()
             return self._made[key]
         generator.check()
         result = self._made[key] = record()
@@ -122,10 +122,14 @@ class _Generator:
             raise _sets_state()
 
     def advance(self) -> None:
+        """Move one step for a new draw: that is where the graph leaves the generator."""
+        self.move()
+        self._expected = self.state()
+
+    def move(self) -> None:
         """Move one step; the numbers are of no importance, only that the state is another."""
         with no_modes():
             torch.empty(1, device=self._generator.device).uniform_(generator=self._generator)
-        self._expected = self.state()
 
     def restore(self) -> None:
         """Put the generator back to where it stood at first."""

@@ -90,11 +90,21 @@ def test_compiling_draws_nothing():
     assert torch.equal(first, program(x))
 
 
+def _rewound(x, last=F.dropout):
+    """Two draws, the first of them again, and another one from where that left the generator."""
+    state = torch.get_rng_state()
+    first, second = F.dropout(x), F.dropout(x)
+    torch.set_rng_state(state)
+    return first + second + F.dropout(x) + last(x)
+
+
 SEEDINGS = {
     "manual_seed": lambda x: (torch.manual_seed(0), F.dropout(x))[1],
     "manual_seed after a draw": lambda x: (F.dropout(x), torch.manual_seed(0), F.dropout(x))[2],
     "a method of the generator": lambda x: (torch.default_generator.manual_seed(5), F.dropout(x))[1],
     "a seed that nothing uses": lambda x: (torch.manual_seed(0), x * 2)[1],
+    "a draw again, and then a new one": lambda x: _rewound(x, lambda x: x * torch.rand(5)),
+    "a draw again, and none after it": lambda x: _rewound(x, torch.relu),
     "set_rng_state": lambda x: (F.dropout(x), torch.set_rng_state(torch.get_rng_state()), torch.seed(), x)[3],
 }
 
@@ -106,6 +116,27 @@ def test_seeding_inside_is_refused_and_undone(name):
     with pytest.raises(UnsupportedProgram, match="sets the state of the random generator"):
         aotdist.compile(SEEDINGS[name], backend="fx")(x)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_again():
+    same_as_eager(lambda: Scene(_rewound, (leaf(),)), calls=2)
+
+
+def test_gradients_of_checkpoints_inside():
+    """Each draws, and the first is computed again when the last one was."""
+
+    def build():
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5)) for _ in range(3)))
+
+        def program(x):
+            out = x
+            for block in blocks:
+                out = checkpoint(block, out, use_reentrant=False)
+            return torch.autograd.grad(out.sum(), list(blocks.parameters())), F.dropout(x)
+
+        return Scene(program, (leaf(),))
+
+    same_as_eager(build, calls=2)
 
 
 def test_a_fork_of_the_generator_is_refused():
