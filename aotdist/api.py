@@ -49,7 +49,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _runs_eagerly() -> bool:
+def runs_eagerly() -> bool:
     """Whether a compiled call is to run as it was written.
 
     So it does inside of a `torch.func` transform, and of forward-mode differentiation, which differentiate,
@@ -151,7 +151,7 @@ class Compiled(Explained):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the artifact that fits, making one if there is none."""
-        if _runs_eagerly():
+        if runs_eagerly():
             return self._run(*args, **kwargs)
         if Captures.running:
             wait_for_captures()
@@ -266,7 +266,7 @@ class ContainerCall:
         """Run the container's own forward."""
         container = self._container()
         assert container is not None, "a module outlives its own call"
-        if _runs_eagerly():
+        if runs_eagerly():
             return uncompiled_call(container)(*args, **kwargs)
         with self._rule.calling(container):
             return uncompiled_call(container)(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.api import Compiling, compiling
+from aotdist.api import Compiling, compiling, runs_eagerly
 from aotdist.codegen.backend import Compiler
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -102,7 +102,7 @@ class TrainStep(Explained):
             args: of `loss_fn`, behind the model.
             kwargs: likewise.
         """
-        return self._counted(self._step, args, kwargs)
+        return self._counted(self._recipe.as_written if runs_eagerly() else self._step, args, kwargs)
 
     def as_written(self, *args: Any, **kwargs: Any) -> Any:
         """Do the same step eagerly: to compare with, or to step through.

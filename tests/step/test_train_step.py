@@ -586,3 +586,23 @@ def test_result_without_a_loss_is_refused() -> None:
     step = aotdist.train_step(model, lambda model, x: {"out": model(x)}, adamw(trained(model)), backend="fx")
     with refused(match="without a loss"):
         step(batch(0))
+
+
+def test_disabled_it_is_the_plain_loop() -> None:
+    pair = Pair.of(adamw)
+    steps = [
+        aotdist.train_step(model, loss_of, optimizer, backend="fx")
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True)
+    ]
+    for at in range(6):
+        torch.manual_seed(at)
+        expected = steps[0].as_written(batch(at))
+        torch.manual_seed(at)
+        if at in (0, 3, 4):
+            with aotdist.disable():
+                loss = steps[1](batch(at))
+        else:
+            loss = steps[1](batch(at))
+        assert same(loss, expected), at
+        pair.assert_same(at)
+    assert len(steps[1].graphs) == 1
