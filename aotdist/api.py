@@ -382,15 +382,15 @@ def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
     return call
 
 
-def compiled_call(target: Any) -> Compiled:
-    """The compiled call of a module or function that went through `compile`.
+def compiled_call(target: Any) -> Explained:
+    """The compiled call of a module or function that went through `compile`; a training step is one itself.
 
     Raises:
         BadSettings: it did not.
     """
     call = compiled_call_of(target) if isinstance(target, nn.Module) else target
     call = call.contained if isinstance(call, ContainerCall) else call
-    if not isinstance(call, Compiled):
+    if not isinstance(call, Explained):
         if is_of_dynamo(target):
             raise BadSettings(
                 "this was compiled by `torch.compile`, graph by graph",
@@ -406,7 +406,7 @@ def explain(target: Any, *, html: str | Path | None = None) -> Report:
     """What compiling `target` produced; the same as `target.explain()`.
 
     Args:
-        target: a module or function that went through `compile`.
+        target: a module or function that went through `compile`; or what `train_step` or `freeze` returned.
         html: a file to write as well: a page of its own, without a network, with every graph, what is saved,
             collectives, kernels and the printed call. Call it on all ranks: rank 0 writes the page, and it
             says how the others differ.

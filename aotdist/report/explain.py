@@ -27,6 +27,10 @@ class Explained(ABC):
     def _made_so_far(self) -> Sequence[Artifact]:
         """The artifacts that there are."""
 
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget every artifact; the next call compiles again."""
+
     @property
     def source(self) -> str:
         """The printed Python that runs, one section an artifact."""

@@ -606,3 +606,12 @@ def test_disabled_it_is_the_plain_loop() -> None:
         assert same(loss, expected), at
         pair.assert_same(at)
     assert len(steps[1].graphs) == 1
+
+
+def test_is_explained_and_reset_as_what_else_is_compiled() -> None:
+    _, step = compiled_step()
+    for at in range(2):
+        step(batch(at))
+    assert str(aotdist.explain(step)) == str(step.explain())
+    aotdist.reset(step)
+    assert step.graphs == []
