@@ -22,6 +22,7 @@ from aotdist.capture.capture import UserCall
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
+from aotdist.files import path_of
 from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
@@ -326,14 +327,14 @@ def load(path: str | Path, target: Any) -> Any:
         target: the module, or the function, that it was built of.
 
     Raises:
-        BadSettings: `target` is not callable.
+        BadSettings: `target` is not callable, or `path` is no path.
         BadArtifact: the file is damaged, or was built by other versions, for another target, or for another
             number of ranks.
         SignatureMismatch: at a call: the artifact was built for other calls.
     """
     if not callable(target):
         raise BadSettings(f"cannot run a {type(target).__name__}", fix="pass a module or a function")
-    return _calling(target, Stored.open(path).artifact_for)
+    return _calling(target, Stored.open(path_of(path)).artifact_for)
 
 
 def _calling(target: Any, make: Maker) -> Any:

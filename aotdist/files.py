@@ -6,12 +6,28 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from aotdist.errors import BadSettings
 
 OWNER_ONLY = 0o600
 AS_USUAL = 0o666
 """Less what the process's umask takes away, as for any new file."""
+
+
+def path_of(given: Any, name: str = "path") -> Path:
+    """The path that a user gave.
+
+    Args:
+        given: what it is given as.
+        name: of the argument.
+
+    Raises:
+        BadSettings: it is no path.
+    """
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise BadSettings(f"`{name}` is {given!r}", fix=f'name a file: `{name}="folder/file"`')
+    return Path(os.fsdecode(given))
 
 
 def refuse_unwritable(path: Path) -> None:

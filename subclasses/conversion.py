@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
+from aotdist.errors import BadSettings
+
 Filter = Callable[[str, nn.Linear], bool]
+
+
+def refuse_what_is_no_module(given: Any) -> None:
+    """Raise `BadSettings` for anything but a module, whose layers could be converted."""
+    if not isinstance(given, nn.Module):
+        raise BadSettings(f"cannot convert layers of a {type(given).__name__}", fix="pass a module")
 
 
 def sort_linears(
@@ -33,7 +42,15 @@ def sort_linears(
 
 
 def left_out(filter: Filter | None, path: str, layer: nn.Linear) -> str | None:
-    """A reason against a layer that the caller's filter leaves out."""
+    """A reason against a layer that the caller's filter leaves out.
+
+    Raises:
+        BadSettings: the filter is none.
+    """
+    if filter is not None and not callable(filter):
+        raise BadSettings(
+            f"`filter` is {filter!r}", fix="pass a function that takes a path and a layer, or None"
+        )
     return "was left out by the filter" if filter is not None and not filter(path, layer) else None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from aotdist.errors import BadSettings
-from aotdist.subclasses.conversion import in_words, left_out, sort_linears
+from aotdist.subclasses.conversion import in_words, left_out, refuse_what_is_no_module, sort_linears
 from aotdist.subclasses.float8_gather import WeightScales
 from aotdist.subclasses.float8_linear import BlockwiseFloat8Linear, DelayedFloat8Linear, new_history
 from aotdist.subclasses.float8_tensor import ALIGNMENT
@@ -144,6 +144,7 @@ def to_float8(
             f"`float8_all_gather` needs one scale for a weight, which is not what `{recipe}` of ours has",
             fix="choose the recipe `delayed`, or leave out `float8_all_gather`",
         )
+    refuse_what_is_no_module(module)
     chosen, skipped = sort_linears(
         module, lambda path, linear: _why_not(linear, recipe) or left_out(filter, path, linear)
     )

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from aotdist.errors import BadSettings
-from aotdist.subclasses.conversion import Filter, in_words, left_out, sort_linears
+from aotdist.subclasses.conversion import Filter, in_words, left_out, refuse_what_is_no_module, sort_linears
 from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24_operators import choose_24
 from aotdist.subclasses.sparse24_packing import MaskKind, refusal
@@ -67,7 +67,9 @@ class Scheme(NamedTuple):
             value, known = getattr(self, name), get_args(values)
             if value not in known:
                 raise BadSettings(f"{name}={value!r} is unknown", fix=f"choose one of {', '.join(known)}")
-        if self.decay < 0 or (self.decay and (self.gradient == "masked" or self.operand == "input")):
+        if type(self.decay) not in (int, float) or not self.decay >= 0:
+            raise BadSettings(f"decay={self.decay!r} is no strength", fix="give a number, 0 or more")
+        if self.decay and (self.gradient == "masked" or self.operand == "input"):
             raise BadSettings(
                 f"decay={self.decay} with operand={self.operand!r} and gradient={self.gradient!r}",
                 fix="decay draws dropped weights to zero: give 0 or more, operand='weight', straight-through",
@@ -229,6 +231,7 @@ def sparsify_24(
     """
     scheme = Scheme(operand, mask, select, gradient, decay)
     scheme.check()
+    refuse_what_is_no_module(module)
     tied = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     chosen, skipped = sort_linears(
         module, lambda name, layer: left_out(filter, name, layer) or _reason_against(layer, scheme, tied)

@@ -6,12 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from aotdist.errors import BadSettings
-from aotdist.files import refuse_unwritable
+from aotdist.files import path_of, refuse_unwritable
 from aotdist.report.details import Details, details_of
 from aotdist.report.page import render_page
 from aotdist.report.ranks import Told, compared, meet
@@ -58,18 +56,13 @@ def _explained(artifacts: Sequence[Artifact], html: str | Path | None) -> Report
             differ that call this as well.
     """
     if html is not None:
-        _require_name(html)
+        html = path_of(html, "html")
         programs = [details_of(artifact) for artifact in artifacts]
         ranks = meet([told_by(program) for program in programs])
         if ranks is not None:
             shown = [replace(one, ranks=found) for one, found in zip(programs, ranks, strict=True)]
             _write(html, shown)
     return report_of(artifacts)
-
-
-def _require_name(html: Any) -> None:
-    if not isinstance(html, str | Path) or not str(html):
-        raise BadSettings(f"`html` is {html!r}", stage="report", fix='name a file: `html="report.html"`')
 
 
 def write_page(html: str | Path, by_rank: Sequence[Sequence[Artifact]]) -> None:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from aotdist.errors import BadSettings
-from aotdist.files import refuse_unwritable
+from aotdist.files import path_of, refuse_unwritable
 from aotdist.report.lanes import (
     STEP_MARK,
     Lane,
@@ -106,10 +106,12 @@ def profile(
             file that can be written, or a profiler is at work.
     """
     _require(callable(step), f"cannot profile a {type(step).__name__}", "pass a function that takes a step")
-    _require(steps >= 1, f"steps={steps} profiles nothing", "run at least one step")
-    _require(warmup >= 0, f"warmup={warmup} is no number of steps", "say 0 for none")
+    _require(type(steps) is int and steps >= 1, f"steps={steps!r} profiles nothing", "run at least one step")
+    _require(
+        type(warmup) is int and warmup >= 0, f"warmup={warmup!r} is no number of steps", "say 0 for none"
+    )
     _require(not is_profiling(), "a profiler is at work already", "profile outside of it: PyTorch has one")
-    target = None if path is None else _of_this_rank(Path(path))
+    target = None if path is None else _of_this_rank(path_of(path))
     for _ in range(warmup):
         step()
     if warmup:

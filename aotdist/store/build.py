@@ -19,7 +19,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.triton import TARGETS
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.files import refuse_unwritable
+from aotdist.files import path_of, refuse_unwritable
 from aotdist.pipeline import compilation_of
 from aotdist.runtime.artifact import Artifact, load
 from aotdist.runtime.compilation import Compilation
@@ -104,7 +104,7 @@ def build(
             or this process is in a process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
     """
-    file, binaries = Path(path), dict[str, bytes]()
+    file, binaries = path_of(path), dict[str, bytes]()
     refuse_unwritable(file)
 
     def record(target_of_call: Any, compilation: Compilation) -> Json:
@@ -159,8 +159,10 @@ def refuse_arguments(make: Callable[..., Any]) -> None:
     """Refuse a maker that cannot be called as makers are.
 
     Raises:
-        BadSettings: it needs arguments.
+        BadSettings: it is no function, or needs arguments.
     """
+    if not callable(make) or isinstance(make, nn.Module):
+        raise _nothing(f"`make` is a {type(make).__name__}, and not what makes it")
     try:
         inspect.signature(make).bind()
     except TypeError as error:
@@ -188,8 +190,8 @@ def _on_each_rank(
             stage="store",
             fix="build in a process of its own: each rank is traced in a process group without others",
         )
-    if world_size < 1:
-        raise BadSettings(f"a world has no {world_size} ranks", stage="store", fix="give 1 or more")
+    if type(world_size) is not int or world_size < 1:
+        raise BadSettings(f"a world has no {world_size!r} ranks", stage="store", fix="give 1 or more")
     refuse_arguments(make)
     chosen = settings_of(settings)
     ranks = list[list[T]]()

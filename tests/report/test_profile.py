@@ -99,7 +99,7 @@ def test_nothing_is_different_while_somebody_looks():
         ({"warmup": -1}, "warmup=-1"),
         ({"path": "trace.txt"}, "end it in .json"),
         ({"path": "no/such/folder/trace.json"}, "does not exist"),
-        ({"path": ""}, "end it in .json"),
+        ({"path": ""}, "`path` is ''"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(wrong: dict[str, Any], word: str):

@@ -362,3 +362,60 @@ def test_a_backend_that_returns_nothing_is_named() -> None:
 def test_what_cannot_be_marked(given: Any, said: str) -> None:
     with pytest.raises(BadSettings, match=said):
         aotdist.mark_dynamic(*given)
+
+
+def _linear() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16))
+
+
+def _example() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return nn.Linear(2, 2), (torch.ones(1, 2),)
+
+
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "load, no path": (lambda path: aotdist.load(path, nn.Linear(2, 2)), None, "`path` is None"),
+    "build, no path": (lambda path: aotdist.build(_example, path), 3, "`path` is 3"),
+    "build, of a module": (
+        lambda make: aotdist.build(make, "linear.aot"),
+        nn.Linear(2, 2),
+        "`make` is a Linear, and not what makes it",
+    ),
+    "build, of a tuple": (lambda make: aotdist.build(make, "linear.aot"), _example(), "`make` is a tuple"),
+    "build, ranks as text": (
+        lambda size: aotdist.build(_example, "linear.aot", world_size=size),
+        "2",
+        "a world has no '2' ranks",
+    ),
+    "profile, half a step": (
+        lambda steps: aotdist.profile(lambda: None, steps=steps),
+        2.5,
+        "steps=2.5 profiles nothing",
+    ),
+    "profile, warmup as text": (
+        lambda warmup: aotdist.profile(lambda: None, warmup=warmup),
+        "1",
+        "warmup='1' is no number of steps",
+    ),
+    "profile, no path": (lambda path: aotdist.profile(lambda: None, path=path), 3, "`path` is 3"),
+    "to_float8, of a function": (aotdist.to_float8, _linear, "cannot convert layers of a function"),
+    "to_float8, filter": (lambda filter: aotdist.to_float8(_linear(), filter=filter), 3, "`filter` is 3"),
+    "sparsify_24, of a function": (aotdist.sparsify_24, _linear, "cannot convert layers of a function"),
+    "sparsify_24, filter": (lambda filter: aotdist.sparsify_24(_linear(), filter), "0", "`filter` is '0'"),
+    "sparsify_24, decay as text": (
+        lambda decay: aotdist.sparsify_24(_linear(), decay=decay),
+        "a",
+        "decay='a' is no strength",
+    ),
+    "sparsify_24, decay that is no number": (
+        lambda decay: aotdist.sparsify_24(_linear(), decay=decay),
+        float("nan"),
+        "decay=nan is no strength",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_an_argument_of_another_type_is_named(name: str) -> None:
+    call, given, said = WRONG_ARGUMENTS[name]
+    with pytest.raises(BadSettings, match=re.escape(said)):
+        call(given)
