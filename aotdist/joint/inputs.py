@@ -345,3 +345,10 @@ def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
             stage="capture",
             fix="pass a dense tensor, or the sparse tensor's values and indices",
         )
+    for kind, is_one in (("nested", example.is_nested), ("quantised", example.is_quantized)):
+        if is_one:
+            raise UnsupportedProgram(
+                f"`{slot.path}` is a {kind} tensor",
+                stage="capture",
+                fix="pass a dense tensor: a padded one, or its numbers",
+            )

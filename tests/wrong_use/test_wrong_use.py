@@ -107,6 +107,24 @@ def test_sparse_inputs_are_refused() -> None:
         compiled(lambda x: x)(torch.eye(2).to_sparse())
 
 
+def _nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def _quantised() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(("make", "kind"), [(_nested, "nested"), (_quantised, "quantised")])
+def test_other_kinds_of_tensors_are_refused(make: Callable[[], torch.Tensor], kind: str) -> None:
+    given = make()
+    with pytest.raises(UnsupportedProgram, match=rf"`args\[0\]` is a {kind} tensor"):
+        compiled(lambda x: x)(given)
+    with pytest.raises(UnsupportedProgram, match=f"`given` is a {kind} tensor"):
+        compiled(lambda x: x + given.sum())(torch.ones(1))
+
+
 class Cube(torch.autograd.Function):
     """A backward of the user's own: it is recorded once, not with a gradient of its own."""
 
