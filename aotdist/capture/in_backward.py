@@ -226,6 +226,14 @@ class _Rerun:
     second: BackwardChanges = NOTHING
     left: Mapping[Spot, Any] = field(default_factory=dict)
 
+    def left_by_first(self) -> list[tuple[Source, Any]]:
+        """What the second run finds.
+
+        Tensors are there under other names: both runs are given the same gradients, and a hook that keeps
+        such a one would seem to change nothing.
+        """
+        return self.first.left([tensor.detach() for tensor in self.kept])
+
 
 class InBackward:
     """Watches the backwards of one trace.
@@ -287,7 +295,7 @@ class InBackward:
         rerun = self._rerun
         with ExitStack() as stack:
             stack.callback(assign([*self._left, *self._other_symbols(env)]))
-            left_by_first = [] if rerun is None else rerun.first.left(rerun.kept)
+            left_by_first = [] if rerun is None else rerun.left_by_first()
             stack.callback(assign(left_by_first))
             watched = self._environment.reassignments()
             given = self.watch_given() if self.watch_given is not None else None

@@ -311,7 +311,7 @@ class _Classifier:
         # In there, `view(dtype)` is no view.
         if isinstance(made, ViewOfInput) and not root.base.is_inference():
             made = replace(made, steps=(*made.steps, *self._made_in_inference_mode(slot, out)))
-        return replace(made, steps=(*made.steps, *_written_apart(made.steps, out)))
+        return replace(made, steps=(*made.steps, *self._written_apart(made.steps, out)))
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
@@ -437,6 +437,17 @@ class _Classifier:
         steps = (*self._made_in_inference_mode(slot, base), *steps)
         return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
 
+    def _written_apart(self, steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
+        """What counts the writes of a view that has a version counter of its own."""
+        version = version_of(view) - sum(change.bumps for change in self._lasting_changes_of(view))
+        last = steps[-1] if steps else None
+        is_apart = any(
+            isinstance(step, ViewStep) and (step.op is data_of or (position and isinstance(step.op, Inside)))
+            for position, step in enumerate(steps)
+        )
+        if version and is_apart and isinstance(last, ViewStep):
+            yield ViewStep(as_written, (version,), grad=last.grad, serial=last.serial)
+
     def _made_in_inference_mode(self, slot: Slot, base: torch.Tensor) -> tuple[ViewStep, ...]:
         """What makes of a tensor of the region one of inference mode, if the program made it in there."""
         if not base.is_inference() or torch.is_inference_mode_enabled():
@@ -459,17 +470,6 @@ class _Classifier:
         if not tensor.is_inference():
             self._counted[idx] = tensor
         return idx
-
-
-def _written_apart(steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
-    """What counts the writes of a view that has a version counter of its own."""
-    version, last = version_of(view), steps[-1] if steps else None
-    is_apart = any(
-        isinstance(step, ViewStep) and (step.op is data_of or (position and isinstance(step.op, Inside)))
-        for position, step in enumerate(steps)
-    )
-    if version and is_apart and isinstance(last, ViewStep):
-        yield ViewStep(as_written, (version,), grad=last.grad, serial=last.serial)
 
 
 def _shown_by(tensors: Sequence[torch.Tensor], plain: torch.Tensor) -> bool:
