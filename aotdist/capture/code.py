@@ -9,8 +9,9 @@ import itertools
 import sys
 import sysconfig
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from aotdist.capture.origins import is_user_file
 
@@ -22,7 +23,7 @@ _GLOBAL_WRITES = frozenset({"STORE_GLOBAL"})
 _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _LOADS = ("LOAD_", "STORE_FAST_LOAD_")
 _LOADS_OF_OTHERS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CLOSURE"})
-_COMPUTED_READS = frozenset({"getattr", "vars"})
+_COMPUTED_READS = frozenset({"dir", "getattr", "vars"})
 _GETTERS = frozenset({"attrgetter", "methodcaller"})  # of `operator`, by either way of importing
 _NOT_OF_USE = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__del__"}  # make and end
@@ -43,7 +44,7 @@ class Names:
         loaded: attributes that it reads.
         appended: variables and attributes to whose lists it appends.
         used: those that it reads for something else.
-        texts: strings that stand in it.
+        texts: strings that stand in it, in tuples too.
     """
 
     globals: frozenset[str]
@@ -86,7 +87,7 @@ def names_in(code: types.CodeType) -> Names:
         elif instruction.opname == "STORE_ATTR":
             stored.add(instruction.argval)
     appended, used = _appended_and_used(list(dis.get_instructions(code)))
-    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
+    texts = set(_texts_in(code.co_consts))
     inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
     return Names(
         globals=frozenset(read.union(*(names.globals for names in inner))),
@@ -97,6 +98,14 @@ def names_in(code: types.CodeType) -> Names:
         used=frozenset(used.union(*(names.used for names in inner))),
         texts=frozenset(texts.union(*(names.texts for names in inner))),
     )
+
+
+def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _texts_in(constant)
 
 
 def _appended_and_used(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:

@@ -465,7 +465,9 @@ class _Walk:
         self.appended |= names.appended
         self.used |= names.used
         if not special:
-            self.asks |= "hasattr" in names.globals
+            if "hasattr" in names.globals:
+                self.asks = True
+                self.names |= set(filter(str.isidentifier, names.texts))
             self.any_name |= names.reads_by_computed_name()
         yield from _cells(fn)
         self.assigned += _empty_cells(fn)

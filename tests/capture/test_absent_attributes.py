@@ -69,6 +69,45 @@ def test_attributes_of_objects(held: Any) -> None:
     assert compiled(torch.ones(())) == 4
 
 
+def by_one_name(x: torch.Tensor, held: Any) -> torch.Tensor:
+    return x * 2 if hasattr(held, "mark") else x * 3
+
+
+def by_several_names(x: torch.Tensor, held: Any) -> torch.Tensor:
+    for name in ("sign", "mark"):
+        if hasattr(held, name):
+            x = x * 2
+    return x * 3
+
+
+def by_all_names(x: torch.Tensor, held: Any) -> torch.Tensor:
+    return x * sum(not name.startswith("_") for name in dir(held))
+
+
+@pytest.mark.parametrize(
+    ("program", "of_argument"),
+    [
+        (by_one_name, False),
+        (by_one_name, True),
+        (by_several_names, False),
+        (by_several_names, True),
+        (by_all_names, False),
+    ],
+)
+def test_what_is_only_asked_for_is_seen_to_come_and_go(
+    program: Callable[..., torch.Tensor], of_argument: bool
+) -> None:
+    held: Any = torch.ones(2) if of_argument else SimpleNamespace()
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return program(x, x if of_argument else held)
+
+    compiled, x = aotdist.compile(asks, backend="fx"), held if of_argument else torch.ones(2)
+    for change in (lambda: None, lambda: setattr(held, "mark", 1), lambda: delattr(held, "mark")):
+        change()
+        assert torch.equal(compiled(x), asks(x))
+
+
 class First(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "first"):
