@@ -282,7 +282,8 @@ def capture(
     dims = {**_dynamic_dims(tensors if settings.dynamic else (), examples), **call.dims}
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
-    closed_over |= _gradients([*_places(arguments, tensors), *state, *environment.reached.tensors])
+    places = [*_places(arguments, tensors), *state, *environment.reached.tensors]
+    closed_over = {**_bases(places), **closed_over, **_gradients(places)}
     return Captured(
         program=program,
         arguments=arguments,
@@ -463,6 +464,12 @@ def _gradients(places: Iterable[tuple[Source, torch.Tensor]]) -> dict[int, Sourc
     """The gradients that leaves have, by identity, with where to read them: what an optimizer does."""
     leaves = ((source, tensor) for source, tensor in places if tensor.is_leaf and tensor.grad is not None)
     return {id(tensor.grad): source.attribute("grad") for source, tensor in leaves}
+
+
+def _bases(places: Iterable[tuple[Source, torch.Tensor]]) -> dict[int, Source]:
+    """What tensors are views of, by identity, with where to read it."""
+    views = ((source, tensor) for source, tensor in places if tensor._base is not None)
+    return {id(tensor._base): source.attribute("_base") for source, tensor in views}
 
 
 def _closed_over(environment: Environment) -> dict[int, Source]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -34,7 +35,16 @@ _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _CHANGE_GRAD = {_GRAD.__set__: "assigned", _GRAD.__delete__: "deleted"}
+_BASE: Any = torch.Tensor._base
 _ASKS_AUTOGRAD = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "_version")}
+_RETAINS_GRAD: Any = torch.Tensor.retains_grad
+_ASKS_INPUT: Mapping[Any, str] = {
+    _RETAINS_GRAD.__get__: "retains_grad",
+    torch.Tensor._is_view: "_is_view()",
+    torch.Tensor.is_inference: "is_inference()",
+    torch.is_inference: "is_inference()",
+}
+"""What the stand-in of an input does not know, and how a call asks it."""
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
@@ -87,6 +97,10 @@ class Lifting(TorchFunctionMode):
         self.hooked = False
         self.retained: dict[PrimalIdx, None] = {}
         self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
+        self._answers: Mapping[Any, Callable[..., Any]] = {
+            **{func: functools.partial(self._ask_input, func) for func in _ASKS_INPUT},
+            _BASE.__get__: self._base_of,
+        }
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
@@ -118,6 +132,8 @@ class Lifting(TorchFunctionMode):
         swapped_args, swapped_kwargs = _each(self.swap, args, kwargs)
         if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
             self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])
+        if func in self._answers and _is_asked_by_the_program(inspect.currentframe()):
+            return self._answers[func](*swapped_args, **swapped_kwargs)
         if func == _GRAD.__get__:
             self._refuse_optimizer(inspect.currentframe(), swapped_args[0])
         if types and class_functions_are_on():
@@ -212,6 +228,24 @@ class Lifting(TorchFunctionMode):
         if idx is not None:
             answer = getattr(self._inputs.row()[idx].example, name)
             self.asked[idx, name] = answer is not None if name == "grad_fn" else answer
+
+    def _ask_input(self, func: Callable[..., Any], tensor: torch.Tensor) -> bool:
+        """What a tensor says of itself; of an input, what the call's says, or what the program made it."""
+        idx = self._inputs.index_of(tensor)
+        if idx is None or func(tensor):
+            return func(tensor)
+        self.asked[idx, _ASKS_INPUT[func]] = answer = func(self._inputs.row()[idx].example)
+        return answer
+
+    def _base_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Of an input that is a view, and of its views, what it is a view of: one more input."""
+        base = tensor._base
+        idx = self._inputs.index_of(tensor if base is None else base)
+        if idx is None:
+            return base
+        of_input = self._inputs.row()[idx].example._base
+        self.asked[idx, "_base"] = of_input is not None
+        return base if of_input is None else self._stand_in(of_input)
 
     def _gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """That of an input is an input, too, read at each call: not when the backward of the call runs."""

@@ -341,7 +341,8 @@ def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
     names = fit.primal_variables()
     for idx, asked, answer in fit.asked:
         place = f"{names[idx]}.{asked}"
-        yield f"({place} is not None) is {answer}" if asked in ("grad", "grad_fn") else f"{place} == {answer}"
+        is_there = asked in ("grad", "grad_fn", "_base")
+        yield f"({place} is not None) is {answer}" if is_there else f"{place} == {answer}"
 
 
 def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:
