@@ -60,8 +60,9 @@ class Draws:
         Raises:
             UnsupportedProgram: the program set the state of the generator, or draws from one of its own.
         """
-        if kwargs.get("generator") is not None:
-            self._refuse_unknown(kwargs["generator"])
+        given = kwargs.get("generator")
+        if given is not None and generator_id(given) != generator_id(torch.default_generator):
+            self._refuse_unknown(given)
             return record()
         generator = self._generator(args, kwargs)
         key = (func, generator.state(), *map(_describe, pytree.tree_leaves((args, kwargs))))

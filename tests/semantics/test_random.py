@@ -182,6 +182,19 @@ def test_a_generator_of_the_users_moves_as_in_eager():
     same_as_eager(build, calls=3)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_the_default_generator_may_be_named(again):
+    """What a checkpoint computes again has the numbers that it had."""
+
+    def drawn(x):
+        return x.sin() * torch.rand(5, generator=torch.default_generator)
+
+    def build():
+        return Scene(lambda x: checkpoint(drawn, x, use_reentrant=False) if again else drawn(x), (leaf(),))
+
+    same_as_eager(build, calls=3)
+
+
 def test_a_generator_of_the_programs_own_is_refused():
     """It would be made once, at capture, and go on from there."""
 
