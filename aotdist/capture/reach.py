@@ -35,6 +35,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes that modules have by being modules."""
 _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
 _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
@@ -362,6 +363,7 @@ class _Walk:
                 self.look_at(place.source(name), tensor, of_module=True)
         yield from _hooks(path, module)
         yield from _library_settings(path, module)
+        yield from _library_functions(path, module)
 
     def _identity(self, source: Source, value: Any) -> None:
         if source.steps:
@@ -599,6 +601,16 @@ def _library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, An
             yield from (
                 (place.attribute(key), item) for key, item in vars(value).items() if is_constant(item)
             )
+
+
+def _library_functions(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
+    """The functions that hang on a module whose `forward` is a library's (`activation`): all count."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is not None and is_users_code(code):
+        return
+    for name, value in vars(module).items():
+        if name not in OF_EVERY_MODULE and isinstance(value, _FUNCTIONS):
+            yield Source(path, module).attribute(name), value
 
 
 def _cells(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:

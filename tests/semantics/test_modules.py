@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils import _pytree as pytree
@@ -249,6 +250,30 @@ def test_each_change_is_followed(name):
             x = torch.ones(6, 4, dtype=dtype).cumsum(0).requires_grad_()
             sights[-1] += play(Scene(model, (x,)), model)
     assert_same(*sights)
+
+
+def test_functions_that_a_librarys_module_calls_may_be_replaced() -> None:
+    scale = 2.0
+
+    def absolute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a - b).abs().sum(-1) * scale
+
+    loss = nn.TripletMarginWithDistanceLoss(distance_function=absolute)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+    x, others = torch.randn(3, 2, 4), torch.randn(2, 3, 2, 4)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return loss(layer(x), *others)
+
+    compiled = aotdist.compile(program, backend="fx")
+    assert torch.equal(compiled(x), program(x))
+    layer.activation = F.gelu
+    assert torch.equal(compiled(x), program(x))
+    scale = 3.0
+    assert torch.equal(compiled(x), program(x))
+    loss.distance_function = F.pairwise_distance
+    assert torch.equal(compiled(x), program(x))
+    assert len(compiled.artifacts) == 4
 
 
 COMPILE_NOTHING = (
