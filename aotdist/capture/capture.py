@@ -23,7 +23,7 @@ from aotdist.capture.annotations import annotate
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
-from aotdist.capture.given import GivenContainers
+from aotdist.capture.given import GivenContainers, are_apart
 from aotdist.capture.guise import hand_over_attributes
 from aotdist.capture.hidden import no_results_kept, refuse_carried
 from aotdist.capture.in_backward import InBackward
@@ -40,7 +40,7 @@ from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import Reached, reach
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import Shown, with_attributes
-from aotdist.capture.source import ABSENT, Argument, Source
+from aotdist.capture.source import ABSENT, Argument, Given, Source
 from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
@@ -117,6 +117,11 @@ class Returned:
     def places(self) -> list[Source]:
         """Everything that is assigned, or deleted."""
         return [*(place for place, _ in (*self.assigned, *self.constants)), *self.deleted]
+
+    def changes_given(self) -> bool:
+        """Whether lists or dictionaries among the arguments are changed."""
+        roots = (place.root for place in self.places())
+        return any(isinstance(root, Given) and root.name in ("args", "kwargs") for root in roots)
 
     def first_checked(self) -> int:
         """Position of the first output that is checked."""
@@ -261,6 +266,7 @@ def capture(
     environment = environment_of(call.target, _places(arguments, tensors), arguments.code())
     _refuse_reached(arguments, objects, environment.reached)
     in_backward = InBackward(environment)
+    apart = are_apart(call.args, call.kwargs)
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs, inner_objects = arguments.unflatten(flat[:num_args])
@@ -270,7 +276,9 @@ def capture(
         scope.enter_context(no_results_kept(environment.reached.caches))
         scope.enter_context(hearing_of_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
-        in_backward.watch_given = functools.partial(GivenContainers, inner_args, inner_kwargs, inner_objects)
+        in_backward.watch_given = functools.partial(
+            GivenContainers, inner_args, inner_kwargs, inner_objects, apart=apart
+        )
         changes = _Changes(in_backward.watch_given(), checks, in_backward)
         keeps_history = not call.differentiates
         return _call(environment, run, changes, flat, examples, settings, keeps_history=keeps_history)

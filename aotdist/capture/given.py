@@ -76,11 +76,18 @@ class GivenContainers:
         args: positional arguments of the trace.
         kwargs: the others, by name.
         objects: the objects in these, with their paths.
+        apart: whether no container of the caller's is in two places; the trace has one in each.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], objects: Sequence[tuple[str, Any]] = ()
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        objects: Sequence[tuple[str, Any]] = (),
+        *,
+        apart: bool = True,
     ) -> None:
+        self._apart = apart
         self.positions = {id(each): position for position, (_, each) in enumerate(objects)}
         found = [each for position, value in enumerate(args) for each in _watched(_place(position), value)]
         found += [each for name, value in kwargs.items() for each in _watched(_place(name), value)]
@@ -98,8 +105,11 @@ class GivenContainers:
             made: numbers of the objects that the program made, and that were taken apart so far.
 
         Raises:
-            UnsupportedProgram: a list is shorter, or holds what no call could be given.
+            UnsupportedProgram: a list is shorter, or holds what no call could be given; or a container is
+                changed where one is in two places.
         """
+        if not self._apart:
+            self._refuse_changes()
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
             place, now, before = watched.place, watched.now(), watched.before
@@ -131,6 +141,14 @@ class GivenContainers:
             if not all(key == known and is_same(value, then) for (key, value), (known, then) in pairs):
                 yield watched.place.path
 
+    def _refuse_changes(self) -> None:
+        for path in self.changed():
+            raise UnsupportedProgram(
+                f"`{path}` is changed, and a list or a dictionary is in two places of the arguments",
+                stage="capture",
+                fix="pass it once, or a copy of it",
+            )
+
     def deleted(self) -> list[Source]:
         """Places of dictionaries and objects that hold nothing any more."""
         return [
@@ -153,6 +171,21 @@ class GivenContainers:
                     fix="assign tensors and constants",
                 )
         return value
+
+
+def are_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether no list or dictionary is in two places of a call's arguments."""
+    seen = set[int]()
+    pending: list[Any] = [*args, *kwargs.values()]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (list, dict)):
+            if id(value) in seen:
+                return False
+            seen.add(id(value))
+        if isinstance(value, (list, dict, tuple)):
+            pending.extend(inner for _, inner in _entries(value))
+    return True
 
 
 def _entries(held: dict[Any, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:

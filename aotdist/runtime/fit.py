@@ -42,6 +42,7 @@ class Fit:
 
     Args:
         arguments: structure and constants of the call.
+        changes_given: whether the program changes lists or dictionaries among them.
         variables: a name for each flat tensor: the arguments', then those of `sources`.
         sources: where to read the tensors that are not arguments, in the order of the flat inputs.
         dedupe: which of all these are the same tensor.
@@ -65,6 +66,7 @@ class Fit:
     """
 
     arguments: Arguments
+    changes_given: bool
     variables: tuple[str, ...]
     sources: tuple[Source, ...]
     dedupe: DedupePlan
@@ -139,6 +141,7 @@ def fit_of(compilation: Compilation) -> Fit:
     names = variable_names([*paths, *base_paths], [*SCOPE, *symbols])
     return Fit(
         arguments=captured.arguments,
+        changes_given=compilation.returned.changes_given(),
         variables=tuple(names[: len(paths)]),
         sources=sources,
         dedupe=_with_closed_over(compilation),

@@ -315,6 +315,8 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
 def _conditions(printer: Printer, fit: Fit) -> list[str]:
     """Everything that must be as it was at capture, cheap and telling things first."""
     conditions = [f"{printer.bind('ambient', ambient)}() == {printer.bind('AMBIENT', fit.ambient)}"]
+    if fit.changes_given:
+        conditions.append(f"{printer.bind('are_apart', are_apart)}(args, kwargs)")
     bind = binder(printer, fit.variables)
     for source, value in fit.identities:
         expected = printer.bind(f"{source.path} at capture", value)

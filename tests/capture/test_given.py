@@ -104,6 +104,24 @@ def test_lists_that_shrink_are_refused() -> None:
     assert len(seen) == 1
 
 
+def test_a_list_in_two_places_is_refused_if_one_is_changed() -> None:
+    def grows(items: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
+        items.append(items[0] * 2)
+        return others[-1]
+
+    def reads(items: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
+        return items[0] + others[-1]
+
+    items = [torch.ones(2)]
+    compiled = aotdist.compile(grows, backend="fx")
+    assert torch.equal(compiled([torch.ones(2)], [torch.zeros(2)]), torch.zeros(2))
+    for call in (compiled, aotdist.compile(grows, backend="fx")):
+        with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` is changed, and a list .* in two places"):
+            call(items, items)
+        assert len(items) == 1
+    assert torch.equal(aotdist.compile(reads, backend="fx")(items, items), torch.full((2,), 2.0))
+
+
 def test_objects_are_refused() -> None:
     def program(batch: dict[str, Any]) -> torch.Tensor:
         batch["what"] = object()
