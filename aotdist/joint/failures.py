@@ -41,6 +41,9 @@ _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 _NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
 """How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
 
+_DOES_NOT_FIT = re.compile(r"[Ff]unction (\S+) returned an (?:invalid gradient|incorrect number)")
+"""How autograd says of which function the gradients do not fit."""
+
 _DETACHED = "a saved tensor that has been detached in-place"
 """How autograd says that what it saved has no history any more."""
 
@@ -143,8 +146,8 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
                 raise _detached_too_early(error) from error
             if _SPENT in str(error):
                 raise _gone_through_before(error) from error
-            if "returned an invalid gradient" in str(error):
-                raise reshaped_unseen(str(error)) from error
+            if _DOES_NOT_FIT.match(str(error)):
+                raise _does_not_fit(error) from error
             raise
 
 
@@ -153,6 +156,18 @@ def _no_backward(error: Exception) -> UnsupportedProgram:
         f"the program has no backward, in eager neither ({error})",
         stage="joint",
         fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
+    )
+
+
+def _does_not_fit(error: RuntimeError) -> UnsupportedProgram:
+    """A user's function is wrong; the names of autograd's own end in a number, and a tensor was reshaped."""
+    found = _DOES_NOT_FIT.match(str(error))
+    if found is None or not found[1].endswith("Backward"):
+        return reshaped_unseen(str(error))
+    return UnsupportedProgram(
+        f"the backward of an autograd function gives gradients that do not fit, in eager too ({error})",
+        stage="joint",
+        fix="return one for each input, and of its size; call it under `torch.no_grad()` if it needs none",
     )
 
 

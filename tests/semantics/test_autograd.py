@@ -405,6 +405,24 @@ class TwoOutputs(torch.autograd.Function):
         return grad * 5
 
 
+@pytest.mark.parametrize("gives", [lambda grad: grad[:2], lambda grad: (grad, grad)])
+def test_a_custom_function_whose_gradients_do_not_fit(gives):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return gives(grad)
+
+    compiled = aotdist.compile(lambda x: Wrong.apply(x), backend="fx")
+    with pytest.raises(UnsupportedProgram, match="of an autograd function gives gradients that do not fit"):
+        compiled(leaf())
+    with torch.no_grad():
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+
+
 def test_a_custom_function_with_an_output_without_gradient():
     same_as_eager(lambda: Scene(TwoOutputs.apply, (leaf(),)))
 
