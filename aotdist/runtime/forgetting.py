@@ -23,7 +23,7 @@ def without_tensors(compilation: Compilation) -> Compilation:
     """`compilation` with shells for the tensors of the call, and without the values of module state."""
     captured, traced = compilation.captured, compilation.traced
     environment = captured.environment
-    for source, _ in environment.reached.owners:
+    for source in (*(source for source, _ in environment.reached.owners), *captured.closed_over.values()):
         if isinstance(source.root, Argument):
             source.root.example = None
     reached = replace(environment.reached, tensors=(), owners=())

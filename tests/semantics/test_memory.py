@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -114,6 +115,24 @@ def test_arguments_of_the_first_call_are_let_go():
     """The artifact knows what the arguments were like; it does not keep them."""
     program = compiled(lambda x: x * 2)
     x = torch.ones(3)
+    reference = weakref.ref(x)
+    program(x)
+    del x
+    gc.collect()
+    assert reference() is None
+
+
+def with_a_gradient() -> torch.Tensor:
+    x = torch.ones(3, requires_grad=True)
+    x.grad = torch.ones(3)
+    return x
+
+
+@pytest.mark.parametrize("make", [with_a_gradient, lambda: torch.ones(4)[1:]], ids=["gradient", "view"])
+def test_arguments_that_something_hangs_on_are_let_go(make):
+    """A gradient, or a base, that the program may ask for."""
+    program = compiled(lambda x: x.detach() * 2)
+    x = make()
     reference = weakref.ref(x)
     program(x)
     del x
