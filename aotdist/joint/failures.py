@@ -14,7 +14,11 @@ from aotdist.convention.view_refusals import detached_since, reshaped_since
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.joint.kernel_results import CANNOT_VIEW
 from aotdist.program import Slot
-from aotdist.torch_seam.functional import DataDependentOutputException, DynamicOutputShapeException
+from aotdist.torch_seam.functional import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from aotdist.torch_seam.groups import ObjectsExchangedError
 
 
@@ -34,6 +38,9 @@ _ASKS_FOR_DATA = (
 
 _ADDRESS = "Cannot access data pointer of Tensor"
 """How PyTorch says that a traced tensor has no memory."""
+
+_NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((\S+)\)>")
+"""How PyTorch says of a user's operator that it can only be computed with data."""
 
 _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 """How autograd says that it would make a view's history again, and its base has none any more."""
@@ -97,6 +104,10 @@ def naming_failures() -> Generator[None]:
                 stage="joint",
                 fix="do so outside of the compiled function, or `clone()` inside of it",
             ) from error
+        if isinstance(error, UnsupportedOperatorException):
+            raise _needs_memory(str(error.func), error) from error
+        if found := _NO_FAKE.match(str(error)):
+            raise _needs_memory(found[1], error) from error
         asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
         if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
             raise
@@ -109,6 +120,16 @@ def naming_failures() -> Generator[None]:
             "reached where `torch.compiler.is_compiling()` is true, or "
             '`torch.compile(..., backend="aotdist")`, which compiles what comes before and after it',
         ) from error
+
+
+def _needs_memory(operator: str, error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{operator}` cannot be computed without data, and there is none while the program is captured",
+        where=raised_at(error.__traceback__),
+        stage="joint",
+        fix="say which sizes and dtypes its results have, if it is an operator of yours "
+        "(`torch.library.register_fake`), or move it out of the compiled function",
+    )
 
 
 def _needs_data(error: Exception) -> str:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as DataDe
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 
 # Tensors whose writes are recorded.
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor

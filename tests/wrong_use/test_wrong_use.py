@@ -125,6 +125,28 @@ def test_other_kinds_of_tensors_are_refused(make: Callable[[], torch.Tensor], ki
         compiled(lambda x: x + given.sum())(torch.ones(1))
 
 
+_without_a_fake = torch.library.custom_op(
+    "aotdist_tests::without_a_fake", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+_LIBRARY = torch.library.Library("aotdist_tests", "FRAGMENT")
+_LIBRARY.define("for_the_cpu(Tensor x) -> Tensor")
+_LIBRARY.impl("for_the_cpu", lambda x: x * 2, "CPU")
+
+WITHOUT_A_FAKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "aotdist_tests::without_a_fake": lambda x: _without_a_fake(x),
+    "aotdist_tests.for_the_cpu.default": lambda x: torch.ops.aotdist_tests.for_the_cpu(x),
+    "aten._nested_tensor_from_tensor_list.default": lambda x: torch.nested.nested_tensor([x, x]),
+}
+
+
+@pytest.mark.parametrize("operator", WITHOUT_A_FAKE)
+def test_operators_that_need_memory_are_refused_by_name(operator: str) -> None:
+    program = WITHOUT_A_FAKE[operator]
+    with pytest.raises(UnsupportedProgram, match=f"`{operator}` cannot be computed without data") as caught:
+        compiled(program)(torch.ones(2))
+    assert "test_wrong_use.py" in str(caught.value)
+
+
 class Cube(torch.autograd.Function):
     """A backward of the user's own: it is recorded once, not with a gradient of its own."""
 
