@@ -19,6 +19,7 @@ from aotdist.cache.backend import caching
 from aotdist.capture.alone import Captures, alone, wait_for_captures
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
+from aotdist.capture.modules import refuse_script
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
@@ -378,6 +379,7 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
 
 def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
     module_rules(module)
+    refuse_script("", module)  # one that was traced has a call of its own, which would not become ours
     call = CompiledModule(module, make)
     set_compiled_call(module, call)
     return call

@@ -108,6 +108,25 @@ def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
     return [StateTensor(path, value, tuple(places[key])) for key, (path, value) in first.items()]
 
 
+def refuse_script(path: str, module: nn.Module) -> None:
+    """Refuse a module of TorchScript: its parameters and its code are not Python's.
+
+    Args:
+        path: of the module, in the one that is compiled.
+        module: the module.
+
+    Raises:
+        UnsupportedProgram: it is one.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        name = f"`{path}`" if path else "the module"
+        raise UnsupportedProgram(
+            f"{name} is a {type(module).__name__} of TorchScript (`torch.jit`), which cannot be looked into",
+            stage="capture",
+            fix="compile the module that it was made of",
+        )
+
+
 def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
     if is_lazy(value):
         raise UnsupportedProgram(

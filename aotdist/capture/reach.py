@@ -24,7 +24,7 @@ from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of, contents
-from aotdist.capture.modules import KINDS, own_tensors
+from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.readers import is_array, reader_of
 from aotdist.capture.source import Applied, Source, Spot
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
@@ -357,6 +357,7 @@ class _Walk:
             self.constants.append((source.applied(whole, f"the items of {source.path}"), whole(value)))
 
     def _of_module(self, path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
+        refuse_script(path, module)
         self.named.append(_Named(Source(path, module), module))
         for kind in KINDS:
             for name, place, tensor in own_tensors(path, module, kind):

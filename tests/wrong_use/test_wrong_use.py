@@ -308,6 +308,22 @@ def test_lazy_modules_are_refused_by_name() -> None:
         compiled(torch.nn.LazyLinear(3))(torch.ones(2, 4))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize(
+    "convert",
+    [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 4))],
+    ids=["script", "trace"],
+)
+def test_modules_of_torchscript_are_refused_by_name(convert: Callable[[nn.Module], Any]) -> None:
+    module = convert(nn.Linear(4, 4))
+    with pytest.raises(UnsupportedProgram, match=r"`0` is a \w+ of TorchScript"):
+        compiled(nn.Sequential(module))(torch.ones(2, 4))
+    with pytest.raises(UnsupportedProgram, match="`module` is a .* of TorchScript"):
+        compiled(lambda x: module(x))(torch.ones(2, 4))
+    with pytest.raises(UnsupportedProgram, match="the module is a .* of TorchScript"):
+        compiled(module)(torch.ones(2, 4))
+
+
 def test_sparse_results_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedProgram, match="makes a sparse tensor"):
         compiled(lambda x: x.to_sparse())(torch.ones(2, 4))
