@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import compile_graph
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.settings import Settings, settings_of
 from aotdist.torch_seam.dynamo import compiling_tapes, forget_tapes
 
@@ -86,11 +86,13 @@ def compile_backward(
         dynamic: of `torch.compile`, for the sizes on the tape; with False there is a tape for each size.
 
     Raises:
-        BadSettings: the backend or a setting is unknown.
+        BadSettings: the backend or a setting is unknown, or `dynamic` is something else.
         UnsupportedProgram: at a backward: it goes through hooks of FSDP2's. Nothing has been changed then.
     """
     global _last
     given = settings_of(settings)
+    if dynamic not in (None, True, False):
+        raise BadSettings(f"`dynamic` is {dynamic!r}", fix="give True, False or None")
     dynamic = dynamic if dynamic is not None else given.dynamic or None
     compiler = _TapeCompiler(backend, given, dynamic)
     resolve(backend).check()

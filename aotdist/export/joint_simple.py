@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call
 from aotdist.export.trace import ExportTrace, trace_for_export
@@ -42,8 +42,11 @@ def aot_export_joint_simple(
         decompositions: operators to break up.
 
     Raises:
+        BadSettings: `func` is no function.
         UnsupportedProgram: the function breaks one of these rules.
     """
+    if not callable(func):
+        raise BadSettings(f"cannot export a {type(func).__name__}", stage="export", fix="pass a function")
     if not _is_flat(pytree.tree_structure(args)):
         raise _not_simple("the arguments are not one flat tuple of tensors and constants")
     call, table = Call(func, tuple(args), {}, ()), decompositions or {}

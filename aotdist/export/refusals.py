@@ -118,10 +118,10 @@ def check_loss(outs: Sequence[Any], loss: int | None) -> None:
     if loss is None:
         return
     values = outs[: outs[-1].spec.num_leaves]
-    chosen = values[loss] if 0 <= loss < len(values) else None
+    chosen = values[loss] if type(loss) is int and 0 <= loss < len(values) else None
     if not isinstance(chosen, torch.Tensor) or not chosen.requires_grad or chosen.numel() != 1:
         raise BadSettings(
-            f"result {loss} is no loss: that is a tensor of one number which requires grad",
+            f"result {loss!r} is no loss: that is a tensor of one number which requires grad",
             stage="export",
             fix="let `output_loss_index` be the position of the loss among the results",
         )

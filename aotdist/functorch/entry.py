@@ -30,6 +30,32 @@ def _refuse(**options: tuple[bool, str]) -> None:
             raise BadSettings(f"`{name}` cannot be honoured", fix=fix)
 
 
+def _refuse_kinds(decompositions: Any, *, or_none: Mapping[str, Any], **functions: Any) -> None:
+    """Raise `BadSettings` for an argument that is something else than what it is called.
+
+    Args:
+        decompositions: from operators to functions, or None.
+        or_none: functions that may be left out, by name.
+        functions: those that may not, by name.
+    """
+    given = {name: value for name, value in or_none.items() if value is not None}
+    for name, value in {**functions, **given}.items():
+        if not callable(value):
+            raise BadSettings(f"`{name}` is {value!r}", fix="pass a function")
+    if decompositions is not None and not isinstance(decompositions, Mapping):
+        raise BadSettings(
+            f"`decompositions` is a {type(decompositions).__name__}",
+            fix="pass a dictionary from operators to functions",
+        )
+
+
+def _refuse_no_module(mod: Any) -> None:
+    if not isinstance(mod, nn.Module):
+        raise BadSettings(
+            f"`mod` is a {type(mod).__name__}", fix="pass a module, or use `aot_function` for a function"
+        )
+
+
 class AotFunction(CompiledFunction):
     """A function whose graphs go through compilers, and a partition, that the user brought."""
 
@@ -86,8 +112,11 @@ def aot_function(
         disable_functionalization: not available.
 
     Raises:
-        BadSettings: one of the options that are not available is set.
+        BadSettings: one of the options that are not available is set, or an argument is something else than
+            what it is called.
     """
+    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
+    _refuse_kinds(decompositions, or_none=optional, fn=fn, fw_compiler=fw_compiler, partition_fn=partition_fn)
     _refuse(
         keep_inference_input_mutations=(keep_inference_input_mutations, _WRITES_STAY),
         disable_functionalization=(disable_functionalization, _FUNCTIONAL),
@@ -153,6 +182,7 @@ def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> AotModule:
         args: of `aot_function`, without the function.
         kwargs: likewise.
     """
+    _refuse_no_module(mod)
 
     def functional_call(
         named_params: Mapping[str, torch.Tensor],
@@ -205,9 +235,15 @@ def aot_module_simplified(
         `named_buffers`.
 
     Raises:
-        BadSettings: one of the options that are not available is set.
+        BadSettings: one of the options that are not available is set, or an argument is something else than
+            what it is called.
         UnsupportedProgram: the module returns something else than a tuple or a list.
     """
+    _refuse_no_module(mod)
+    if not isinstance(args, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # a tensor is none
+        raise BadSettings(f"`args` is a {type(args).__name__}", fix="pass a tuple of arguments: `(x,)`")
+    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
+    _refuse_kinds(decompositions, or_none=optional, fw_compiler=fw_compiler, partition_fn=partition_fn)
     _refuse(
         keep_inference_input_mutations=(keep_inference_input_mutations, _WRITES_STAY),
         compiler_config_extra=(compiler_config_extra is not None, "leave it out"),

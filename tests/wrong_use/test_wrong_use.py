@@ -470,6 +470,69 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 }
 
 
+_ARGS = (torch.ones(1, 16),)
+
+
+def _identity(gm: torch.fx.GraphModule, _: Any) -> Any:
+    return gm
+
+
+def _compile_a_backward(dynamic: Any) -> None:
+    with aotdist.compile_backward(backend="fx", dynamic=dynamic):
+        pass
+
+
+WRONG_ARGUMENTS |= {
+    "aot_function, no function": (lambda fn: aotdist.aot_function(fn, _identity), None, "`fn` is None"),
+    "aot_function, a name": (
+        lambda name: aotdist.aot_function(torch.sin, name),
+        "fx",
+        "`fw_compiler` is 'fx'",
+    ),
+    "aot_function, a name for backwards": (
+        lambda name: aotdist.aot_function(torch.sin, _identity, name),
+        "fx",
+        "`bw_compiler` is 'fx'",
+    ),
+    "aot_function, no partition": (
+        lambda cut: aotdist.aot_function(torch.sin, _identity, partition_fn=cut),
+        None,
+        "`partition_fn` is None",
+    ),
+    "aot_function, decompositions": (
+        lambda table: aotdist.aot_function(torch.sin, _identity, decompositions=table),
+        [torch.sin],
+        "`decompositions` is a list",
+    ),
+    "aot_module, of a function": (
+        lambda fn: aotdist.aot_module(fn, _identity),
+        _linear,
+        "`mod` is a function\n  fix: pass a module, or use `aot_function` for a function",
+    ),
+    "aot_module_simplified, a tensor": (
+        lambda x: aotdist.aot_module_simplified(_linear(), x, _identity),
+        _ARGS[0],
+        "`args` is a Tensor",
+    ),
+    "aot_module_simplified, a name": (
+        lambda name: aotdist.aot_module_simplified(_linear(), _ARGS, name),
+        "fx",
+        "`fw_compiler` is 'fx'",
+    ),
+    "aot_export_module, loss by name": (
+        lambda loss: aotdist.aot_export_module(_linear(), _ARGS, trace_joint=True, output_loss_index=loss),
+        "0",
+        "result '0' is no loss",
+    ),
+    "aot_export_joint_simple, no function": (
+        lambda fn: aotdist.aot_export_joint_simple(fn, _ARGS, trace_joint=False),
+        None,
+        "cannot export a NoneType",
+    ),
+    "compile_backward, dynamic": (_compile_a_backward, "auto", "`dynamic` is 'auto'"),
+}
+
+
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)
 def test_an_argument_of_another_type_is_named(name: str) -> None:
     call, given, said = WRONG_ARGUMENTS[name]
