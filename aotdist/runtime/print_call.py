@@ -164,10 +164,13 @@ def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:
 
 @contextmanager
 def _missing_places_miss(printer: Printer) -> Generator[None]:
-    """What is printed inside reads places; one that is gone means that the artifact does not fit."""
+    """What is printed inside reads places; one that is gone means that the artifact does not fit.
+
+    `TypeError` is what None says in the place of a container, or an object without items.
+    """
     with printer.block("try:"):
         yield
-    with printer.block("except (AttributeError, IndexError, KeyError):"):
+    with printer.block("except (AttributeError, IndexError, KeyError, TypeError):"):
         printer.line(f"return {printer.bind('MISS', MISS)}")
 
 

@@ -52,6 +52,36 @@ def test_what_appears_is_seen(name: str) -> None:
         assert torch.equal(eager(torch.ones(2)), ours(torch.ones(2)))
 
 
+class Remembering(nn.Module):
+    """Keeps what it needs at the next call, as recurrent models keep their state."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.state: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = "seen" if self.kind == "dictionary" else 0
+        y = x if self.state is None else x + self.state[key]
+        self.state = {"seen": y.detach()} if self.kind == "dictionary" else (y.detach(), 1)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dictionary"])
+def test_what_is_forgotten_between_calls(kind: str) -> None:
+    """There is None, or a number, where a container was."""
+    eager, ours = Remembering(kind), aotdist.compile(Remembering(kind), backend="fx")
+    for at in range(7):
+        if at in (2, 5):
+            eager.state = ours.state = None
+        x = torch.full((2,), float(at))
+        assert torch.equal(eager(x), ours(x)), at
+    for model in (eager, ours):
+        model.state = 3.0
+        with pytest.raises((TypeError, AttributeError)):
+            model(torch.ones(2))
+
+
 @dataclass(slots=True)
 class Slotted:
     scale: float = 1.0
