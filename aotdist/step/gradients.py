@@ -137,9 +137,10 @@ def _refuse_sparse(grad: torch.Tensor) -> None:
 def _laid_out_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """`grad` with the strides of `param`, if that has no gaps, as autograd accumulates it.
 
-    What reads gradients in the order of memory (a norm) adds up in another order otherwise.
+    What reads gradients in the order of memory (a norm) adds up in another order otherwise. It is detached,
+    too: a view that a backward took under `no_grad` could not be written with history (`grad.add_(param)`).
     """
     wanted = torch.empty_like(param).stride()
     if all(size == 1 or a == b for size, a, b in zip(grad.shape, grad.stride(), wanted, strict=True)):
-        return grad
+        return grad.detach()
     return torch.empty_like(param).copy_(grad)

@@ -50,13 +50,27 @@ def test_norm_is_clipped(largest: float) -> None:
     train(Pair.of(adamw), clip=largest)
 
 
-def test_clipping_by_a_function() -> None:
-    pair, step = compiled_step(clip=lambda params: nn.utils.clip_grad_value_(params, 1e-3))
+def _decay(params: Sequence[torch.Tensor]) -> None:
+    """With history: gradients are written in grad mode, by what the parameters are."""
+    for param in params:
+        if param.grad is not None:
+            param.grad.add_(param, alpha=0.1)
+
+
+CLIPS: dict[str, Callable[[Sequence[torch.Tensor]], Any]] = {
+    "values": lambda params: nn.utils.clip_grad_value_(params, 1e-3),
+    "decay": _decay,
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping_by_a_function(name: str) -> None:
+    pair, step = compiled_step(clip=CLIPS[name])
     eager, optimizer = pair.models[0], pair.optimizers[0]
     for at in range(4):
         torch.manual_seed(at)
         loss_of(eager, batch(at)).backward()
-        nn.utils.clip_grad_value_(trained(eager), 1e-3)
+        CLIPS[name](trained(eager))
         optimizer.step()
         optimizer.zero_grad()
         torch.manual_seed(at)
