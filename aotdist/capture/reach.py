@@ -318,7 +318,7 @@ class _Walk:
             case types.ModuleType() if not is_users_module(value):
                 pass
             case set() | frozenset() | collections.deque():
-                self._whole(source, value)
+                yield from self._unnamed_items(source, value)
             case _:
                 self._object(source, value)
 
@@ -350,11 +350,15 @@ class _Walk:
         else:
             self.opaque.append((source, value))
 
-    def _whole(self, source: Source, value: Any) -> None:
-        """A container whose items cannot be named, if they are constants."""
-        whole = tuple if isinstance(value, collections.deque) else frozenset
+    def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
+        """Those of a set or a queue: one constant if they are some; others by position, if they have one."""
         if is_constant(tuple(value)):
+            whole = tuple if isinstance(value, collections.deque) else frozenset
             self.constants.append((source.applied(whole, f"the items of {source.path}"), whole(value)))
+        elif isinstance(value, collections.deque):
+            yield from self._items(source, value)
+        else:
+            self._identity(source, value)
 
     def _of_module(self, path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
         refuse_script(path, module)

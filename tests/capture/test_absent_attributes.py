@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import datetime
+import decimal
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -80,6 +83,52 @@ def test_what_is_forgotten_between_calls(kind: str) -> None:
         model.state = 3.0
         with pytest.raises((TypeError, AttributeError)):
             model(torch.ones(2))
+
+
+class Holding(nn.Module):
+    """Reads what it holds, whatever that is."""
+
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.held = held
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.held is None else x * self.read(self.held)
+
+
+NOT_NAMED: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    "queue of tensors": (
+        lambda queue: queue[0],
+        collections.deque([torch.ones(2)]),
+        collections.deque([torch.zeros(2)]),
+    ),
+    "queue of lists": (lambda queue: queue[0][0], collections.deque([[1.0]]), collections.deque([[2.0]])),
+    "set of tensors": (sum, {torch.ones(2)}, {torch.zeros(2)}),
+    "decimal": (float, decimal.Decimal("1.5"), decimal.Decimal("2.5")),
+    "date": (lambda date: date.year, datetime.date(2000, 1, 1), datetime.date(2001, 1, 1)),
+    "pattern": (lambda pattern: len(pattern.pattern), re.compile("a"), re.compile("abc")),
+    "values of a dictionary": (sum, {"a": 2}.values(), {"a": 3}.values()),
+}
+
+
+@pytest.mark.parametrize("name", NOT_NAMED)
+def test_what_is_replaced_is_seen_where_nothing_in_it_has_a_name(name: str) -> None:
+    read, first, second = NOT_NAMED[name]
+    eager, ours = Holding(first, read), aotdist.compile(Holding(first, read), backend="fx")
+    for held in (first, second, None, first):
+        eager.held = ours.held = held
+        assert torch.equal(eager(torch.ones(2)), ours(torch.ones(2)))
+
+
+def test_what_is_in_a_queue_is_an_input() -> None:
+    eager, ours = (Holding(collections.deque([torch.ones(2)]), lambda queue: queue[0]) for _ in range(2))
+    aotdist.compile(ours, backend="fx")
+    for at in range(3):
+        for model in (eager, ours):
+            model.held[0] = torch.full((2,), float(at))
+        assert torch.equal(eager(torch.ones(2)), ours(torch.ones(2)))
+    assert len(compiled_call(ours).graphs) == 1
 
 
 @dataclass(slots=True)
