@@ -15,6 +15,7 @@ from aotdist.capture.ambient import ambient
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
+from aotdist.capture.given import are_apart
 from aotdist.capture.source import Held, held_in
 from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.put import are_written_alone, refuse_forbidden, take
