@@ -73,12 +73,14 @@ class TracedCall:
         deduped: which of these are the same.
         traced: the trace.
         bases: which of its inputs share memory.
+        before: what was there before, where the program left objects of its own.
     """
 
     captured: Captured
     deduped: dedupe.DedupePlan
     traced: Traced
     bases: BasePlan
+    before: Reassignments
 
     def returned(self) -> Returned:
         """How its result is put together, and what it assigns."""
@@ -89,7 +91,8 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
     """Trace the program; once more, where it changes what it finds in Python, and would fit this call only.
 
     With symbols for numbers that it counts in; and as the next call will find what it leaves: flags that say
-    that something was set up. Where the program is then another one, the trace is for this call.
+    that something was set up, objects that it makes once. Where the program is then another one, the trace
+    is for calls that find what this one found; for none but this one if it left an object.
 
     Args:
         job: what to trace.
@@ -103,9 +106,12 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
         if (symbolic := _counting(counting, times, found)) is not found:
             job, found = counting, symbolic
-    if _flags(job, found) and not returned.deleted:
-        return _set_up(job, times, found, on_failure)
-    return found
+    leaves_objects = bool(found.before.left())
+    if not returned.deleted and (leaves_objects or _flags(job, found)):
+        later = _set_up(job, times, found, on_failure)
+        if later is not None:
+            return later
+    return replace(found, captured=replace(found.captured, fits_once=leaves_objects))
 
 
 def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
@@ -115,17 +121,29 @@ def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
 
 
 def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
-    """The trace with symbols for counts; `found` where they cannot stand for numbers: in a key, in a text."""
+    """The trace with symbols for counts; `found` where they cannot stand for numbers: in a key, in a text.
+
+    Objects that the program makes once stay those of the first trace, which hold numbers.
+    """
+    left = found.before.left()
+    found.before.roll_back()
     try:
         symbolic = _trace_over_bases(job, times)
     except (UnsupportedProgram, _FailsWithSymbols):
-        return found
+        symbolic = None
+    else:
+        symbolic.before.roll_back()
+    assign(left)
+    return symbolic if symbolic is not None and _is_exactly(symbolic, found) else found
+
+
+def _is_exactly(symbolic: TracedCall, found: TracedCall) -> bool:
+    """Whether a trace with symbols is of the same program, and computes with them as with numbers."""
     ours, theirs = symbolic.traced, found.traced
     is_exact = _is_exact(ours) and not ours.symbols.decides_by(ours.symbols.floats())
     is_exact &= not symbolic.captured.in_backward.whole.has_symbols()
     is_exact &= not _computes_with_what_it_finds(symbolic)
-    same = is_exact and _says_the_same(ours.facts, theirs.facts) and _does_the_same(ours.graph, theirs.graph)
-    return symbolic if same else found
+    return is_exact and _says_the_same(ours.facts, theirs.facts) and _does_the_same(ours.graph, theirs.graph)
 
 
 def _computes_with_what_it_finds(call: TracedCall) -> bool:
@@ -205,8 +223,8 @@ def _is_as(symbolic: Any, known: Any) -> bool:
     return is_constant(known) and same_constant(hint(symbolic), known)
 
 
-def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall:
-    """The trace of the call that finds what this one leaves, if it is of the same program; else `found`."""
+def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall | None:
+    """The trace of the call that finds what this one leaves, if it is of the same program."""
     with ExitStack() as otherwise:
         symbols = found.traced.symbols
         known = [*symbols, *(count.symbol for count in symbols.counts())]
@@ -215,12 +233,13 @@ def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStac
         otherwise.callback(assign(flags))
         try:
             later = _trace_over_bases(job, times)
+            later.before.roll_back()  # an object is left once
             if _flags(job, later) or not _is_same_program(later.traced, found.traced):
-                return found
+                return None
         except InternalError:
             raise
         except Exception:  # the program's own: it may refuse to be called twice
-            return found
+            return None
         on_failure.push(otherwise.pop_all())
         return later
 
@@ -275,7 +294,7 @@ def _trace_over_bases(job: Job, times: StageTimes) -> TracedCall:
             writes = writes.and_of(program, traced.facts, bases)
             needed = plan_bases(program, writes)
             if needed == bases:
-                return TracedCall(captured, deduped, traced, bases)
+                return TracedCall(captured, deduped, traced, bases, before)
             bases, job = needed, replace(job, symbolic=bool(tuple(traced.symbols)))
         before.roll_back()
 

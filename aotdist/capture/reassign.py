@@ -188,6 +188,10 @@ class Reassignments:
                 case _Variable(before=before):
                     yield before
 
+    def left(self) -> list[tuple[Source, Any]]:
+        """Places that hold something else now, and what."""
+        return [(place, value) for watched in self._watched for place, _, value in watched.changed()]
+
     def roll_back(self) -> None:
         """Put back everything that was assigned, for the program to run once more."""
         for watched in self._watched:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -132,6 +133,8 @@ def fit_of(compilation: Compilation) -> Fit:
     guard = ModuleGuard(environment.modules, environment.state, environment.reached.names, open_)
     holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
     holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
+    if captured.fits_once:
+        holds.append(("not_called_yet", itertools.chain([True], itertools.repeat(False)).__next__))
     sources = _sources(compilation)
     inputs = {source.spot() for source in sources}
     paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]

@@ -288,6 +288,37 @@ def test_what_is_set_up_is_the_number_that_is_counted_in(value: Callable[[int], 
         assert modules[1].steps == modules[0].steps
 
 
+class Seen:
+    """What a program makes when it is called first."""
+
+    def __init__(self, steps: int) -> None:
+        self.rows, self.made_at = 0, steps
+
+
+@pytest.mark.parametrize("counts_too", [False, True])
+@pytest.mark.parametrize("computes", [False, True])
+def test_an_object_that_is_made_once_and_counts(computes: bool, counts_too: bool) -> None:
+    """The call that makes it is of another program than those that find it; so is one that finds it gone."""
+
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        if module.seen is None:
+            module.seen = Seen(module.steps)
+        module.seen.rows += x.shape[0]
+        module.steps += counts_too
+        return module.linear(x) * (module.seen.rows if computes else 2)
+
+    modules = [Counting(program), aotdist.compile(Counting(program), backend="fx")]
+    modules[1].load_state_dict(modules[0].state_dict())
+    for module in modules:
+        module.seen = None
+    for call in range(6):
+        for module in modules:
+            module.seen = None if call == 4 else module.seen
+        assert torch.equal(*(module(torch.ones(2, 4)) for module in modules))
+        seen, ours = (repr(vars(module.seen)) for module in modules)
+        assert seen == ours and modules[0].steps == modules[1].steps
+
+
 def test_a_program_may_refuse_to_be_called_twice() -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
         if module.initialised:
