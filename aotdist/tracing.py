@@ -106,7 +106,7 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
         if (symbolic := _counting(counting, times, found)) is not found:
             job, found = counting, symbolic
-    leaves_objects = bool(found.before.left())
+    leaves_objects = found.before.left() is not None
     if not returned.deleted and (leaves_objects or _flags(job, found)):
         later = _set_up(job, times, found, on_failure)
         if later is not None:
@@ -125,7 +125,7 @@ def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
 
     Objects that the program makes once stay those of the first trace, which hold numbers.
     """
-    left = found.before.left()
+    bring_back = found.before.left()
     found.before.roll_back()
     try:
         symbolic = _trace_over_bases(job, times)
@@ -133,7 +133,8 @@ def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
         symbolic = None
     else:
         symbolic.before.roll_back()
-    assign(left)
+    if bring_back is not None:
+        bring_back()
     return symbolic if symbolic is not None and _is_exactly(symbolic, found) else found
 
 

@@ -13,6 +13,7 @@ import collections
 import functools
 import os
 import types
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,7 @@ class Reached:
         owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
             classes, are some.
         containers: lists and dictionaries whose items the program may reassign.
+        wholes: sets and deques, which the program may change.
         assigned: variables, and attributes of classes, that the program may assign without reading them,
             existing or not.
         generators: random generators.
@@ -72,6 +74,7 @@ class Reached:
     again: tuple[tuple[Source, Source], ...]
     owners: tuple[tuple[Source, Any], ...]
     containers: tuple[tuple[Source, list[Any] | dict[Any, Any]], ...]
+    wholes: tuple[tuple[Source, set[Any] | deque[Any]], ...]
     assigned: tuple[Source, ...]
     generators: tuple[torch.Generator, ...]
     caches: tuple[Any, ...]
@@ -107,6 +110,7 @@ def reach(
         again=tuple(walk.specialising_ties()),
         owners=tuple(walk.owners),
         containers=tuple(walk.containers),
+        wholes=tuple(walk.wholes),
         assigned=tuple(walk.assigned),
         generators=tuple(walk.generators),
         caches=tuple(walk.caches),
@@ -155,6 +159,7 @@ class _Walk:
     identities: list[tuple[Source, Any]] = field(default_factory=list)
     owners: list[tuple[Source, Any]] = field(default_factory=list)
     containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
+    wholes: list[tuple[Source, set[Any] | deque[Any]]] = field(default_factory=list)
     assigned: list[Source] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
@@ -317,7 +322,7 @@ class _Walk:
                 yield from self._module(source, value)
             case types.ModuleType() if not is_users_module(value):
                 pass
-            case set() | frozenset() | collections.deque():
+            case set() | frozenset() | deque():
                 yield from self._unnamed_items(source, value)
             case _:
                 self._object(source, value)
@@ -352,10 +357,12 @@ class _Walk:
 
     def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """Those of a set or a queue: one constant if they are some; others by position, if they have one."""
+        if not isinstance(value, frozenset):
+            self.wholes.append((source, value))
         if is_constant(tuple(value)):
-            whole = tuple if isinstance(value, collections.deque) else frozenset
+            whole = tuple if isinstance(value, deque) else frozenset
             self.constants.append((source.applied(whole, f"the items of {source.path}"), whole(value)))
-        elif isinstance(value, collections.deque):
+        elif isinstance(value, deque):
             yield from self._items(source, value)
         else:
             self._identity(source, value)

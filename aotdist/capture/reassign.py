@@ -8,6 +8,7 @@ only fits calls that find what this one found.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,24 @@ class _Variable:
             yield self.source, self.before, value
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A set or a deque, which the program changes at capture only, and what was in it before the trace."""
+
+    source: Source
+    held: set[Any] | deque[Any]
+    before: tuple[Any, ...]
+
+    def is_changed(self) -> bool:
+        """Whether something else is in it now."""
+        return len(self.held) != len(self.before) or not all(map(operator.is_, self.held, self.before))
+
+    def fill(self, items: Collection[Any]) -> None:
+        """Let these be in it."""
+        self.held.clear()
+        (self.held.extend if isinstance(self.held, deque) else self.held.update)(items)
+
+
 class Reassignments:
     """Snapshots all that the program may assign to, and finds what a traced call assigned.
 
@@ -110,6 +129,7 @@ class Reassignments:
             *_of_parameters({path: module for path, module in modules.items() if module not in ruled}),
             *_of_reached(reached),
         ]
+        self._wholes = [_Whole(source, held, tuple(held)) for source, held in reached.wholes]
         self._existing = [*modules.values(), *(owner for _, owner in reached.owners), *self._before()]
         self.existing = frozenset(map(id, self._existing))
         """Identities of the objects that were there before the trace."""
@@ -126,6 +146,8 @@ class Reassignments:
             UnsupportedProgram: what was assigned hides tensors, or one is gone.
         """
         found: list[tuple[Source, Any]] = []
+        for whole in self._wholes:
+            _refuse_kept(whole)
         for watched in self._watched:
             for place, before, value in watched.changed():
                 _refuse_deletion(place, before, value)
@@ -188,12 +210,23 @@ class Reassignments:
                 case _Variable(before=before):
                     yield before
 
-    def left(self) -> list[tuple[Source, Any]]:
-        """Places that hold something else now, and what."""
-        return [(place, value) for watched in self._watched for place, _, value in watched.changed()]
+    def left(self) -> Callable[[], None] | None:
+        """What brings back, once it is rolled back, what the program left; None if that is nothing."""
+        values = [(place, value) for watched in self._watched for place, _, value in watched.changed()]
+        wholes = [(whole, tuple(whole.held)) for whole in self._wholes if whole.is_changed()]
+
+        def bring_back() -> None:
+            assign(values)
+            for whole, items in wholes:
+                whole.fill(items)
+
+        return bring_back if values or wholes else None
 
     def roll_back(self) -> None:
         """Put back everything that was assigned, for the program to run once more."""
+        for whole in self._wholes:
+            if whole.is_changed():
+                whole.fill(whole.before)
         for watched in self._watched:
             if isinstance(watched, _List):
                 watched.held[:] = watched.before
@@ -259,6 +292,16 @@ def _with_given(value: Any, given: Mapping[int, int]) -> Any:
 def is_plain(value: Any) -> bool:
     """Whether there is nothing in a container but tensors, of the program or not, and constants."""
     return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(value))
+
+
+def _refuse_kept(whole: _Whole) -> None:
+    if whole.is_changed() and any(map(shows_traced, whole.held)):
+        kind = type(whole.held).__name__
+        raise UnsupportedProgram(
+            f"`{whole.source.path}` is a {kind}, and is given a tensor which the program computes",
+            stage="capture",
+            fix="keep such tensors in a list, or return them",
+        )
 
 
 def _refuse_deletion(place: Source, before: Any, value: Any) -> None:

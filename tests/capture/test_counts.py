@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -317,6 +318,37 @@ def test_an_object_that_is_made_once_and_counts(computes: bool, counts_too: bool
         assert torch.equal(*(module(torch.ones(2, 4)) for module in modules))
         seen, ours = (repr(vars(module.seen)) for module in modules)
         assert seen == ours and modules[0].steps == modules[1].steps
+
+
+@pytest.mark.parametrize("made_first", [False, True])
+@pytest.mark.parametrize("value", [1, "name"])
+def test_a_deque_that_is_a_window_over_calls(value: Any, made_first: bool) -> None:
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        module.options.setdefault("window", deque(maxlen=3)).append(value)
+        module.steps += 1
+        return module.linear(x) * len(module.options["window"])
+
+    modules = [Counting(program), aotdist.compile(Counting(program), backend="fx")]
+    modules[1].load_state_dict(modules[0].state_dict())
+    for module in modules if made_first else []:
+        module.options["window"] = deque(maxlen=3)
+    for _ in range(6):
+        assert torch.equal(*(module(torch.ones(2, 4)) for module in modules))
+        assert state(modules[1]) == state(modules[0])
+
+
+@pytest.mark.parametrize("kind", [set, deque])
+def test_a_tensor_that_is_put_into_what_has_no_places_is_refused(kind: type) -> None:
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        put = module.held.add if kind is set else module.held.append
+        put(x.mean())
+        return module.linear(x)
+
+    module = aotdist.compile(Counting(program), backend="fx")
+    module.held = kind([1])
+    with pytest.raises(UnsupportedProgram, match=r"`held` is a (set|deque), and is given a tensor"):
+        module(torch.ones(2, 4))
+    assert module.held == kind([1])
 
 
 def test_a_program_may_refuse_to_be_called_twice() -> None:
