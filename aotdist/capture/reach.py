@@ -356,14 +356,14 @@ class _Walk:
             self.opaque.append((source, value))
 
     def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """Those of a set or a queue: one constant if they are some; others by position, if they have one."""
+        """What a deque holds, by position; what a set holds, where nothing has a place, if it is constants."""
         if not isinstance(value, frozenset):
             self.wholes.append((source, value))
-        if is_constant(tuple(value)):
-            whole = tuple if isinstance(value, deque) else frozenset
-            self.constants.append((source.applied(whole, f"the items of {source.path}"), whole(value)))
-        elif isinstance(value, deque):
+        if isinstance(value, deque):
             yield from self._items(source, value)
+        elif is_constant(tuple(value)):
+            items = source.applied(frozenset, f"the items of {source.path}")
+            self.constants.append((items, frozenset(value)))
         else:
             self._identity(source, value)
 

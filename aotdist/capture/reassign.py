@@ -342,9 +342,9 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
         if not source.steps or isinstance(source.steps[-1], Applied):
             continue
         # A tensor has another in its place while the program runs, and a list may lose an item: these are
-        # watched themselves. What a tuple holds changes with the tuple.
+        # watched themselves, as is a deque. What a tuple holds changes with the tuple.
         owner = source.owner().read_or(ABSENT)
-        if not isinstance(owner, (torch.Tensor, tuple)) and id(owner) not in watched:
+        if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
             yield _Variable(source, source.read_or(ABSENT))
     yield from (_Variable(source, source.read_or(ABSENT)) for source in reached.assigned)
 

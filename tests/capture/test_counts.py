@@ -337,6 +337,20 @@ def test_a_deque_that_is_a_window_over_calls(value: Any, made_first: bool) -> No
         assert state(modules[1]) == state(modules[0])
 
 
+def test_tensors_in_a_deque_are_those_that_a_call_finds() -> None:
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        return module.linear(x) * sum(module.window)
+
+    module = Counting(program)
+    module.window = deque([torch.ones(4)], maxlen=3)
+    eager, compiled = module.forward, aotdist.compile(module.forward, backend="fx")
+    for call in range(6):
+        assert torch.equal(eager(torch.ones(2, 4)), compiled(torch.ones(2, 4)))
+        module.window[-1].mul_(2)
+        if call != 1:
+            module.window.append(torch.full((4,), float(call)))
+
+
 @pytest.mark.parametrize("kind", [set, deque])
 def test_a_tensor_that_is_put_into_what_has_no_places_is_refused(kind: type) -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
