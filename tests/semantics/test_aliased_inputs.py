@@ -191,6 +191,66 @@ def test_a_write_brings_history_to_plain_inputs() -> None:
     same_as_eager(build)
 
 
+class Held(torch.nn.Module):
+    """Finds tensors in places of every kind."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.items = [first, second]
+        self.register_buffer("buffer", first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = (self.first, self.second, *self.items, self.buffer)
+        return x + sum(tensor * 3**position for position, tensor in enumerate(found))
+
+
+def test_what_was_one_tensor_in_two_places_at_capture() -> None:
+    """An attribute, an item of a list, a buffer or an argument holds another later."""
+
+    def played(make: Callable[..., torch.Tensor], *, compiles: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        shared = make()
+        held = Held(shared, shared)
+        call = aotdist.compile(held.forward, backend="fx") if compiles else held.forward
+        seen = [call(held.first)]
+        for change in (
+            lambda: setattr(held, "second", make()),
+            lambda: held.items.__setitem__(0, make()),
+            lambda: setattr(held, "buffer", make()),
+            lambda: setattr(held, "first", make()),
+            lambda: None,
+        ):
+            change()
+            seen.append(call(held.items[1]))
+        return [plain for tensor in seen for plain in plain_tensors(tensor)]
+
+    for make in (plain, two):
+        results = [played(make, compiles=compiles) for compiles in (False, True)]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_states_that_begin_as_one_tensor() -> None:
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = torch.nn.LSTMCell(3, 3)
+            self.hidden = self.memory = torch.zeros(2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            states = self.cell(x, (self.hidden, self.memory))
+            self.hidden, self.memory = (state.detach() for state in states)
+            return self.hidden * 2
+
+    results: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        module = Recurrent()
+        call = aotdist.compile(module, backend="fx") if compiles else module
+        results.append([call(torch.randn(2, 3)) for _ in range(4)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_parameter_tied_since_the_first_call() -> None:
     def build() -> torch.nn.Module:
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
