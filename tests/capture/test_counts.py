@@ -351,6 +351,26 @@ def test_tensors_in_a_deque_are_those_that_a_call_finds() -> None:
             module.window.append(torch.full((4,), float(call)))
 
 
+@pytest.mark.parametrize("make", [lambda k: {"k": k}, lambda k: [k], Seen, lambda k: lambda: k])
+def test_an_object_that_was_in_two_places_at_capture(make: Callable[[int], Any]) -> None:
+    """There may be another in either of them later."""
+
+    def number_in(held: Any) -> int:
+        if isinstance(held, Seen):
+            return held.made_at
+        return held() if callable(held) else next(iter(held.values() if isinstance(held, dict) else held))
+
+    def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
+        return x * (number_in(module.first) + 10 * number_in(module.second))
+
+    module = Counting(program)
+    module.first = module.second = make(1)
+    compiled = aotdist.compile(module.forward, backend="fx")
+    for name, number in (("second", 1), ("second", 5), ("first", 7), ("second", 7)):
+        setattr(module, name, module.first if number == 1 else make(number))
+        assert torch.equal(compiled(torch.ones(2)), module.forward(torch.ones(2)))
+
+
 @pytest.mark.parametrize("kind", [set, deque])
 def test_a_tensor_that_is_put_into_what_has_no_places_is_refused(kind: type) -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
