@@ -356,7 +356,7 @@ class _Walk:
             self.opaque.append((source, value))
 
     def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """What a deque holds, by position; what a set holds, where nothing has a place, if it is constants."""
+        """What a deque holds, by position; what a set holds, which has no places, if it is constants."""
         if not isinstance(value, frozenset):
             self.wholes.append((source, value))
         if isinstance(value, deque):
