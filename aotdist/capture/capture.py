@@ -376,7 +376,8 @@ def _call(
     What it assigned keeps its history, or has none: that is of a backward that has been.
     """
     reassignments = environment.reassignments()
-    found = _run(run, changes, reassignments, inputs, examples)
+    with no_python_random(environment.reached.python_generators):
+        found = _run(run, changes, reassignments, inputs, examples)
     if settings.report_side_effects:
         for path in reassignments.side_effects():
             warnings.warn(
@@ -441,7 +442,7 @@ def _run(
     """
     attributes = WrapperAttributes(inputs)
     try:
-        with class_functions_on(), no_python_random(), modes_left_alone():
+        with class_functions_on(), modes_left_alone():
             result = run()
         changes.checks.close()
         hand_over_attributes(inputs, examples)

@@ -26,6 +26,7 @@ from aotdist.capture.code import is_users_class, is_users_code, is_users_module,
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of, contents
 from aotdist.capture.modules import KINDS, own_tensors, refuse_script
+from aotdist.capture.python_random import is_python_generator
 from aotdist.capture.readers import is_array, reader_of
 from aotdist.capture.source import Applied, Source, Spot
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
@@ -62,6 +63,7 @@ class Reached:
         assigned: variables, and attributes of classes, that the program may assign without reading them,
             existing or not.
         generators: random generators.
+        python_generators: those of Python's and NumPy's, which the program may not draw from.
         caches: functions that keep what they return (`functools.lru_cache`).
         names: attributes that the code reads, of whatever; None if it may read any (`getattr`),
             or ask for any (`hasattr`).
@@ -77,6 +79,7 @@ class Reached:
     wholes: tuple[tuple[Source, set[Any] | deque[Any]], ...]
     assigned: tuple[Source, ...]
     generators: tuple[torch.Generator, ...]
+    python_generators: tuple[tuple[str, Any], ...]
     caches: tuple[Any, ...]
     names: frozenset[str] | None
 
@@ -113,6 +116,7 @@ def reach(
         wholes=tuple(walk.wholes),
         assigned=tuple(walk.assigned),
         generators=tuple(walk.generators),
+        python_generators=tuple(walk.python_generators),
         caches=tuple(walk.caches),
         names=None if walk.any_name or walk.asks else frozenset(walk.loaded),
     )
@@ -162,6 +166,7 @@ class _Walk:
     wholes: list[tuple[Source, set[Any] | deque[Any]]] = field(default_factory=list)
     assigned: list[Source] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
+    python_generators: list[tuple[str, Any]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
     seen: dict[int, Source | None] = field(default_factory=dict)
     met_again: set[int] = field(default_factory=set)
@@ -208,6 +213,9 @@ class _Walk:
             holder = getattr(value, "__self__", None)
             if isinstance(holder, (list, dict)):  # of the method `grads.append`
                 yield source.attribute("__self__", source.path), holder
+        elif is_python_generator(value):
+            self._identity(source, value)
+            self.python_generators.append((source.path, value))
         else:
             yield from self._inside(source, value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,3 +30,27 @@ def test_refused_and_nothing_is_drawn(name: str) -> None:
     with pytest.raises(UnsupportedProgram, match=f"draws from the generator of `{name}`"):
         aotdist.compile(lambda x: x * draw(), backend="fx")(torch.ones(2))
     assert draw() == expected
+
+
+class Drawing(torch.nn.Module):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(self.generator.random())
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "of Python's": lambda: random.Random(0),
+    "of NumPy's": lambda: np.random.default_rng(0),
+    "of NumPy's, an old one": lambda: np.random.RandomState(0),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_the_programs_own(kind: str) -> None:
+    model, eager = Drawing(GENERATORS[kind]()), Drawing(GENERATORS[kind]())
+    with pytest.raises(UnsupportedProgram, match="draws from `generator`"):
+        aotdist.compile(model, backend="fx")(torch.ones(2))
+    assert torch.equal(aotdist.disable(model)(torch.ones(2)), eager(torch.ones(2)))
