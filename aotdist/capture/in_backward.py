@@ -123,14 +123,16 @@ class BackwardChanges:
         """These, for backwards that find what this one found: what it changes may be made of that."""
         return replace(self, expected=tuple((place, (value,)) for place, value in self.found))
 
-    def after(self, second: BackwardChanges, left: Mapping[Spot, Any]) -> BackwardChanges:
+    def after(self, second: BackwardChanges, left: Mapping[Spot, Any], *, alike: bool) -> BackwardChanges:
         """These, given what the same backward changes when it runs once more.
 
-        If that is the same, a list that it appends to may hold anything, and a flag that it puts up be up.
+        A list that it appends the same to may hold anything. If all else is the same, too, a flag that it
+        puts up may be up.
 
         Args:
             second: what it changes then.
             left: what it then leaves where these leave something.
+            alike: whether it computes the same then.
         """
         found = _by_spot(self.found)
         appended = _by_spot((place.whole_list(), items) for place, items in second.grown)
@@ -142,9 +144,12 @@ class BackwardChanges:
             else:
                 ends.append((whole, [*found.get(whole.spot(), ()), *items]))
         value_at = {**_by_spot(ends), **{place.spot(): ABSENT for place in self.deleted}}
-        does_the_same = all(_agree(left[spot], value) for spot, value in value_at.items())
-        if not (does_the_same and second.changes_no_more_than(self)):
+        if not second.changes_no_more_than(self):
             return self.only_where_found()
+        if not (alike and all(_agree(left[spot], value) for spot, value in value_at.items())):
+            lists = {place.whole_list().spot() for place, _ in grown}
+            known = self.only_where_found()
+            return replace(known, expected=tuple(e for e in known.expected if e[0].spot() not in lists))
         expected = tuple(
             (place, (value, value_at[place.spot()]))
             for place, value in self.found
@@ -343,8 +348,7 @@ class InBackward:
         self._rerun = rerun = _Rerun(first, kept)
         try:
             alike = computes_the_same()
-            known = first.after(rerun.second, rerun.left) if alike else first.only_where_found()
-            self._note(choice, known)
+            self._note(choice, first.after(rerun.second, rerun.left, alike=alike))
         except InternalError:
             raise
         except Exception:  # the user's code expects to find something else: only that is known then

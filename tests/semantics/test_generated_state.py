@@ -197,8 +197,15 @@ KEEPS_A_RESULTS_GRADIENT_AND_APPENDS = [
 ]
 
 
+TURNS_AND_APPENDS = [
+    HOOK.format(k=1, change="m.flag = not m.flag", value="grad * m.alpha"),
+    HOOK.format(k=2, change="m.items.append(m.n)", value="grad * 2"),
+]
+
+
 @few
 @example(TAKES_OUT_AND_APPENDS, [0, 1, 2, 1, 1])
+@example(TURNS_AND_APPENDS, [1, 1, 1, 0, 1])
 @example(KEEPS_A_RESULTS_GRADIENT_AND_APPENDS, [1, 1, 2, 1, 1])
 @given(st.lists(st.one_of(*STATEMENTS, *IN_BACKWARDS), min_size=2, max_size=6), HOW_OFTEN)
 def test_in_forwards_and_backwards(statements: list[str], how_often: list[int]) -> None:
