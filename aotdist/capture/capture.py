@@ -37,7 +37,8 @@ from aotdist.capture.modules import (
 )
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.python_random import no_python_random
-from aotdist.capture.reach import Reached, reach
+from aotdist.capture.reach import reach
+from aotdist.capture.reached import Reached
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import Shown, with_attributes
 from aotdist.capture.source import ABSENT, Argument, Given, Source

@@ -14,74 +14,39 @@ import functools
 import os
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
-from aotdist.capture.hidden import attributes_of, contents
+from aotdist.capture.functions import cells_of, defaults_of, empty_cells_of, wrapped_by
+from aotdist.capture.hidden import attributes_of
+from aotdist.capture.library_modules import (
+    computed_once,
+    hooks_of,
+    is_watched,
+    library_functions,
+    library_settings,
+)
 from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.python_random import is_python_generator
+from aotdist.capture.reached import Reached, is_tensor, items_of, keys_of
 from aotdist.capture.readers import is_array, reader_of
-from aotdist.capture.source import Applied, Source, Spot
+from aotdist.capture.source import Source, Spot
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
-from aotdist.torch_seam.modules import PARAMETRIZATIONS, is_parametrized
+from aotdist.torch_seam.modules import is_parametrized
 
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-"""Attributes that modules have by being modules."""
-_NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
 _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
 _LIBRARY_CONTAINERS = (collections.UserDict, collections.UserList, collections.ChainMap)
 """Containers that keep their items in an attribute, by code that is not entered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """What the walk found.
-
-    Args:
-        modules: outermost modules, each with its place.
-        tensors: tensors outside of modules.
-        constants: constants, with the value that they have now; those of modules are not among them.
-        identities: functions, built-in ones too, modules, classes, and what else the program depends on as
-            it is.
-        again: further places of what was found elsewhere, with the first one: both hold the same object.
-        owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
-            classes, are some.
-        containers: lists and dictionaries whose items the program may reassign.
-        wholes: sets and deques, which the program may change.
-        assigned: variables, and attributes of classes, that the program may assign without reading them,
-            existing or not.
-        generators: random generators.
-        python_generators: those of Python's and NumPy's, which the program may not draw from.
-        caches: functions that keep what they return (`functools.lru_cache`).
-        names: attributes that the code reads, of whatever; None if it may read any (`getattr`),
-            or ask for any (`hasattr`).
-    """
-
-    modules: tuple[tuple[Source, nn.Module], ...]
-    tensors: tuple[tuple[Source, torch.Tensor], ...]
-    constants: tuple[tuple[Source, Any], ...]
-    identities: tuple[tuple[Source, Any], ...]
-    again: tuple[tuple[Source, Source], ...]
-    owners: tuple[tuple[Source, Any], ...]
-    containers: tuple[tuple[Source, list[Any] | dict[Any, Any]], ...]
-    wholes: tuple[tuple[Source, set[Any] | deque[Any]], ...]
-    assigned: tuple[Source, ...]
-    generators: tuple[torch.Generator, ...]
-    python_generators: tuple[tuple[str, Any], ...]
-    caches: tuple[Any, ...]
-    names: frozenset[str] | None
 
 
 def reach(
@@ -342,7 +307,7 @@ class _Walk:
             self.seen[id(module)] = Source(path, module)
             yield from self._of_module(path, module)
         if any(map(is_parametrized, value.modules())):
-            yield from _computed_once()
+            yield from computed_once()
 
     def _object(self, source: Source, value: Any) -> None:
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
@@ -381,9 +346,9 @@ class _Walk:
         for kind in KINDS:
             for name, place, tensor in own_tensors(path, module, kind):
                 self.look_at(place.source(name), tensor, of_module=True)
-        yield from _hooks(path, module)
-        yield from _library_settings(path, module)
-        yield from _library_functions(path, module)
+        yield from hooks_of(path, module)
+        yield from library_settings(path, module)
+        yield from library_functions(path, module)
 
     def _identity(self, source: Source, value: Any) -> None:
         if source.steps:
@@ -393,13 +358,13 @@ class _Walk:
         """What a container holds; one that holds nothing but constants is one constant itself."""
         if isinstance(value, (list, dict)):
             self.containers.append((source, value))
-        keys = _keys_of(value)
-        items = _items_of(value)
+        keys = keys_of(value)
+        items = items_of(value)
         if is_constant(items):
-            self.constants.append((source.applied(_items_of, source.path), items))
+            self.constants.append((source.applied(items_of, source.path), items))
         elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
             if is_constant(keys):
-                self.constants.append((source.applied(_keys_of, f"the keys of {source.path}"), keys))
+                self.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
             else:  # as optimizers keep their state; keys are the same ones if they are there, and as many
                 number = source.applied(len, f"the number of items of {source.path}")
                 self.constants.append((number, len(value)))
@@ -420,7 +385,7 @@ class _Walk:
             wanted = {name for name in wanted if is_constant(own[name])}
         named.looked_up |= wanted
         for name in sorted(wanted):
-            if not isinstance(value, nn.Module) or not _is_watched(name, own[name]):
+            if not isinstance(value, nn.Module) or not is_watched(name, own[name]):
                 yield named.source.attribute(name), own[name]
         if not isinstance(value, types.ModuleType):
             yield from self._from_classes(type(value))
@@ -474,7 +439,7 @@ class _Walk:
                 `_may_read_all`; it does not let those of others count.
         """
         if not is_users_code(fn.__code__):
-            yield from _wrapped(fn)
+            yield from wrapped_by(fn)
             return
         names = names_in(fn.__code__)
         itself = Source(fn.__name__, fn)
@@ -491,9 +456,9 @@ class _Walk:
                 self.asks = True
                 self.names |= set(filter(str.isidentifier, names.texts))
             self.any_name |= names.reads_by_computed_name()
-        yield from _cells(fn)
-        self.assigned += _empty_cells(fn)
-        yield from _defaults(fn)
+        yield from cells_of(fn)
+        self.assigned += empty_cells_of(fn)
+        yield from defaults_of(fn)
         if not names.attributes.isdisjoint(("environ", "getenv")):
             yield Source("os", os).attribute("environ"), os.environ
         read = names.globals | (names.texts if "globals" in names.globals else frozenset())
@@ -501,32 +466,6 @@ class _Walk:
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):
             self.assigned.append(Source(name, fn.__globals__).item(name, name))
-
-
-def constants_but(
-    reached: Reached, open_: Container[tuple[int, Any]], inputs: Container[tuple[int, Any]]
-) -> Iterator[Source]:
-    """The places of constants, without those that may differ from call to call.
-
-    A container that has one of them is no single constant any more.
-
-    Args:
-        reached: has the constants.
-        open_: what may differ, by `Source.spot`.
-        inputs: tensors of which it is known that they are some, by the same.
-    """
-    for source, _ in reached.constants:
-        if source.steps[-1] == Applied(is_tensor) and source.owner().spot() in inputs:
-            continue
-        if not open_:
-            yield source
-        elif (whole := source.container()) is not None and source.steps[-1] == Applied(_items_of):
-            held = whole.read()
-            items = [whole.item(key) for key in _keys_of(held)]
-            kept = [item for item in items if item.spot() not in open_]
-            yield from [source] if len(kept) == len(items) else [whole.applied(_keys_of, source.path), *kept]
-        elif source.spot() not in open_:
-            yield source
 
 
 def _spot(source: Source) -> Spot:
@@ -560,11 +499,6 @@ def _may_read_all(value: Any) -> bool:
     )
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether it is one; a program may ask that of what it does not compute with."""
-    return isinstance(value, torch.Tensor)
-
-
 def _num_attributes(value: Any) -> int:
     return len(_own_attributes(value))
 
@@ -574,87 +508,3 @@ def _has_none_of(names: frozenset[str]) -> Callable[[Any], bool]:
         return names.isdisjoint(_own_attributes(value))
 
     return has_none_of
-
-
-def _is_watched(name: str, value: Any) -> bool:
-    """Whether the guard of the module's tree, or nobody, has to watch an attribute of a module."""
-    return name in OF_EVERY_MODULE or isinstance(value, ATTACHED) or is_constant(value)
-
-
-def _items_of(container: Any) -> tuple[Any, ...]:
-    """What a list, tuple or dictionary holds, as a tuple."""
-    return tuple(container.items()) if isinstance(container, Mapping) else tuple(container)
-
-
-def _keys_of(container: Any) -> tuple[Any, ...]:
-    """By what a list, tuple or dictionary is indexed, as a tuple."""
-    return tuple(container) if isinstance(container, Mapping) else tuple(range(len(container)))
-
-
-def _hooks(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        hooks: dict[int, Any] = getattr(module, name)
-        for key, hook in hooks.items():
-            yield Source(f"{path}.{name}" if path else name, hooks).item(key), hook
-
-
-def _computed_once() -> Iterator[tuple[Source, Any]]:
-    """What parametrized modules keep, and find again, inside of `parametrize.cached()`."""
-    parametrize = Source("parametrize", PARAMETRIZATIONS)
-    enabled = bool(PARAMETRIZATIONS["_cache_enabled"])
-    yield parametrize.item("_cache_enabled").applied(bool, "whether `parametrize.cached()` is on"), enabled
-    if enabled:
-        yield parametrize.item("_cache", "what `parametrize.cached()` keeps"), PARAMETRIZATIONS["_cache"]
-
-
-def _library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    """The constants of what an installed library's module hangs on itself (Hugging Face's `config`).
-
-    Which of them its `forward` reads is not looked up, so all count.
-    """
-    cls = type(module)
-    if is_users_class(cls) or cls.__module__.partition(".")[0] == "torch":
-        return
-    for name, value in vars(module).items():
-        if name not in OF_EVERY_MODULE and hasattr(value, "__dict__") and not isinstance(value, _NO_SETTINGS):
-            place = Source(path, module).attribute(name)
-            yield from (
-                (place.attribute(key), item) for key, item in vars(value).items() if is_constant(item)
-            )
-
-
-def _library_functions(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    """The functions that hang on a module whose `forward` is a library's (`activation`): all count."""
-    code = getattr(type(module).forward, "__code__", None)
-    if code is not None and is_users_code(code):
-        return
-    for name, value in vars(module).items():
-        if name not in OF_EVERY_MODULE and isinstance(value, _FUNCTIONS):
-            yield Source(path, module).attribute(name), value
-
-
-def _cells(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        for value in contents(cell):
-            yield Source(name, cell).attribute("cell_contents", name), value
-
-
-def _empty_cells(fn: types.FunctionType) -> list[Source]:
-    pairs = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    return [Source(name, cell).attribute("cell_contents", name) for name, cell in pairs if not contents(cell)]
-
-
-def _wrapped(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
-    """The functions that an installed decorator (`torch.no_grad()`) is closed over."""
-    callables = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
-    yield from ((place, value) for place, value in _cells(fn) if isinstance(value, callables))
-
-
-def _defaults(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
-    defaults = fn.__defaults__ or ()
-    first = fn.__code__.co_argcount - len(defaults)
-    for index, value in enumerate(defaults):
-        path = f"{fn.__name__}({fn.__code__.co_varnames[first + index]})"
-        yield Source(fn.__name__, fn).attribute("__defaults__").item(index, path), value
-    for name, value in (fn.__kwdefaults__ or {}).items():
-        yield Source(fn.__name__, fn).attribute("__kwdefaults__").item(name, f"{fn.__name__}({name})"), value

@@ -11,7 +11,7 @@ import torch
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.guise import appearance
 from aotdist.capture.hidden import hides_traced, refusal
-from aotdist.capture.reach import Reached
+from aotdist.capture.reached import Reached
 from aotdist.capture.source import Source
 from aotdist.subclasses.protocol import is_real, is_wrapper
 from aotdist.torch_seam.trees import pytree

@@ -16,7 +16,7 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Arguments
 from aotdist.capture.capture import Captured
 from aotdist.capture.modules import ModuleGuard
-from aotdist.capture.reach import constants_but
+from aotdist.capture.reached import constants_but
 from aotdist.capture.source import Source, held_in
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import differentiable_writes

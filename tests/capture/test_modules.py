@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 
 import aotdist
 
@@ -247,3 +249,23 @@ def test_a_built_in_function_that_an_attribute_holds_is_watched():
         module.function = function
         assert torch.equal(module(x), function(x))
     assert len(module.graphs) == 3
+
+
+def test_what_is_computed_once_for_several_calls() -> None:
+    """A parametrized weight is computed where it is first read; a spectral norm then writes its buffers."""
+    norms = (parametrizations.spectral_norm, parametrizations.weight_norm)
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(norm(nn.Linear(4, 4)) for norm in norms))
+        model = aotdist.compile(model, backend="fx") if compiles else model
+        seen: list[torch.Tensor] = []
+        for around in (nullcontext, parametrize.cached, parametrize.cached, nullcontext):
+            with around():
+                outs = [model(torch.randn(3, 4)) for _ in range(2)]
+                assert (model[0].weight is model[0].weight) == (around is parametrize.cached)
+            outs[1].square().sum().backward()
+            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            seen += [tensor.detach().clone() for tensor in (*outs, *grads, *model.buffers())]
+        found.append(seen)
+    assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1])

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -503,23 +502,3 @@ def test_attention_in_evaluation(name: str, masked: bool, grad: bool) -> None:
     leaves = ([leaf for leaf in pytree.tree_leaves(made) if leaf is not None] for made in (found, expected))
     for ours, theirs in zip(*leaves, strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
-
-
-def test_what_is_computed_once_for_several_calls() -> None:
-    """A parametrized weight is computed where it is first read; a spectral norm then writes its buffers."""
-    norms = (parametrizations.spectral_norm, parametrizations.weight_norm)
-    found = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(norm(nn.Linear(4, 4)) for norm in norms))
-        model = aotdist.compile(model, backend="fx") if compiles else model
-        seen: list[torch.Tensor] = []
-        for around in (nullcontext, parametrize.cached, parametrize.cached, nullcontext):
-            with around():
-                outs = [model(torch.randn(3, 4)) for _ in range(2)]
-                assert (model[0].weight is model[0].weight) == (around is parametrize.cached)
-            outs[1].square().sum().backward()
-            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            seen += [tensor.detach().clone() for tensor in (*outs, *grads, *model.buffers())]
-        found.append(seen)
-    assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1])
