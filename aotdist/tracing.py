@@ -38,7 +38,7 @@ from aotdist.sizes import concrete
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.ambient import autocast_off, autocast_only
 from aotdist.torch_seam.control_flow import fast_paths_on
-from aotdist.torch_seam.functional import is_fake
+from aotdist.torch_seam.functional import UnsupportedOperatorException, is_fake
 from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint, symbols_in
 from aotdist.torch_seam.trees import pytree
 
@@ -410,10 +410,10 @@ def _trace(
                 known = _with_inputs(distinct, inputs)
                 slot = captured.name_closed_over(found.example)
                 raise _LooksAround(before, (known.ins, known.examples), found.example, slot) from None
-            except AotdistError:
-                raise
             except Exception as error:
-                if not (dims or counts):
+                # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
+                lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
+                if not (dims or counts) or (isinstance(error, AotdistError) and not lacks_fake):
                     raise
                 raise _FailsWithSymbols(before) from error
     captured.in_backward.close()

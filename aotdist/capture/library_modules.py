@@ -28,11 +28,12 @@ def is_watched(name: str, value: Any) -> bool:
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    """The hooks of a module."""
+    """The hooks of a module, named by their positions: keys differ from process to process."""
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         hooks: dict[int, Any] = getattr(module, name)
-        for key, hook in hooks.items():
-            yield Source(f"{path}.{name}" if path else name, hooks).item(key), hook
+        shown = f"{path}.{name}" if path else name
+        for position, (key, hook) in enumerate(hooks.items()):
+            yield Source(shown, hooks).item(key, f"{shown}[{position}]"), hook
 
 
 def computed_once() -> Iterator[tuple[Source, Any]]:

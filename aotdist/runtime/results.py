@@ -12,7 +12,7 @@ from aotdist.codegen.contract import Emitted
 from aotdist.convention.layer import Call
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.facts import NodeOut
-from aotdist.partition.traits import is_getitem, is_view
+from aotdist.partition.traits import is_getitem, is_view, is_wait
 from aotdist.program import Graph, NodeOutIdx
 from aotdist.subclasses.protocol import Plain, leaves
 from aotdist.torch_seam.tensors import set_versions
@@ -51,7 +51,9 @@ def versions_to_set(unwrap: UnwrapPlan, outs: Sequence[NodeOut], graph: Graph, e
     for idx, recipe in unwrap.outs.enumerate():
         node, version = graph.results()[position], outs[idx].version
         position += sum(1 for _ in leaves(recipe))
-        if isinstance(recipe, Plain) and version is not None and (version or _is_counted(node, emitted)):
+        if version is None or not isinstance(recipe, Plain):
+            continue
+        if version or _is_counted(node, emitted):
             found[idx] = version
     return found
 
@@ -73,13 +75,14 @@ def setting_versions(call: Call, versions: Versions) -> Call:
 
 
 def _is_counted(node: Node | None, emitted: Emitted) -> bool:
-    """Whether a result that a graph makes may have been written in place to autograd.
+    """Whether a result that a graph makes may have been written in place to autograd, other than in eager.
 
-    Operators that no tensor is given to (`ones`, `arange`) fill what they return, where autograd looks on.
+    Operators that no tensor is given to (`ones`, `arange`) fill what they return, where autograd looks on;
+    the functions of `torch` do so where it does not.
     """
     while node is not None and (is_view(node) or is_getitem(node)):
         node = node.all_input_nodes[0]
-    if node is None or node.op != "call_function":
+    if node is None or node.op != "call_function" or is_wait(node):  # collectives count in eager, too
         return False
     given = (before.meta.get("val") for before in node.all_input_nodes)
     return emitted.counts_writes or not any(isinstance(value, torch.Tensor) for value in given)

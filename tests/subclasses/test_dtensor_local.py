@@ -42,10 +42,13 @@ def plain(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def unwrapped_case(placement: str, size: str) -> None:
-    """Strides of dimensions of one element are left out: a shard keeps those of the whole."""
+    """Strides of dimensions of one element are left out: a shard keeps those of the whole.
+
+    So is how often autograd has seen what uneven shards are gathered into written.
+    """
     fns = (
         lambda x: (x.to_local() * 2, x.full_tensor() * 2),
-        lambda x: x.full_tensor(),
+        lambda x: x.full_tensor() if size == "even" else x.full_tensor() * 1,
         lambda x: x.to_local() if size != "empty" else x.to_local() * 1,
     )
     for fn in fns:
