@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aotdist.convention.layer import Call
-from aotdist.convention.version import bump
+from aotdist.convention.version import bump, count_as
 from aotdist.facts import DataWritten, Facts, Untouched
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
-from aotdist.torch_seam.tensors import set_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class UnwrapPlan:
             results = call([plain for primal in primals for plain in plain_tensors(primal)])
             self.count(primals)
             outs = rebuild_all(self.outs, results)
-            set_versions(tuple(outs[idx] for idx in self.versions), tuple(self.versions.values()))
+            count_as(outs, self.versions)
             return outs
 
         return lifted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -32,6 +32,11 @@ def rewind(target: torch.Tensor, count: int) -> None:
     """Let the version counter of `target` be `count` lower: that many writes are about to be repeated."""
     if not target.is_inference():
         set_versions((target,), (target._version - count,))
+
+
+def count_as(tensors: Sequence[torch.Tensor], versions: Mapping[Any, int]) -> None:
+    """Let the version counters of some of `tensors`, by position, say these numbers."""
+    set_versions(tuple(tensors[position] for position in versions), tuple(versions.values()))
 
 
 def written_uncounted(args: Sequence[Any]) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ steps, found by walking the plan at every call instead of once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.layer import Call
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.subclass import rebuild_all
-from aotdist.convention.version import version_of
+from aotdist.convention.version import count_as, version_of
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.results import Versions, detached_views, saved_beside
@@ -24,7 +24,7 @@ from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.tensors import counter_of, set_versions
+from aotdist.torch_seam.tensors import counter_of
 
 
 def make_node(
@@ -61,9 +61,8 @@ def make_node(
             plan.unwrap.count(primals)
             values = detached_views(results[: plan.writes.num_values], plan.views)
             outs = rebuild_all(plan.unwrap.outs, values)
-            set_versions(tuple(outs[idx] for idx in versions), tuple(versions.values()))
-            save = saved_beside if versions else _as_it_is
-            ctx.save_for_backward(*(_saved(source, plains, results, save) for source in plan.saved))
+            count_as(outs, versions)
+            ctx.save_for_backward(*(_saved(source, plains, results, versions) for source in plan.saved))
             ctx.kept_primals = tuple(primals[idx] for idx in plan.kept_primals)
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in plan.unsaved)
             ctx.symbols = symbols
@@ -89,19 +88,13 @@ def make_node(
     return lambda primals: list(Node.apply(*primals))
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 def _saved(
-    source: SavedInput | SavedResult,
-    plains: Sequence[Any],
-    results: Sequence[Any],
-    save: Callable[[Any], Any],
+    source: SavedInput | SavedResult, plains: Sequence[Any], results: Sequence[Any], versions: Versions
 ) -> Any:
-    if isinstance(source, SavedResult):
-        return save(results[source.position])
-    return plains[source.plain].detach() if source.changes else plains[source.plain]
+    if isinstance(source, SavedInput):
+        return plains[source.plain].detach() if source.changes else plains[source.plain]
+    value = results[source.position]
+    return saved_beside(value) if versions else value
 
 
 def without_autocast(call: BoxedCall) -> BoxedCall:

@@ -11,11 +11,11 @@ from torch.fx import Node
 from aotdist.codegen.contract import Emitted
 from aotdist.convention.layer import Call
 from aotdist.convention.subclass import UnwrapPlan
+from aotdist.convention.version import count_as
 from aotdist.facts import NodeOut
 from aotdist.partition.traits import is_getitem, is_view, is_wait
 from aotdist.program import Graph, NodeOutIdx
 from aotdist.subclasses.protocol import Plain, leaves
-from aotdist.torch_seam.tensors import set_versions
 
 Versions: TypeAlias = "Mapping[NodeOutIdx, int]"
 """What version counters of outputs are to say."""
@@ -46,10 +46,10 @@ def versions_to_set(unwrap: UnwrapPlan, outs: Sequence[NodeOut], graph: Graph, e
         graph: the forward graph.
         emitted: what runs in its place.
     """
-    found = dict(unwrap.versions)
+    found, results = dict(unwrap.versions), graph.results()
     position = 0
     for idx, recipe in unwrap.outs.enumerate():
-        node, version = graph.results()[position], outs[idx].version
+        node, version = results[position], outs[idx].version
         position += sum(1 for _ in leaves(recipe))
         if version is None or not isinstance(recipe, Plain):
             continue
@@ -68,7 +68,7 @@ def setting_versions(call: Call, versions: Versions) -> Call:
 
     def counted(primals: Sequence[Any]) -> list[Any]:
         outs = call(primals)
-        set_versions(tuple(outs[idx] for idx in versions), tuple(versions.values()))
+        count_as(outs, versions)
         return outs
 
     return counted
