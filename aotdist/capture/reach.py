@@ -109,8 +109,9 @@ class _Walk:
     found in attributes: so names and attributes are gone through until nothing new appears (`follow_names`).
 
     Args:
-        seen: identities of what was met.
+        seen: the place of what was met, by identity; None for functions, which have no place of their own.
         met_again: identities of what was met twice.
+        opaque: objects that nothing is known of but which they are, each with its place.
         named: what has attributes that are read by name.
         names: attributes that the entered code mentions, of whatever object.
         stored: attributes that it assigns; as in `aotdist.capture.code.Names`, as are the next three.

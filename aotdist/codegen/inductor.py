@@ -148,6 +148,8 @@ class InductorBackend:
         )
 
 
+_USE_FX = 'use backend="fx"; "auto" does for graphs that Inductor refuses'
+
 _MAKES_SPARSE = re.compile("_sparse_coo_tensor|embedding_sparse_backward")
 """Operators whose results are sparse. What the graph knew of that, rewrites of the joint graph lose."""
 
@@ -161,7 +163,7 @@ def _refuse_use_of_sparse(gm: torch.fx.GraphModule) -> None:
                 f"Inductor does not compile `{readers[0].target}` of a sparse tensor",
                 where=readers[0].meta.get("source"),
                 stage="codegen",
-                fix='use backend="fx"; "auto" does for graphs that Inductor refuses',
+                fix=_USE_FX,
             )
 
 
@@ -181,7 +183,7 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
             f"Inductor does not compile {what}: {reason}",
             where=at[0].meta.get("source") if at else None,
             stage="codegen",
-            fix='use backend="fx"; "auto" does for graphs that Inductor refuses',
+            fix=_USE_FX,
         ) from error
 
 

@@ -167,8 +167,8 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
                 raise _detached_too_early(error) from error
             if _SPENT in str(error):
                 raise _gone_through_before(error) from error
-            if _DOES_NOT_FIT.match(str(error)):
-                raise _does_not_fit(error) from error
+            if found := _DOES_NOT_FIT.match(str(error)):
+                raise _does_not_fit(found[1], error) from error
             raise
 
 
@@ -180,10 +180,9 @@ def _no_backward(error: Exception) -> UnsupportedProgram:
     )
 
 
-def _does_not_fit(error: RuntimeError) -> UnsupportedProgram:
+def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
     """A user's function is wrong; the names of autograd's own end in a number, and a tensor was reshaped."""
-    found = _DOES_NOT_FIT.match(str(error))
-    if found is None or not found[1].endswith("Backward"):
+    if not function.endswith("Backward"):
         return reshaped_unseen(str(error))
     return UnsupportedProgram(
         f"the backward of an autograd function gives gradients that do not fit, in eager too ({error})",
