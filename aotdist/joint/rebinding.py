@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from aotdist.torch_seam.functional import (
     FunctionalTensor,
     functional_storage_id,
     functional_value,
+    mode_of_fake,
     rebind,
     second_shell,
 )
@@ -148,7 +150,8 @@ def _results(
 ) -> dict[str, torch.Tensor]:
     """What an operator's results are like, without data."""
     maker = without_outs(func)
-    with no_modes():
+    # Of a fake mode: not all kernels for tensors without data take symbolic sizes.
+    with no_modes(), mode_of_fake(functional_value(kwargs[names[0]])) or nullcontext():
         given_args, given_kwargs = pytree.tree_map_only(
             FunctionalTensor,
             lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"),

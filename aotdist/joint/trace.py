@@ -37,6 +37,7 @@ from aotdist.joint.written_views import WrittenViews
 from aotdist.program import Graph, PrimalIdx, Program, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.patches import saved_tensor_hooks_heard_by
 from aotdist.torch_seam.swaps import hearing_of_swaps
 from aotdist.torch_seam.transforms import swapped_where_unheard
 
@@ -191,6 +192,7 @@ def _run_forward(
     )
     with (
         swapped_where_unheard(lifting.swap),
+        saved_tensor_hooks_heard_by(lifting),
         classes.shown(),
         lifting,
         inputs.current(),

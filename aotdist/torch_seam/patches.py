@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
+from torch import overrides
+from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
 
@@ -111,3 +113,39 @@ def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None
         make(self, device_type, dtype, enabled, *args)
 
     return replaced(torch.autocast, "__init__", heard)
+
+
+def saved_tensor_hooks_heard_by(mode: TorchFunctionMode) -> AbstractContextManager[None]:
+    """Hooks for saved tensors that this thread makes run in `mode`.
+
+    Autograd calls them in the middle of another function, where the modes that hear of it are off.
+    """
+    return _SAVED_TENSOR_HOOKS.applied(mode)
+
+
+_make_saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
+
+
+def _hook_saved_tensor_hooks(hearing: bool) -> None:
+    made = _make_heard_hooks if hearing else _make_saved_tensor_hooks
+    torch.autograd.graph.saved_tensors_hooks.__init__ = made
+
+
+_SAVED_TENSOR_HOOKS = Patch[TorchFunctionMode]("saved_tensor_hookers", _hook_saved_tensor_hooks)
+
+
+@functools.wraps(_make_saved_tensor_hooks)
+def _make_heard_hooks(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
+    mode = _SAVED_TENSOR_HOOKS.value
+    hooks = pack_hook, unpack_hook
+    _make_saved_tensor_hooks(self, *(hooks if mode is None else (_within(mode, hook) for hook in hooks)))
+
+
+def _within(mode: TorchFunctionMode, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(hook)
+    def heard(value: Any) -> Any:
+        is_on = mode in overrides._get_current_function_mode_stack()
+        with nullcontext() if is_on else mode:
+            return hook(value)
+
+    return heard

@@ -583,6 +583,38 @@ def test_saved_tensor_hooks_around():
     assert torch.equal(x.grad, x.exp().cos() * x.exp())
 
 
+SCALE = torch.tensor(2.0)
+SAVED_TENSOR_HOOKS = {
+    "scaled by what is closed over": (lambda tensor: tensor * SCALE, lambda tensor: tensor / SCALE),
+    "rounded": (
+        lambda tensor: (tensor.to(torch.bfloat16), SCALE),
+        lambda packed: packed[0].float() * packed[1],
+    ),
+    "drawn": (lambda tensor: tensor + torch.rand_like(tensor), lambda tensor: tensor),
+}
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "TwoTensor"])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("name", SAVED_TENSOR_HOOKS)
+def test_saved_tensor_hooks_inside(name, recomputes, wraps):
+    """Autograd calls them in the middle of the operators that save: what they close over is met there."""
+    hooks = SAVED_TENSOR_HOOKS[name]
+
+    def program(x):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            y = (x * SCALE).sin()
+            z = checkpoint(lambda y: (y * SCALE).exp(), y, use_reentrant=False) if recomputes else y.exp()
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                return z.cos()
+
+    def scene():
+        x = leaf()
+        return Scene(program, (TwoTensor(x, x * 2).detach().requires_grad_() if wraps else x,))
+
+    same_as_eager(scene, calls=2)
+
+
 # --- autocast ------------------------------------------------------------------------------------
 
 

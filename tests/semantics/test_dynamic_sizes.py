@@ -52,6 +52,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "a write through a view": (lambda x: (x.t()[0].add_(1), x[1:]), lambda n: (torch.randn(n, 4),)),
     "a write of sizes": (lambda x: x.t_() * 2, lambda n: (torch.randn(n, 4),)),
     "a 16-bit write": (lambda x: x.sin_().clamp_(min=0), lambda n: (torch.randn(n, 4).bfloat16(),)),
+    "a 16-bit result in what is given": (
+        lambda x: torch.sin(x, out=x),
+        lambda n: (torch.randn(n, 4).bfloat16(),),
+    ),
     "concatenation": (lambda x, y: torch.cat([x, y]), lambda n: (leaf(n, 4), leaf(2 * n, 4))),
     "transposed input": (lambda x: x.sum(0) + x.sum(), lambda n: (torch.randn(4, n).t(),)),
     "expanded input": (lambda x: x * 2, lambda n: (torch.randn(1, 4).expand(n, 4),)),
