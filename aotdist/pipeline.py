@@ -232,7 +232,7 @@ def _compile_training(
         ins=ins,
         symbols=traced.symbols,
         emitter=emitter,
-        kept=node.kept_primal_slots,
+        kept=node.kept.slots,
     )
     region = Training(
         cut=cut,
@@ -257,7 +257,7 @@ def _double_backward_compiler(
 ) -> DoubleBackwardCompiler | None:
     """What compiles the backward as a program with a backward; None where only `_DifferentiableParts` do."""
     later = traced.later_backwards
-    if later is None or not later.is_differentiable() or not node.kept_primals:
+    if later is None or not later.is_differentiable() or not node.kept.primals:
         return None
 
     # It starts from saved values, so it is nothing for who cuts whole programs.

@@ -174,7 +174,7 @@ def backward_of(
         other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
         double_backward=None if double is None else DoubleBackward(node, double),
         shares=functools.cache(
-            functools.partial(Shares.of, region.split.backward, tangents, len(node.saved))
+            functools.partial(Shares.of, region.split.backward, tangents, len(node.saved.sources))
         ),
         in_python=in_python,
     )
@@ -195,7 +195,9 @@ def _gates(compilation: Compilation, region: Training, backward: Backward) -> Ga
     passages = compilation.traced.facts.passages
     steps = schedule(compilation.plans, region.gates, passages)
     shielded = tuple(region.node.with_siblings())
-    return Gates(steps, passages, backward.pieces, backward.takes, frozenset(region.node.met), shielded)
+    return Gates(
+        steps, passages, backward.pieces, backward.takes, frozenset(region.node.on_the_way.met), shielded
+    )
 
 
 def _shielded(compilation: Compilation, gates: Gates | None) -> list[NodeOutIdx]:

@@ -141,20 +141,20 @@ class Backward:
             call, args = self.reduced(missing) if missing else self.whole, self._saved(ctx, there)
             args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
             args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
-            args += [ctx.written[position] for position in plan.buffers.values()]
+            args += [ctx.written[position] for position in plan.backward_writes.read.values()]
             args += ctx.rng if plan.rng.draw else ()
         let_go(ctx, plan)
         results = iter(call(args))
         grads = in_turn(recipes, results, joined)
-        self._write(ctx, list(itertools.islice(results, len(plan.backward_bumps))))
+        self._write(ctx, list(itertools.islice(results, len(plan.backward_writes.bumps))))
         self.after()
         return tuple(grads), in_turn(of_this_call(ctx, changes.kept), results, joined)
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that other gradients need, without these, are kept for them."""
-        if not self.plan.frees:
+        if not self.plan.saved.frees:
             return []
-        if len(there) == len(self.plan.tangents) or self.plan.backward_writes:
+        if len(there) == len(self.plan.tangents) or self.plan.backward_writes.plains:
             return list(ctx.saved_tensors)
         shares = self.shares()
         saved = saved_for(ctx, there, shares)
@@ -171,16 +171,15 @@ class Backward:
 
     def _write(self, ctx: Any, values: Sequence[torch.Tensor | None]) -> None:
         """Write the inputs that the backward writes, in storages of the size that it leaves them."""
-        resizes = self.plan.backward_storages
-        for plain, (_, num_bytes) in zip(ctx.resized if resizes else (), resizes, strict=True):
+        late = self.plan.backward_writes
+        for plain, (_, num_bytes) in zip(ctx.resized if late.storages else (), late.storages, strict=True):
             resize_storage(plain, num_bytes)
-        for position, (value, bumps) in enumerate(zip(values, self.plan.backward_bumps, strict=True)):
+        for position, (value, bumps) in enumerate(zip(values, late.bumps, strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
-            for wrapper, (_, bumps) in zip(
-                ctx.bumped if self.plan.bumped else (), self.plan.bumped, strict=True
-            ):
+            wrappers = ctx.bumped if late.wrappers else ()
+            for wrapper, (_, bumps) in zip(wrappers, late.wrappers, strict=True):
                 bump(wrapper, bumps)
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
@@ -209,9 +208,9 @@ class Backward:
         part = self.parts(outs, frozenset(given), in_parts=not caught)
         if any(isinstance(source, Slot) and source.role == "primal" for source in part.sources):
             given = held_by_name(ctx, plan, plain_tensors, part.sources) | given
-        given.update((slot, ctx.written[position]) for slot, position in plan.buffers.items())
+        given.update((slot, ctx.written[position]) for slot, position in plan.backward_writes.read.items())
         given.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
-        saved = ctx.saved_tensors if plan.frees else ()
+        saved = ctx.saved_tensors if plan.saved.frees else ()
         return part.call, [saved[s] if isinstance(s, int) else given[s] for s in part.sources]
 
     def differentiably(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:

@@ -90,7 +90,7 @@ class DoubleBackward:
             with torch.no_grad():
                 grads, tensors = plainly()
                 return tuple(_failing_later(grad, compiled.failure) for grad in grads), tensors
-        kept = dict(zip(self.plan.kept_primals, ctx.kept_primals, strict=True))
+        kept = dict(zip(self.plan.kept.primals, ctx.kept_primals, strict=True))
         held = held_by_name(ctx, self.plan, plain_tensors, compiled.needed)
         results = compiled.call(
             [

@@ -78,7 +78,7 @@ class DoubleBackwardCompiler:
         }
         if not traced.grads:
             return CompiledDoubleBackward(tangents, failure=traced.failure)
-        kept, first = self.node.kept_primal_slots, traced.plain_ins()
+        kept, first = self.node.kept.slots, traced.plain_ins()
         graph = from_saved(traced.graph, self.joint, self.split, kept, first)
         graph = with_strides(graph, self.saved_strides, self.fake_mode)
         rest = graph.ins[len(first) :]

@@ -34,12 +34,13 @@ def held_by_name(
         RuntimeError: a saved value was written since; autograd's own.
         UnsupportedProgram: so was an input that is kept, and that eager does not look at.
     """
-    held: dict[Slot, Any] = dict(zip(plan.saved_slots, ctx.saved_tensors if plan.frees else (), strict=True))
-    for (position, slots), version in zip(plan.unsaved, ctx.versions if plan.unsaved else (), strict=True):
+    saved, kept = plan.saved, plan.kept
+    held: dict[Slot, Any] = dict(zip(saved.slots, ctx.saved_tensors if saved.frees else (), strict=True))
+    for (position, slots), version in zip(kept.unsaved, ctx.versions if kept.unsaved else (), strict=True):
         if version_of(ctx.kept_primals[position]) != version and any(slot in needed for slot in slots):
             raise _written_since(slots[0].path)
-    kept = [plain for primal in ctx.kept_primals for plain in apart(primal)] if plan.kept_primals else []
-    held.update(zip(plan.kept_primal_slots, kept, strict=True))
+    plains = [plain for primal in ctx.kept_primals for plain in apart(primal)] if kept.primals else []
+    held.update(zip(kept.slots, plains, strict=True))
     held.update(sizes_by_name(plan.sizes, ctx))
     held.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
     return held
@@ -52,7 +53,7 @@ def sizes_by_name(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any
 
 def let_go(ctx: Any, plan: NodePlan) -> None:
     """Free what was saved, unless the caller wants to come back, or may as eager has nothing to free."""
-    if plan.frees and not keeps_graph():
+    if plan.saved.frees and not keeps_graph():
         ctx.maybe_clear_saved_tensors()
         ctx.kept_primals = None
         if getattr(ctx, "rest", None) is None:  # else the backwards of other results may come

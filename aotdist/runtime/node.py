@@ -62,25 +62,26 @@ def make_node(
             values = detached_views(results[: plan.writes.num_values], plan.views)
             outs = rebuild_all(plan.unwrap.outs, values)
             count_as(outs, versions)
-            ctx.save_for_backward(*(_saved(source, plains, results, versions) for source in plan.saved))
-            ctx.kept_primals = tuple(primals[idx] for idx in plan.kept_primals)
-            ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in plan.unsaved)
+            saved, kept, late = plan.saved, plan.kept, plan.backward_writes
+            ctx.save_for_backward(*(_saved(source, plains, results, versions) for source in saved.sources))
+            ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
+            ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
-            ctx.written = [plains[idx] for idx in plan.backward_writes]
-            ctx.bumped = [primals[idx] for idx, _ in plan.bumped]
-            ctx.resized = [plains[idx] for idx, _ in plan.backward_storages]
+            ctx.written = [plains[idx] for idx in late.plains]
+            ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
+            ctx.resized = [plains[idx] for idx, _ in late.storages]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
-            held = [primals[idx] for idx in plan.wrappers.ins]
-            held += [counter_of(outs[idx]) for idx in plan.wrappers.outs]
+            held = [primals[idx] for idx in saved.wrappers.ins]
+            held += [counter_of(outs[idx]) for idx in saved.wrappers.outs]
             ctx.wrappers = tuple((wrapper, wrapper._version) for wrapper in held)
             ctx.set_materialize_grads(False)
             return tuple(outs)
 
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
-            check_unwritten(ctx.wrappers, plan.wrappers.names)
+            check_unwritten(ctx.wrappers, plan.saved.wrappers.names)
             run = backward.differentiably if torch.is_grad_enabled() else backward
             with class_functions_off():
                 return run(ctx, *(tangents[idx] for idx in plan.differentiable()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -51,6 +51,75 @@ class SavedResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """What the node saves for the backward graph.
+
+    Args:
+        sources: where each saved argument of the graph comes from.
+        slots: the names of these arguments.
+        wrappers: the wrappers that saved values lie in.
+        frees: whether there is one backward only, see `Facts.frees`; else nothing is saved.
+    """
+
+    sources: tuple[SavedInput | SavedResult, ...]
+    slots: tuple[Slot, ...]
+    wrappers: SavedWrappers
+    frees: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeptInputs:
+    """The inputs that the node keeps, for gradients with a history and for those of other kinds.
+
+    Args:
+        primals: the inputs.
+        slots: the names of the plain tensors beneath them.
+        unsaved: those that are not saved as well, so that autograd does not tell if they are written:
+            positions in `primals`, and names of the plain tensors beneath.
+    """
+
+    primals: tuple[PrimalIdx, ...]
+    slots: tuple[Slot, ...]
+    unsaved: tuple[tuple[int, tuple[Slot, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWrites:
+    """What the backward writes of the inputs.
+
+    Args:
+        plains: plain inputs; their new values follow the gradients.
+        bumps: for each of `plains`, how many writes to count.
+        wrappers: wrappers around them, and number of writes to count.
+        storages: plain inputs whose storage gets another size, and its bytes.
+        read: arguments of the backward graph, after the tangents, that are inputs as they are when it runs:
+            for each its position in `plains`.
+    """
+
+    plains: tuple[PlainIdx, ...]
+    bumps: tuple[int, ...]
+    wrappers: tuple[tuple[PrimalIdx, int], ...]
+    storages: tuple[tuple[PlainIdx, int], ...]
+    read: Mapping[Slot, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OnTheWay:
+    """Gradients that pass tensors which the caller holds.
+
+    Args:
+        passages: which gradients pass which tensors.
+        totals: recipes to assume of the gradients of waypoints that the node returns.
+        met: recipes to assume of the gradients of waypoints that are views, by position: of those that can go
+            into the program.
+    """
+
+    passages: Passages
+    totals: Mapping[NodeOutIdx, Tangent]
+    met: Mapping[int, Tangent]
+
+
+@dataclass(frozen=True, slots=True)
 class NodePlan:
     """How tensors pass through the node.
 
@@ -58,68 +127,43 @@ class NodePlan:
         unwrap: how inputs are taken apart and outputs put together.
         writes: writes without history, done inside.
         outs: what the node returns; `writes` of its own have been dropped.
-        saved: where each saved argument of the backward graph comes from.
         sizes: the numbers that the forward graph takes after its plain inputs.
         backward_sizes: those that the backward graph takes between saved values and tangents.
+        saved: what it saves.
+        kept: the inputs that it keeps.
+        obstacle: why the backward graph cannot be differentiated, if so.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         choices: `grads` of a backward of some outputs alone, by these; of each choice of outputs for which it
             was traced by itself.
         adds_layouts: whether for any other choice the backward is more than a part of the whole, see `Facts`.
-        backward_writes: plain inputs that the backward writes; their new values follow the gradients.
-        backward_bumps: for each of `backward_writes`, how many writes to count.
-        bumped: wrappers that the backward writes, and number of writes to count.
-        backward_storages: plain inputs whose storage the backward gives another size, and its bytes.
-        buffers: arguments of the backward graph, after the tangents, that are inputs as they are when it
-            runs: for each its position in `backward_writes`.
+        backward_writes: what the backward writes of the inputs.
+        on_the_way: which gradients pass tensors that the caller holds.
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
-        saved_slots: the names of the saved arguments of the backward graph.
-        kept_primals: the inputs to keep for double backward.
-        kept_primal_slots: the names of the plain tensors beneath the kept inputs.
-        unsaved: kept inputs that are not saved as well, so that autograd does not tell if they are written:
-            positions in `kept_primals`, and names of the plain tensors beneath.
-        obstacle: why the backward graph cannot be differentiated, if so.
-        frees: whether there is one backward only, see `Facts.frees`; else nothing is saved.
-        passages: which gradients pass tensors that the caller holds.
-        totals: recipes to assume of the gradients of waypoints that the node returns.
-        met: recipes to assume of the gradients of waypoints that are views, by position: of those that can go
-            into the program.
-        wrappers: the wrappers that saved values lie in.
     """
 
     unwrap: UnwrapPlan
     writes: PlainWrites
     outs: Row[NodeOutIdx, NodeOut]
-    saved: tuple[SavedInput | SavedResult, ...]
     sizes: tuple[Expression, ...]
     backward_sizes: tuple[Expression, ...]
+    saved: Saved
+    kept: KeptInputs
+    obstacle: str | None
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     choices: Mapping[tuple[NodeOutIdx, ...], Row[PrimalIdx, Recipe | None]]
     adds_layouts: bool
-    backward_writes: tuple[PlainIdx, ...]
-    backward_bumps: tuple[int, ...]
-    bumped: tuple[tuple[PrimalIdx, int], ...]
-    backward_storages: tuple[tuple[PlainIdx, int], ...]
-    buffers: Mapping[Slot, int]
+    backward_writes: BackwardWrites
+    on_the_way: OnTheWay
     views: frozenset[int]
     rng: RngPlan
-    saved_slots: tuple[Slot, ...]
-    kept_primals: tuple[PrimalIdx, ...]
-    kept_primal_slots: tuple[Slot, ...]
-    unsaved: tuple[tuple[int, tuple[Slot, ...]], ...]
-    obstacle: str | None
-    frees: bool
-    passages: Passages
-    totals: Mapping[NodeOutIdx, Tangent]
-    met: Mapping[int, Tangent]
-    wrappers: SavedWrappers
 
     def expected(self, idx: NodeOutIdx, *, in_parts: bool) -> Tangent:
         """What the gradient of an output is taken for."""
-        if in_parts and idx in self.totals:
-            return self.totals[idx]
+        if in_parts and idx in self.on_the_way.totals:
+            return self.on_the_way.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
 
     def by_kind(
@@ -130,7 +174,7 @@ class NodePlan:
             if grad is not None:
                 yield self.expected(idx, in_parts=in_parts), grad
         for position, grad in caught.items():
-            yield self.met[position], grad
+            yield self.on_the_way.met[position], grad
 
     def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
         """Whether these gradients are of the kinds that are expected."""
@@ -138,12 +182,12 @@ class NodePlan:
 
     def piece_slots(self, gate: Gate) -> tuple[Slot, ...]:
         """Names of what a gate sends back."""
-        points = self.passages.waypoints
+        points = self.on_the_way.passages.waypoints
         return tuple(slot for position, k in gate.pieces for slot in points[position].piece_slots(k))
 
     def pieces(self, gate: Gate) -> list[Recipe]:
         """Recipes of what a gate sends back."""
-        return [self.passages.waypoints[position].pieces[k] for position, k in gate.pieces]
+        return [self.on_the_way.passages.waypoints[position].pieces[k] for position, k in gate.pieces]
 
     def without_grad(self, examples: Row[PrimalIdx, torch.Tensor]) -> list[PrimalIdx]:
         """Inputs that require grad and get none, where others get some."""
@@ -178,69 +222,66 @@ def node_plan(
         double_backward: what differentiating the backward takes.
     """
     facts = traced.facts
+    outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
+    kept, obstacle = _kept_for_double_backward(traced, double_backward)
+    plain = is_plain(facts)
+    totals = _totals(facts.passages, any_strides=not tangent_strides, plain=plain)
+    return NodePlan(
+        unwrap=plans.unwrap,
+        writes=plans.plain_writes,
+        outs=outs,
+        sizes=split.forward.sizes(),
+        backward_sizes=split.backward.sizes(),
+        saved=_saved(traced, plans, split, outs),
+        kept=_kept_inputs(traced, split, kept),
+        obstacle=obstacle,
+        tangents=tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable),
+        grads=facts.grads,
+        choices={choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
+        adds_layouts=facts.adds_layouts,
+        backward_writes=_backward_writes(facts, traced.program.ins, split),
+        on_the_way=OnTheWay(
+            passages=facts.passages,
+            totals={w.value: total for w, total in totals.values() if w.value is not None},
+            met={k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
+        ),
+        views=result_views(split.forward),
+        rng=plans.rng,
+    )
+
+
+def _saved(traced: Traced, plans: Plans, split: Split, outs: Row[NodeOutIdx, NodeOut]) -> Saved:
+    facts = traced.facts
     position = {slot: idx for idx, slot in enumerate(traced.plain_ins())}
     result = {slot: idx for idx, slot in enumerate(split.forward.outs)}
     plains = plain_positions(facts.recipes)
     changing = {plain for idx in facts.reshaped() for plain in plains[idx]}
-    saved = tuple(
+    sources = tuple(
         SavedInput(plain := PlainIdx(position[split.saved_primals[slot]]), plain in changing)
         if slot in split.saved_primals
         else SavedResult(result[slot])
         for slot in split.saved
     )
-    outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
-    kept, obstacle = _kept_for_double_backward(traced, double_backward)
-    plain = is_plain(facts)
-    tangents = tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable)
-    totals = _totals(facts.passages, any_strides=not tangent_strides, plain=plain)
-    kept_slots, unsaved = _names_of_kept(traced, split, kept)
-    return NodePlan(
-        unwrap=plans.unwrap,
-        writes=plans.plain_writes,
-        outs=outs,
-        saved=saved,
-        sizes=split.forward.sizes(),
-        backward_sizes=split.backward.sizes(),
-        tangents=tangents,
-        grads=facts.grads,
-        choices={choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
-        adds_layouts=facts.adds_layouts,
-        backward_writes=tuple(plain for write in facts.backward_writes for plain in plains[write.input]),
-        backward_bumps=tuple(
-            0 if isinstance(facts.recipes[write.input], Wrapper) else write.bumps
-            for write in facts.backward_writes
-            for _ in plains[write.input]
-        ),
-        bumped=tuple(
-            (w.input, w.bumps) for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)
-        ),
-        backward_storages=tuple(
-            (plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages
-        ),
-        buffers=_buffers(facts, traced.program.ins, split),
-        views=result_views(split.forward),
-        rng=plans.rng,
-        saved_slots=split.saved,
-        kept_primals=kept,
-        kept_primal_slots=kept_slots,
-        unsaved=unsaved,
-        obstacle=obstacle,
-        frees=facts.frees or bool(saved),
-        passages=facts.passages,
-        totals={w.value: total for w, total in totals.values() if w.value is not None},
-        met={k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
-        wrappers=SavedWrappers.of(facts, plans, split, traced.program.ins, outs),
-    )
+    wrappers = SavedWrappers.of(facts, plans, split, traced.program.ins, outs)
+    return Saved(sources, split.saved, wrappers, frees=facts.frees or bool(sources))
 
 
-def _buffers(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> dict[Slot, int]:
-    """The arguments of the backward that are inputs as they are then: positions among what it writes."""
+def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> BackwardWrites:
+    plains = plain_positions(facts.recipes)
     written = [
-        Slot("buffer", ins[write.input].path, inner)
+        (write, plain, Slot("buffer", ins[write.input].path, inner))
         for write in facts.backward_writes
-        for inner, _ in leaves(facts.recipes[write.input])
+        for plain, (inner, _) in zip(plains[write.input], leaves(facts.recipes[write.input]), strict=True)
     ]
-    return {slot: written.index(slot) for slot in split.backward.ins if slot.role == "buffer"}
+    names = [slot for _, _, slot in written]
+    wrapped = {w.input for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)}
+    return BackwardWrites(
+        plains=tuple(plain for _, plain, _ in written),
+        bumps=tuple(0 if write.input in wrapped else write.bumps for write, _, _ in written),
+        wrappers=tuple((w.input, w.bumps) for w in facts.backward_writes if w.input in wrapped),
+        storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
+        read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
+    )
 
 
 def is_plain(facts: Facts) -> bool:
@@ -295,15 +336,12 @@ def _obstacle(traced: Traced, double_backward: DoubleBackwardPlan) -> str | None
     return double_backward.obstacle
 
 
-def _names_of_kept(
-    traced: Traced, split: Split, kept: Sequence[PrimalIdx]
-) -> tuple[tuple[Slot, ...], tuple[tuple[int, tuple[Slot, ...]], ...]]:
-    """The names of the plain tensors beneath kept inputs, and those inputs that are not saved."""
+def _kept_inputs(traced: Traced, split: Split, kept: tuple[PrimalIdx, ...]) -> KeptInputs:
     ins, recipes = traced.program.ins, traced.facts.recipes
     slots = [tuple(Slot("primal", ins[idx].path, inner) for inner, _ in leaves(recipes[idx])) for idx in kept]
     saved = set(split.saved_primals.values())
     unsaved = [(k, beneath) for k, beneath in enumerate(slots) if not saved.issuperset(beneath)]
-    return tuple(itertools.chain(*slots)), tuple(unsaved)
+    return KeptInputs(kept, tuple(itertools.chain(*slots)), tuple(unsaved))
 
 
 def _tangent(out: NodeOut, strides: Mapping[Slot, Strides], *, plain: bool) -> Tangent:

@@ -219,23 +219,24 @@ def _print_forward(
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}  # {out.slot.role} {out.slot}")
         _print_versions(printer, versions)
-        saved = [_saved(printer, source, plains, versions) for source in plan.saved]
+        saved = [_saved(printer, source, plains, versions) for source in plan.saved.sources]
         printer.spread("ctx.save_for_backward(", saved, ")")
-        if plan.kept_primals:
-            printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_primals], ",)")
-        if plan.unsaved:
-            kept = [plan.kept_primals[k] for k, _ in plan.unsaved]
+        if plan.kept.primals:
+            printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept.primals], ",)")
+        if plan.kept.unsaved:
+            kept = [plan.kept.primals[k] for k, _ in plan.kept.unsaved]
             printer.spread("ctx.versions = (", [_version(printer, plan, names, idx) for idx in kept], ",)")
         if symbols:
             printer.line("ctx.symbols = symbols")
-        if plan.backward_writes:
-            printer.line(f"ctx.written = {sequence([plains[idx] for idx in plan.backward_writes])}")
-        if plan.bumped:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in plan.bumped])}")
-        if plan.backward_storages:
-            printer.line(f"ctx.resized = {sequence([plains[idx] for idx, _ in plan.backward_storages])}")
+        late = plan.backward_writes
+        if late.plains:
+            printer.line(f"ctx.written = {sequence([plains[idx] for idx in late.plains])}")
+        if late.wrappers:
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in late.wrappers])}")
+        if late.storages:
+            printer.line(f"ctx.resized = {sequence([plains[idx] for idx, _ in late.storages])}")
         printer.line("ctx.set_materialize_grads(False)")
-        _print_noted(printer, names, plan.wrappers)
+        _print_noted(printer, names, plan.saved.wrappers)
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
         if constant:
             printer.line(f"ctx.mark_non_differentiable({', '.join(constant)})")
@@ -283,13 +284,13 @@ def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: Primal
 
 def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
     """Print `aotdist.runtime.held.let_go`, for the backward of all results."""
-    if not plan.frees:
+    if not plan.saved.frees:
         return
     with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
         printer.line("ctx.maybe_clear_saved_tensors()")
-        if plan.kept_primals:
+        if plan.kept.primals:
             printer.line("ctx.kept_primals = None")
-        if plan.wrappers:
+        if plan.saved.wrappers:
             printer.line("ctx.wrappers = ()")
 
 
@@ -308,7 +309,7 @@ def _print_backward(
     changes: BackwardChanges,
     watch: Watch,
 ) -> None:
-    _print_check(printer, plan.wrappers)
+    _print_check(printer, plan.saved.wrappers)
     arrived = [names[idx] for idx in plan.differentiable()]
     differentiable, of_some = (
         f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
@@ -320,19 +321,19 @@ def _print_backward(
     with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
         printer.line(f"return (*{differentiable}, None)" if symbols else f"return {differentiable}")
     missing = [f"{name} is None" for name in arrived]
-    if plan.passages.waypoints:
+    if plan.on_the_way.passages.waypoints:
         missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
     returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
     with printer.block(f"if {' or '.join(missing)}:"):
         printer.line(returned_of_some)
     _print_symbols(printer, symbols, "ctx.symbols")
-    given = ["*ctx.saved_tensors"] if plan.frees else []
+    given = ["*ctx.saved_tensors"] if plan.saved.frees else []
     given += [print_size(printer, size) for size in plan.backward_sizes]
     given += [
         f"*{_tangent(printer, tangent)}({names[idx]})"
         for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
     ]
-    given += [f"ctx.written[{position}]" for position in plan.buffers.values()]
+    given += [f"ctx.written[{position}]" for position in plan.backward_writes.read.values()]
     given += ["*ctx.rng"] if plan.rng.draw is not None else []
     args = f"args = [{', '.join(given)}]"
     if backward.other_kinds is None:
@@ -348,19 +349,19 @@ def _print_backward(
         printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
-    for offset, (_, num_bytes) in enumerate(plan.backward_storages):
+    for offset, (_, num_bytes) in enumerate(plan.backward_writes.storages):
         resize = printer.bind("resize_storage", resize_storage)
         printer.line(f"{resize}(ctx.resized[{offset}], {num_bytes})")
-    for offset, bumps in enumerate(plan.backward_bumps):
+    for offset, bumps in enumerate(plan.backward_writes.bumps):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, (_, bumps) in enumerate(plan.bumped):
+    for offset, (_, bumps) in enumerate(plan.backward_writes.wrappers):
         printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
     for function, argument in after_backward:
         printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
-    first = count + len(plan.backward_bumps)
+    first = count + len(plan.backward_writes.bumps)
     plains = (f"results[{k}]" for k in itertools.count(first))
     hints = ["kept"] * len(changes.kept)
     for position, tensor in enumerate(print_results(printer, changes.kept, plains, hints)):
