@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -469,6 +470,15 @@ def _contrast(a: Any, b: Any) -> str:
 def assert_same(eager: Sequence[Sight], compiled: Sequence[Sight]) -> None:
     found = differences(eager, compiled)
     assert not found, "\n".join(found)
+
+
+def skip_unless_eager_runs(build: Callable[[], Scene], **play_options: Any) -> None:
+    """Skip the test whose program eager itself refuses; `play_options` as `play` takes them."""
+    eager = build()
+    try:
+        play(eager, eager.fn, **play_options)
+    except (RuntimeError, AssertionError) as error:
+        pytest.skip(f"eager refuses it: {str(error)[:60]}")
 
 
 def same_as_eager(

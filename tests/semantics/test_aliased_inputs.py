@@ -14,7 +14,13 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import plain_tensors
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Scene, assert_both_give_the_same, play, same_as_eager
+from tests.semantics.observation import (
+    Scene,
+    assert_both_give_the_same,
+    play,
+    same_as_eager,
+    skip_unless_eager_runs,
+)
 
 
 def leaf(*size: int) -> torch.Tensor:
@@ -64,11 +70,7 @@ def compare(make: Callable[[], torch.Tensor], which: str, write: str) -> None:
         x = make()
         return Scene(WRITES[write], parts(x)[which], held={"x": x})
 
-    try:
-        eager = build()
-        play(eager, eager.fn, backward=write != "hidden")
-    except RuntimeError:
-        pytest.skip("eager refuses it")
+    skip_unless_eager_runs(build, backward=write != "hidden")
     try:
         same_as_eager(build, backward=write != "hidden")
     except AssertionError as error:
@@ -362,11 +364,7 @@ def compare_with_history(make: Callable[[], tuple[torch.Tensor, ...]], write: st
     def build() -> Scene:
         return Scene(HISTORY_WRITES[write], (*make(), leaf()))
 
-    try:
-        eager = build()
-        play(eager, eager.fn)
-    except RuntimeError:
-        pytest.skip("eager refuses it")
+    skip_unless_eager_runs(build)
     same_as_eager(build)
 
 

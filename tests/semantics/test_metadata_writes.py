@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Scene, play, same_as_eager
+from tests.semantics.observation import Scene, same_as_eager, skip_unless_eager_runs
 
 
 def leaf() -> torch.Tensor:
@@ -70,14 +70,6 @@ def _without_grad(x: torch.Tensor) -> torch.Tensor:
 def _one_dimension_more(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return x.unsqueeze_(0)
-
-
-def skip_unless_eager_runs(build: Callable[[], Scene]) -> None:
-    eager = build()
-    try:
-        play(eager, eager.fn)
-    except (RuntimeError, AssertionError) as error:
-        pytest.skip(f"eager refuses it: {error}")
 
 
 def compare(make: Callable[[], torch.Tensor], program: str) -> None:
@@ -283,11 +275,7 @@ def test_views_of_before_show_the_elements_that_they_showed(
         x = torch.randn(size, requires_grad=True)
         return Scene(program, (x * 1.5,), held={"behind": x})
 
-    try:
-        eager = build()
-        play(eager, eager.fn)
-    except RuntimeError as error:
-        pytest.skip(f"eager refuses it: {error}")
+    skip_unless_eager_runs(build)
     same_as_eager(build)
 
 
@@ -317,11 +305,7 @@ def test_views_that_are_reshaped_show_the_elements_that_they_showed(change: str,
     def build() -> Scene:
         return Scene(program, (torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)))
 
-    try:
-        eager = build()
-        play(eager, eager.fn)
-    except RuntimeError as error:
-        pytest.skip(f"eager refuses it: {error}")
+    skip_unless_eager_runs(build)
     same_as_eager(build)
 
 

@@ -10,7 +10,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.functions import Transposed
-from tests.semantics.observation import Scene, play, same_as_eager, same_as_eager_or_refused
+from tests.semantics.observation import (
+    Scene,
+    same_as_eager,
+    same_as_eager_or_refused,
+    skip_unless_eager_runs,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 
@@ -143,11 +148,7 @@ REFUSALS = (
 
 
 def compare(build: Callable[[], Scene], *refusals: str, **options: Any) -> None:
-    try:
-        eager = build()
-        play(eager, eager.fn)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        pytest.skip(f"eager refuses it: {str(error)[:60]}")
+    skip_unless_eager_runs(build)
     same_as_eager_or_refused(build, refusals, **options)
 
 
