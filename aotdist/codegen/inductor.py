@@ -130,6 +130,7 @@ class InductorBackend:
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(emission.fake_mode, inputs) as context, cpp_kernels_batched(batches.start):
             decompose(gm, inductor_decompositions())
+            decompose(gm, {torch.ops.aten.add.Tensor: _multiplied_first})
             products_by_onednn(gm)
             keep_for_backward(gm)
             with inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext():
@@ -146,6 +147,12 @@ class InductorBackend:
         return Emitted(
             call, source, strides, batches.finish, portable=lambda: portable_of(call, source, strides)
         )
+
+
+def _multiplied_first(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """`add` without `alpha`, which Inductor loses where it makes `addmm` of a product and a sum."""
+    same = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype == y.dtype
+    return NotImplemented if not same or isinstance(alpha, int) and alpha == 1 else x + y * alpha
 
 
 _USE_FX = 'use backend="fx"; "auto" does for graphs that Inductor refuses'

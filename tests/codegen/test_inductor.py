@@ -49,6 +49,24 @@ def test_close_to_eager(kind: Kind):
     assert_close(results, mlp(*inputs))
 
 
+SCALED_SUMS: dict[str, Callable[..., torch.Tensor]] = {
+    "a product added": lambda x, a, b: torch.add(x, a @ b, alpha=0.5),
+    "added to a product": lambda x, a, b: (a @ b).add(x, alpha=-2.0),
+    "a moving average": lambda x, a, b: x.mul(0.9).add(a.t().t() @ b, alpha=0.1),
+    "added to a number": lambda x, a, b: x + torch.add(2, a @ b, alpha=3),
+}
+
+
+@pytest.mark.parametrize("name", SCALED_SUMS)
+def test_sums_with_products_keep_their_factor(name: str):
+    """PyTorch's own rewrite of such a sum as `addmm` loses `alpha`."""
+    inputs = [torch.randn(4, 5), torch.randn(4, 6), torch.randn(6, 5)]
+    assert_close(
+        emit(captured(lambda *tensors: [SCALED_SUMS[name](*tensors)], inputs)).call(list(inputs)),
+        [SCALED_SUMS[name](*inputs)],
+    )
+
+
 def test_constants_of_the_program():
     graph = captured(lambda x: [x[:, [1, 0]] * torch.tensor(2.5)], [torch.ones(3, 2)])
     x = torch.arange(6.0).reshape(3, 2)
