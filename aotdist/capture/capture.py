@@ -48,9 +48,9 @@ from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, is_real, leaves, module_rules, recipe_of
+from aotdist.torch_seam.checks import hearing_of_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on
-from aotdist.torch_seam.patches import hearing_of_checks
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree

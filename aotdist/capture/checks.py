@@ -1,6 +1,7 @@
-"""`torch._check_tensor_all` in a program: whether all elements are true is known when the program has run.
+"""Checks of data in a program: whether all elements are true is known when the program has run.
 
-So it is one more output, a single boolean, at which the compiled call looks before it returns. What the
+`torch._check_tensor_all` makes them, and `torch.distributions`, whose parameters and values are validated.
+So each is one more output, a single boolean, at which the compiled call looks before it returns. What the
 program writes is written by then; eager raises where the check stands.
 """
 
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from aotdist.subclasses.protocol import is_real, is_wrapper
+from aotdist.torch_seam.checks import raise_check
 from aotdist.torch_seam.modes import under_transform
-from aotdist.torch_seam.patches import raise_check
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def refuse_returned(returned: Returned) -> None:
             f"the program checks the data of a tensor (`{returned.checks[0].error}`), and an exported graph "
             "raises no errors",
             stage="export",
-            fix="export it without the check (`torch._check_tensor_all`)",
+            fix="export it without the check (`torch._check_tensor_all`, or `validate_args`)",
         )
 
 

@@ -20,10 +20,10 @@ from aotdist.joint.failures import refusal
 from aotdist.joint.recorder import Recorder
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
+from aotdist.torch_seam.checks import hearing_of_checks
 from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_id, is_functional_base
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.patches import hearing_of_checks
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import TreeSpec, pytree

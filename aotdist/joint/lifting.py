@@ -354,7 +354,7 @@ def _each(
     return tuple(map(swapped, args)), {name: swapped(value) for name, value in (kwargs or {}).items()}
 
 
-_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def _refuse_as_eager(tensor: torch.Tensor, source: torch.Tensor) -> None:

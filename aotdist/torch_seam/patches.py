@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import overrides
@@ -66,40 +66,6 @@ class Patch(Generic[T]):
             before, self._num_users = self._num_users, self._num_users + change
             if not before or not self._num_users:
                 self._switch(bool(self._num_users))
-
-
-NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
-"""Takes what `torch._check_tensor_all_with` is given: an error, a condition, a message; is it seen to?"""
-
-
-_check_now = torch._check_tensor_all_with
-
-
-def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
-    """`torch._check_tensor_all` tells `note` in this thread, and checks what that does not see to."""
-    return _CHECKS.applied(note)
-
-
-def raise_check(error: type[Exception], message: str | None) -> None:
-    """Raise as `torch._check_tensor_all_with` does for what is false."""
-    say: Any = None if message is None else lambda: message
-    torch._check_with(error, False, say)  # noqa: FBT003
-
-
-def _hook_checks(hearing: bool) -> None:
-    torch._check_tensor_all_with = _tell_of_check if hearing else _check_now
-
-
-_CHECKS = Patch[NoteCheck]("check_hearers", _hook_checks)
-
-
-def _tell_of_check(
-    error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
-) -> None:
-    note = _CHECKS.value
-    is_condition = isinstance(cond, torch.Tensor) and cond.dtype == torch.bool
-    if note is None or not is_condition or not note(error_type, cond, message):
-        _check_now(error_type, cond, message)
 
 
 def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:

@@ -44,6 +44,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "sizes in arithmetic": (lambda x: (x / x.numel(), x * x.shape[0] ** 2), lambda n: (leaf(n, 4),)),
     "sizes that are returned": (lambda x: (x * 2, x.shape[0], x.numel() // 2), lambda n: (leaf(n, 4),)),
     "made of a size": (lambda x: x.new_zeros(x.shape[0] // 2 + 1) + 1, lambda n: (leaf(n, 4),)),
+    "made of a shape": (lambda x: x.new(x.shape).zero_() + x, lambda n: (leaf(n, 4),)),
     "views of an input": (lambda x: (x.t(), x[1:], x.view(-1), x[..., ::2]), lambda n: (leaf(n, 4) * 1.5,)),
     "views of an intermediate": (lambda x: (x * 2).t().reshape(-1)[1:], lambda n: (leaf(n, 4),)),
     "several views": (lambda x: (x * 1).chunk(2, -1), lambda n: (leaf(n, 4),)),

@@ -1,0 +1,72 @@
+"""Checks of a tensor's data that PyTorch's own functions make, and raise an error by."""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributions import distribution
+
+from aotdist.torch_seam.patches import Patch
+
+NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
+"""Takes what `torch._check_tensor_all_with` is given: an error, a condition, a message; is it seen to?"""
+
+_check_now, _is_all_true_now = torch._check_tensor_all_with, torch._is_all_true
+
+
+def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
+    """What PyTorch would check in this thread is told to `note`, and checked if that does not see to it.
+
+    `torch._check_tensor_all` is heard, and the validation of `torch.distributions`.
+    """
+    return _CHECKS.applied(note)
+
+
+def raise_check(error: type[Exception], message: str | None) -> None:
+    """Raise as `torch._check_tensor_all_with` does for what is false."""
+    say: Any = None if message is None else lambda: message
+    torch._check_with(error, False, say)  # noqa: FBT003
+
+
+def _hook_checks(hearing: bool) -> None:
+    torch._check_tensor_all_with = _tell_of_check if hearing else _check_now
+    torch._is_all_true = _tell_of_validation if hearing else _is_all_true_now
+
+
+_CHECKS = Patch[NoteCheck]("check_hearers", _hook_checks)
+
+
+def _tell_of_check(
+    error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
+) -> None:
+    note = _CHECKS.value
+    is_condition = isinstance(cond, torch.Tensor) and cond.dtype == torch.bool
+    if note is None or not is_condition or not note(error_type, cond, message):
+        _check_now(error_type, cond, message)
+
+
+def _tell_of_validation(valid: torch.Tensor) -> torch.Tensor | bool:
+    note, frame = _CHECKS.value, inspect.currentframe()
+    asking = None if frame is None else frame.f_back
+    if note is None or asking is None or asking.f_globals is not vars(distribution):
+        return _is_all_true_now(valid)
+    return note(ValueError, valid, functools.partial(_invalid, asking)) or _is_all_true_now(valid)
+
+
+def _invalid(asking: types.FrameType) -> str:
+    """What a distribution says of invalid parameters or values; without these, which are traced."""
+    found = asking.f_locals
+    kind, value = type(found["self"]).__name__, found["value"]
+    of_shape = f"(Tensor of shape {tuple(value.shape)})"
+    if "param" in found:
+        demand = f"of distribution {kind} to satisfy the constraint {found['constraint']!r}"
+        return f"Expected parameter {found['param']} {of_shape} {demand}, but found invalid values"
+    demand = f"to be within the support ({found['support']!r}) of the distribution {kind}"
+    return f"Expected value argument {of_shape} {demand}, but found invalid values"
