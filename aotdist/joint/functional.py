@@ -52,6 +52,7 @@ from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
 from aotdist.torch_seam.trees import pytree
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
+_OBSERVE_AND_QUANTIZE = torch.ops.aten._fused_moving_avg_obs_fq_helper.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _POLYGAMMA = torch.ops.aten.polygamma_.default
 _FOREACH = "aten::_foreach_"
@@ -116,11 +117,7 @@ class Functionalisation(FunctionalTensorMode):
         """Run an operator by rules of ours, or by PyTorch's mode; what it writes keeps its layout."""
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
-        if is_operator(func) and func.name() in _TO_SPARSE:
-            raise refusal(
-                "the program makes a sparse tensor",
-                fix="make it outside of the compiled function, or work on its indices and values",
-            )
+        _refuse_unknown_results(func, args, kwargs)
         beneath_wrappers = all(issubclass(cls, FunctionalTensor) for cls in types)
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
@@ -273,6 +270,22 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
+
+
+def _refuse_unknown_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse operators whose results are not what their fake kernels say."""
+    if is_operator(func) and func.name() in _TO_SPARSE:
+        raise refusal(
+            "the program makes a sparse tensor",
+            fix="make it outside of the compiled function, or work on its indices and values",
+        )
+    if func is _OBSERVE_AND_QUANTIZE:
+        tensor, _, _, running_min, *_, channels, per_channel, _ = with_defaults(func, args, kwargs)
+        if per_channel and running_min.numel() != tensor.size(channels):
+            raise refusal(
+                "an observer of `torch.ao.quantization` is called for the first time, and resizes its buffers",
+                fix="run the model once before it is compiled",
+            )
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:

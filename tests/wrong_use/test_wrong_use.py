@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import tempfile
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 
 import aotdist
 from aotdist import BadSettings, UnsupportedProgram
+from tests.semantics.observation import Scene, same_as_eager
 
 compiled = functools.partial(aotdist.compile, backend="fx")
 
@@ -327,6 +330,18 @@ def test_modules_of_torchscript_are_refused_by_name(convert: Callable[[nn.Module
 def test_sparse_results_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedProgram, match="makes a sparse tensor"):
         compiled(lambda x: x.to_sparse())(torch.ones(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
+def test_the_first_call_of_an_observer_is_refused_and_later_ones_are_eagers() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).train()
+    module.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    quantization.prepare_qat(module, inplace=True)
+    with pytest.raises(UnsupportedProgram, match="an observer .* is called for the first time"):
+        compiled(copy.deepcopy(module))(torch.ones(2, 4))
+    module(torch.ones(2, 4))
+    same_as_eager(lambda: Scene(copy.deepcopy(module), (torch.randn(2, 4),)), calls=2)
 
 
 def test_a_view_of_what_was_detached_and_written_is_refused() -> None:
