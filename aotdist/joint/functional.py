@@ -283,7 +283,7 @@ def _refuse_unknown_results(func: Any, args: Sequence[Any], kwargs: Mapping[str,
         tensor, _, _, running_min, *_, channels, per_channel, _ = with_defaults(func, args, kwargs)
         if per_channel and running_min.numel() != tensor.size(channels):
             raise refusal(
-                "an observer of `torch.ao.quantization` is called for the first time, and resizes its buffers",
+                "an observer of `torch.ao.quantization` is called for the first time: it resizes buffers",
                 fix="run the model once before it is compiled",
             )
 
