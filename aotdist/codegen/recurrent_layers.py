@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from aotdist.joint.ctc_loss import CTC_LOSS_BACKWARD, ctc_loss
 from aotdist.torch_seam.operators import schema_of, training_rnn
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -36,6 +37,6 @@ def keep_for_backward(gm: GraphModule) -> None:
 
 
 def has_unknown_sizes(gm: GraphModule) -> bool:
-    """Whether a graph passes on what a layer keeps, whose size nobody knows before it runs."""
-    targets = (_TRAINING_LAYER, _BACKWARD)
+    """Whether a graph passes on what a layer or a CTC loss keeps: nobody knows its size before it runs."""
+    targets = (_TRAINING_LAYER, _BACKWARD, ctc_loss, CTC_LOSS_BACKWARD)
     return any(gm.graph.find_nodes(op="call_function", target=target) for target in targets)

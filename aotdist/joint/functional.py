@@ -18,6 +18,7 @@ from aotdist.convention.swapping import Exchange
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.joint import collectives
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
+from aotdist.joint.ctc_loss import CTC_LOSS, ctc_loss
 from aotdist.joint.failures import refusal
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
@@ -310,10 +311,10 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
     return twin if any(map(is_symbolic, shapes)) else None
 
 
-def _rewritten(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[[], torch.Tensor] | None:
+def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """What an operator does, in the words of others, if PyTorch's mode does not find any."""
+    if func is CTC_LOSS:
+        return functools.partial(ctc_loss, *args)
     if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
         return functools.partial(_polygamma, *args)
     if func is _TO_COPY and not isinstance(args[0], torch.Tensor):
