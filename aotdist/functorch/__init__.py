@@ -11,6 +11,9 @@ forward and the backward module; PyTorch's own are accepted too. All graphs keep
 - backward: saved values, `tangents_1, ...` -> a gradient, or None, for each primal;
 - inference: `arg0_1, ...` -> new values of written inputs, results.
 
+What an input holds that the backward writes is one more tangent, after the others; its new value follows the
+gradients.
+
 A backward that neither was shown (from one result to another, where somebody watches; for gradients of other
 kinds than the results) is made of what the forward saves, and runs operator by operator.
 

@@ -9,8 +9,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import BACKWARD_ROLES
-from aotdist.program import Graph, Slot
+from aotdist.program import BACKWARD_ROLES, LATE_ROLES, Graph, Slot
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents
 
 
@@ -20,7 +19,8 @@ class Order:
 
     Args:
         primals: what a forward takes: plain tensors, then sizes if they are symbolic.
-        tangents: what a joint graph takes after that.
+        tangents: what a joint graph takes after that: tangents, then what each input that the backward writes
+            holds when it begins.
         values: what a forward returns: new values of inputs, in their order, then results.
         grads: what a backward returns: a gradient for each primal, if it has one, then what else there is.
     """
@@ -41,7 +41,7 @@ class Order:
         more = (s for s in joint.outs if s.role in BACKWARD_ROLES and s not in grads)
         return cls(
             primals,
-            tuple(slot for slot in joint.ins if slot.role == "tangent"),
+            tuple(slot for slot in joint.ins if slot.role in LATE_ROLES),
             (*writes, *(slot for slot in joint.outs if slot.role == "output")),
             (*grads, *more),
         )

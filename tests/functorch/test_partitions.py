@@ -351,3 +351,44 @@ def test_an_argument_that_is_reshaped_may_be_saved_as_a_view(partition):
         call(x * 1, x * 2).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+class Counted(torch.autograd.Function):
+    """Both ways, in a tensor; the backward reads what it writes."""
+
+    @staticmethod
+    def forward(ctx, x, counter):
+        counter.add_(1)
+        ctx.counter = counter
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counter.mul_(2)
+        return grad * ctx.counter, None
+
+
+@each_partition
+def test_backwards_write_what_they_find(partition):
+    def fn(x, w, counter):
+        return Counted.apply(x, counter) * w, w.sin()
+
+    compilers, seen = Compilers(), []
+    for call in (fn, ours.aot_function(fn, **compilers.all(), partition_fn=partition)):
+        torch.manual_seed(0)
+        x, w, counter = leaf(3), leaf(3), data(3)
+        for positions in ([0, 1], [0]):
+            results = call(x, w, counter)
+            outs = [results[position].sum() for position in positions]
+            counter.add_(10)
+            for _ in range(2):
+                torch.autograd.backward(outs, retain_graph=True)
+        seen.append((x.grad, w.grad, counter))
+    assert all(map(torch.equal, *seen))
+    (backward,) = compilers.graphs["backward"]
+    assert [name for name in _names(backward) if name.startswith("tangents")] == [
+        "tangents_1",
+        "tangents_2",
+        "tangents_3",
+    ], "what the counter holds comes after the tangents"
+    assert len(backward.graph.output_node().args[0]) == 4, "its new value comes after the gradients"
