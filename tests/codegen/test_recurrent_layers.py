@@ -1,4 +1,4 @@
-"""Recurrent layers train by Inductor, once and twice differentiated, and predict."""
+"""Recurrent layers train by Inductor, once and twice differentiated, and predict; by other compilers, too."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import aotdist
+import aotdist.functorch as drop_in
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")
 
@@ -39,3 +40,23 @@ def test_as_in_eager(layer):
         (grad.square().sum() + one(leaf).square().sum()).backward()
         found.append([grad.detach(), leaf.grad, *(param.grad for param in one.parameters())])
     assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda model: aotdist.compile(model, backend=lambda gm, _: gm),
+        lambda model: drop_in.aot_module(model, drop_in.nop),
+    ],
+    ids=["compile", "aot_module"],
+)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_compiler_of_the_users_may_run_the_graphs_as_they_are(layer, compiled):
+    torch.manual_seed(0)
+    model = Last(layer)
+    x, seen = torch.randn(4, 5, 8), []
+    for one in (model, compiled(copy.deepcopy(model))):
+        out = one(x)
+        out.sum().backward()
+        seen.append([out, *(param.grad for param in one.parameters())])
+    assert all(map(torch.equal, *seen))
