@@ -167,7 +167,8 @@ class Backward:
 
     def _plan(self, ctx: Any) -> NodePlan:
         """The plan, with the sizes of the call whose backward runs."""
-        return concrete(self.plan, ctx.symbols) if self.plan.sizes else self.plan
+        symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
+        return concrete(self.plan, symbols) if symbols else self.plan
 
     def _write(self, ctx: Any, values: Sequence[torch.Tensor | None]) -> None:
         """Write the inputs that the backward writes, in storages of the size that it leaves them."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.two_tensor import TwoTensor
 
 from aotdist import functorch as ours
 
@@ -77,3 +78,20 @@ def test_sizes_of_fakes_are_taken_for_symbolic() -> None:
     for rows in (5, 3):
         torch.testing.assert_close(compiled(torch.ones(rows, 4))[0], linear(torch.ones(rows, 4)))
     assert len(sizes) == 1
+
+
+def test_gradients_are_missing_where_every_symbol_turned_out_to_be_a_number() -> None:
+    """The graphs take no sizes then; what is expected of gradients still says symbols."""
+
+    def reshapes(x: torch.Tensor) -> torch.Tensor:
+        x.transpose_(1, 0)
+        return x.mul(2).transpose(1, 0)
+
+    gradients: list[torch.Tensor] = []
+    for call in (reshapes, ours.aot_function(reshapes, ours.nop, dynamic=True)):
+        x = TwoTensor(torch.ones(1, 2, 4), torch.ones(1, 2, 4)).requires_grad_()
+        out = call(x * 1.5)
+        tangent = torch.arange(8.0).view(1, 2, 4)
+        out.backward(TwoTensor(tangent, tangent * 3))
+        gradients.append(x.grad)
+    assert torch.equal(gradients[0].a, gradients[1].a) and torch.equal(gradients[0].b, gradients[1].b)
