@@ -25,7 +25,7 @@ from aotdist.convention.views import Opened
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.symbols import Symbols
-from aotdist.joint.views_again import view_again
+from aotdist.joint.views_again import is_reshaped, view_again
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
@@ -33,6 +33,7 @@ from aotdist.subclasses.protocol import (
     Recipe,
     is_of_own_class,
     is_real,
+    is_wrapper,
     leaves,
     plain_tensors,
     rebuild,
@@ -239,6 +240,8 @@ class Inputs:
             view = view_again(example, base.tensor)
         if view is None:
             raise _refuse_kind(example, slot)
+        if is_wrapper(example) and is_reshaped(example, view):
+            raise _refuse_reshaped(example, slot)
         set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
@@ -335,6 +338,15 @@ def _refuse_kind(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
         "of its rows, columns and so on; it, or another view of that tensor, is written with history",
         stage="joint",
         fix=f"pass what `{slot.path}` is a view of, and take the view inside of the function",
+    )
+
+
+def _refuse_reshaped(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{slot.path}` is a view of a {type(example).__name__} with history, and its size or strides were "
+        "written in place before the call; it, or another view of that tensor, is written",
+        stage="joint",
+        fix=f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from aotdist.convention.put import kind_of
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.functional import made_again
+from aotdist.torch_seam.symbols import hint
 
 
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
@@ -28,6 +29,22 @@ def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
     whole = _shown_as(view, base)
     selection = None if whole is None else _Selection.of(view, whole, _offset(own, whole))
     return None if whole is None or selection is None else selection.of_whole(whole)
+
+
+def is_reshaped(view: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether `made`, the stand-in of a view, shows other dimensions than that.
+
+    A wrapper that was reshaped in place is made again as the view that it was before (torch 2.13).
+    """
+    return _shape_of(made) != _shape_of(view)
+
+
+def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes, and strides where there are several elements, as numbers."""
+    sizes = map(hint, tensor.size())
+    return [
+        (size, hint(stride) if size > 1 else 0) for size, stride in zip(sizes, tensor.stride(), strict=True)
+    ]
 
 
 def _offset(base: torch.Tensor, whole: torch.Tensor) -> int:

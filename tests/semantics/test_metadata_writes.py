@@ -10,6 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from tests.semantics.makers import two_non_leaf
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, same_as_eager, skip_unless_eager_runs
 
@@ -405,3 +406,18 @@ def test_what_is_detached_and_reshaped_beside_a_view_of_it_is_refused() -> None:
 
     with pytest.raises(UnsupportedProgram, match="whose base was reshaped in place"):
         aotdist.compile(program, backend="fx")(torch.ones(3, 4, requires_grad=True))
+
+
+def test_a_wrapper_that_is_a_view_and_was_reshaped_in_place_is_refused() -> None:
+    """Autograd makes it again as the view that it was before, of other dimensions."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x.unsqueeze_(0)
+        return x * 2
+
+    view = two_non_leaf(2, 2).view(-1)
+    compiled = aotdist.compile(program, backend="fx")
+    assert compiled(view).size() == view.size() == (1, 4)
+    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` is a view of a TwoTensor .* in place before"):
+        compiled(view)
+    assert compiled(view.view(-1)).size() == (1, 4)
