@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, assert_never
 
 import torch
@@ -11,13 +11,16 @@ from torch.fx import GraphModule, Node
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.export.call import Input
+from aotdist.export.refusals import view_made_by
 from aotdist.export.trace import ExportTrace
 from aotdist.facts import (
     DataWritten,
     Fresh,
     FunctionView,
     IsInput,
+    MetadataWrite,
     NotATensor,
+    Place,
     Step,
     Untouched,
     ViewOfInput,
@@ -156,23 +159,41 @@ class Assembly:
         for tangent in self._tangents():
             self._builder.env[tangent] = seed
 
-    def _value(self, position: OutIdx) -> Any:
-        """The new node of a result, or the constant that it is."""
+    def _value(self, position: OutIdx, before: int | None = None) -> Any:
+        """The new node of a result, or the constant that it is.
+
+        Args:
+            position: which result.
+            before: an action of the program's order, before which it is looked at; after all, if None.
+        """
+        made = self._facts.order.index(position)
         match self._facts.outputs[position]:
             case NotATensor(value=value):
                 return self._number(value)
             case Fresh(value=value):
-                return self._node_out(value, cloned=position in self._traced.cloned)
+                node = self._node_out(value, cloned=position in self._traced.cloned)
             case IsInput(input=idx):
                 return self._current(idx)
             case ViewOfInput(base=idx, steps=steps):
-                return self._replayed(self._current(idx), steps)
+                node = self._replayed(self._current(idx), steps)
             case ViewOfIntermediate(base=base, steps=steps):
-                return self._replayed(self._node_out(base), steps)
+                whole = self._reshaped(self._node_out(base), Fresh(base), slice(made))
+                node = self._replayed(whole, steps)
+            case ViewOfOutput(base=base, steps=()):
+                return self._value(base, before)
             case ViewOfOutput(base=base, steps=steps):
-                return self._replayed(self._value(base), steps)
+                node = self._replayed(self._value(base, made), steps)
             case _ as unknown:
                 assert_never(unknown)
+        return self._reshaped(node, ViewOfOutput(position, ()), slice(made, before))
+
+    def _reshaped(self, node: Node, place: Place, when: slice) -> Node:
+        """`node`, whose sizes and strides the program has written `when`."""
+        for action in self._facts.order[when]:
+            if isinstance(action, MetadataWrite) and action.target == place:
+                view = view_made_by(action)
+                node = node if view is None else self._view(node, view, action.args, action.kwargs)
+        return node
 
     def _node_out(self, idx: NodeOutIdx, *, cloned: bool = False) -> Node:
         node = self._results[self._facts.node_outs[idx].slot]
@@ -200,17 +221,24 @@ class Assembly:
             if step.op in (as_inference, as_written):  # of which a graph knows nothing
                 continue
             op = torch.ops.aten.detach.default if step.op is data_of else step.op
-            with no_modes(), self._traced.trace.fake_mode:
-                val = op(base.meta["val"], *step.args, **dict(step.kwargs))
-            name = operator_name(op) or "view"
-            args = (base, *map(self._number, step.args)) if is_symbolic(step.args) else (base, *step.args)
-            made = self._builder.call(op, args, like=base, name=name, val=val)
-            made.kwargs = dict(step.kwargs)
+            base = self._view(base, op, step.args, step.kwargs)
             if step.pick is not None:
-                item, picked = operator.getitem, val[step.pick]
-                made = self._builder.call(item, (made, step.pick), like=made, name="getitem", val=picked)
-            base = made
+                picked = base.meta["val"][step.pick]
+                item = operator.getitem
+                base = self._builder.call(item, (base, step.pick), like=base, name="getitem", val=picked)
         return base
+
+    def _view(
+        self, base: Node, op: Callable[..., Any], args: Sequence[Any], kwargs: Iterable[tuple[str, Any]]
+    ) -> Node:
+        """The view of `base` that an operator makes, or several in a row."""
+        with no_modes(), self._traced.trace.fake_mode:
+            val = op(base.meta["val"], *args, **dict(kwargs))
+        given = map(self._number, args) if is_symbolic(args) else args
+        name = operator_name(op) or "view"
+        made = self._builder.call(op, (base, *given), like=base, name=name, val=val)
+        made.kwargs = dict(kwargs)
+        return made
 
     def _assigned(self) -> dict[str, OutIdx]:
         """Places that the program assigns a tensor to, and the result that has it."""

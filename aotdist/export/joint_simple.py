@@ -11,8 +11,18 @@ from torch.fx import GraphModule
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call
+from aotdist.export.refusals import view_made_by
 from aotdist.export.trace import ExportTrace, trace_for_export
-from aotdist.facts import DataWritten, IsInput, ViewOfInput, ViewOfIntermediate, ViewOfOutput
+from aotdist.facts import (
+    DataWritten,
+    Facts,
+    IsInput,
+    OutputFact,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
+from aotdist.program import OutIdx
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents
 from aotdist.torch_seam.trees import TreeSpec, pytree, tree_children
@@ -92,13 +102,25 @@ def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
     if not _is_flat(traced.returned.spec):
         raise _not_simple("the result is not one flat tuple of tensors and constants")
     for position, fact in enumerate(traced.outputs()):
-        requires_grad = traced.requires_grad[position]
-        match fact:
-            case IsInput(input=idx) | ViewOfInput(base=idx):
-                raise _not_simple(f"`out[{position}]` is `{slots[idx]}`, or a view of it")
-            case ViewOfIntermediate() if requires_grad:
-                raise _not_simple(f"`out[{position}]` is a view")
-            case ViewOfOutput(base=base, steps=steps) if requires_grad and steps:
-                raise _not_simple(f"`out[{position}]` is a view of `out[{base}]`")
-            case _:
-                pass
+        _refuse_result(traced, OutIdx(position), fact)
+
+
+def _refuse_result(traced: ExportTrace, position: OutIdx, fact: OutputFact) -> None:
+    facts, requires_grad = traced.trace.facts, traced.requires_grad[position]
+    match fact:
+        case IsInput(input=idx) | ViewOfInput(base=idx):
+            raise _not_simple(f"`out[{position}]` is `{traced.trace.program.ins[idx]}`, or a view of it")
+        case ViewOfIntermediate() if requires_grad:
+            raise _not_simple(f"`out[{position}]` is a view")
+        case ViewOfOutput(base=base, steps=steps) if requires_grad and steps:
+            raise _not_simple(f"`out[{position}]` is a view of `out[{base}]`")
+        case _ if requires_grad and _is_reshaped(facts, position):
+            raise _not_simple(f"`out[{position}]` is reshaped in place")
+        case _:
+            pass
+
+
+def _is_reshaped(facts: Facts, position: OutIdx) -> bool:
+    """Whether a result shows other dimensions than what its gradient belongs to."""
+    writes = (write for write in facts.metadata_writes() if write.target == ViewOfOutput(position, ()))
+    return any(view_made_by(write) is not None for write in writes)

@@ -10,11 +10,24 @@ from torch import nn
 
 from aotdist.capture.capture import Returned
 from aotdist.capture.fakes import UserFakes
+from aotdist.convention.changes import give_history, spend_history
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.facts import IsInput, ViewOfInput
+from aotdist.facts import IsInput, MetadataWrite, ViewOfInput
 from aotdist.joint.trace import Traced
 from aotdist.subclasses.protocol import Plain, is_real, recipe_of
 from aotdist.torch_seam.functional import is_fake
+from aotdist.torch_seam.operators import OpOverload, out_of_place
+
+_OF_HISTORY = frozenset[Any](
+    {
+        torch.Tensor.detach_,
+        torch.Tensor.requires_grad_,
+        torch.Tensor.retain_grad,
+        give_history,
+        spend_history,
+    }
+)
+"""Writes of metadata after which a tensor holds and shows what it did before."""
 
 
 def refuse_call(mod: Any, args: Any, kwargs: Any) -> None:
@@ -87,13 +100,27 @@ def refuse_strays(traced: Traced, num_given: int) -> None:
 
 
 def refuse_metadata_writes(traced: Traced) -> None:
-    """Refuse a program that changes more of a tensor than its data."""
-    for idx in sorted({*traced.facts.reshaped(), *traced.facts.switched_on}):
+    """Refuse a program that changes more of a tensor than its data, unless views show the same."""
+    facts = traced.facts
+    for idx in sorted({*facts.reshaped(), *facts.switched_on}):
         raise UnsupportedProgram(
             f"`{traced.program.ins[idx]}` has its size, strides or history written in place",
             stage="export",
             fix="return the changed tensor instead",
         )
+    kept = (view_made_by(write) or write.op in _OF_HISTORY for write in facts.metadata_writes())
+    if facts.swaps() or not all(kept):
+        raise UnsupportedProgram(
+            "a tensor that the program makes is resized in place after it was viewed, given another storage, "
+            "or swapped with another",
+            stage="export",
+            fix="make another tensor instead, or clone the view",
+        )
+
+
+def view_made_by(write: MetadataWrite) -> OpOverload | None:
+    """The view that a write of sizes and strides makes of its target (`t` for `t_`), if it is one."""
+    return out_of_place(write.op) if isinstance(write.op, OpOverload) else None
 
 
 def refuse_returned(returned: Returned) -> None:
