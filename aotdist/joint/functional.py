@@ -63,6 +63,7 @@ _MATMULS: Mapping[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], torch
 }
 """Products that are written, and where."""
 _FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
+_SQUEEZE_DIM, _SQUEEZE_DIMS = torch.ops.aten.squeeze_.dim, torch.ops.aten.squeeze_.dims
 _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli_.Tensor})
 
 
@@ -320,6 +321,9 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
     if func is _TO_COPY and not isinstance(args[0], torch.Tensor):
         # `vmap` gives a number the dtype that it has beside a batch of single elements.
         return functools.partial(torch.full, (), args[0], dtype=kwargs["dtype"])
+    if func is _SQUEEZE_DIM and isinstance(args[0], FunctionalTensor) and is_symbolic(args[0].shape):
+        # On a fake with symbols it recurses until the process dies (torch 2.13).
+        return functools.partial(_SQUEEZE_DIMS, args[0], [args[1]])
     return None
 
 

@@ -52,6 +52,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "a write with history": (lambda x, y: x.mul_(y), lambda n: (leaf(n, 4) * 1.5, leaf(n, 4))),
     "a write through a view": (lambda x: (x.t()[0].add_(1), x[1:]), lambda n: (torch.randn(n, 4),)),
     "a write of sizes": (lambda x: x.t_() * 2, lambda n: (torch.randn(n, 4),)),
+    "a dimension less": (
+        lambda x: ((x * 2).squeeze_(1), x.sin().squeeze_(0)),
+        lambda n: (torch.randn(n, 1, 4),),
+    ),
     "a 16-bit write": (lambda x: x.sin_().clamp_(min=0), lambda n: (torch.randn(n, 4).bfloat16(),)),
     "a 16-bit result in what is given": (
         lambda x: torch.sin(x, out=x),
