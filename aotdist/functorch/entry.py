@@ -67,9 +67,14 @@ class AotFunction(CompiledFunction):
         dynamic: bool,
         open_dims: OpenDims | None = None,
     ) -> None:
-        # The user's compilers get what the user's partition returned: nothing changes a graph in between.
-        passes = frozenset(PASS_NAMES)
-        settings = replace(backend.settings, partition="default", disabled_passes=passes, dynamic=dynamic)
+        settings = replace(
+            backend.settings,
+            # The user's compilers get what the user's partition returned: nothing changes a graph in between.
+            partition="default",
+            disabled_passes=frozenset(PASS_NAMES),
+            dynamic=dynamic,
+            functional_rng=False,  # PyTorch's convention has no place for seed and offset
+        )
         super().__init__(fn, Compiling(backend, settings, open_dims))
 
     def compile_for(self, *args: Any) -> None:

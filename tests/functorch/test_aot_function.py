@@ -277,3 +277,14 @@ def test_a_boxed_compiler_returns_boxed_functions():
 def test_print_compile_prints_the_code(capsys: pytest.CaptureFixture[str]):
     assert ours.aot_function(lambda x: x.sin(), ours.print_compile)(torch.zeros(())) == 0
     assert "torch.ops.aten.sin.default(arg0_1)" in capsys.readouterr().out
+
+
+def test_random_numbers_are_drawn_whatever_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch's convention has no place for a seed among the arguments."""
+    monkeypatch.setenv("AOTDIST_FUNCTIONAL_RNG", "1")
+    x, seen = leaf(5), []
+    for call in (torch.nn.functional.dropout, ours.aot_function(torch.nn.functional.dropout, ours.nop)):
+        torch.manual_seed(0)
+        out = call(x)
+        seen.append([out, *torch.autograd.grad(out.sum(), x)])
+    assert all(map(torch.equal, *seen))
