@@ -14,6 +14,7 @@ from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.recurrent_layers import keep_for_backward
+from aotdist.codegen.strided_scatters import detach_what_is_written
 from aotdist.codegen.triton import TritonBackend
 from aotdist.errors import BadSettings
 from aotdist.program import Graph
@@ -111,6 +112,7 @@ class CallableBackend:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""
         gm = copied(graph)
         keep_for_backward(gm)
+        detach_what_is_written(gm)
         examples = [node.meta.get("val") for node in graph.placeholders()]
         compiler = self.compiler_of(emission.kind)
         with tracing_context(emission.fake_mode):
