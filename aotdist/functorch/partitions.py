@@ -96,8 +96,7 @@ def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
         elif node.op != "output":
             builder.copy(node)
         if node.op != "output":
-            late = node.meta.get("partitioner_tag") == "is_backward"
-            builder.env[node].meta.setdefault("phase", "backward" if late else "forward")
+            builder.env[node].meta.setdefault("phase", "backward" if _is_tagged_late(node) else "forward")
     flat = flat_results(gm)
     results = [builder.env[value] if isinstance(value, Node) else None for value in flat]
     outs = [Slot("output" if k < num_values else "grad", f"out[{k}]") for k in range(len(flat))]
@@ -109,15 +108,29 @@ def _overwritten(gm: GraphModule) -> set[Node]:
     """The arguments that have another value when the backward comes: the forward writes them.
 
     It returns their new values, and PyTorch's description of a result says so; or it ends with `copy_`.
+
+    Raises:
+        UnsupportedProgram: the backward writes one of them, too: it would be given what that held before.
     """
     found = {node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("overwritten")}
     described = {node.meta.get("desc"): node for node in gm.graph.find_nodes(op="placeholder")}
     for desc in gm.graph.output_node().meta.get("desc") or ():
         written = getattr(desc, "mutated_input", None)
         found |= {described[written]} if written is not None and written in described else set()
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        found |= {node.args[0]} if node.meta.get("partitioner_tag") != "is_backward" else set()
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    found |= {copy.args[0] for copy in copies if not _is_tagged_late(copy)}
+    for copy in copies:
+        if copy.args[0] in found and _is_tagged_late(copy):
+            raise UnsupportedProgram(
+                f"the joint graph writes `{copy.args[0]}` in the forward and in the backward",
+                stage="partition",
+                fix="trace it with `aotdist.aot_function`, whose graphs return new values",
+            )
     return found
+
+
+def _is_tagged_late(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _argument_role(node: Node) -> Literal["primal", "size", "tangent"]:

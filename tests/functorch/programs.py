@@ -79,6 +79,18 @@ def _writes_a_non_leaf(root, x):
     return x.sin()
 
 
+class AddsUpGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.total.add_(grads[0])
+        return grads[0] * ctx.total, None
+
+
 def _root_and_non_leaf():
     root = leaf(3)
     return root, root * 1
@@ -109,6 +121,7 @@ PROGRAMS = {
     "a repeated argument": Program(lambda x, y: x * y, lambda: (leaf(3),) * 2),
     "a write": Program(_writes, lambda: (leaf(3), data(3))),
     "a write to what is saved": Program(_writes_and_saves, lambda: (leaf(3), data(3))),
+    "a write in the backward": Program(AddsUpGradients.apply, lambda: (leaf(3), data(3))),
     "a write to a non-leaf": Program(_writes_a_non_leaf, _root_and_non_leaf),
     "no gradient at all": Program(lambda x: (x.sin(), x + 1), lambda: (data(3),), lambda outs: None),
     "nested, with constants": Program(

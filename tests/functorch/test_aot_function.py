@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import functorch.compile as theirs
 import pytest
 import torch
@@ -11,7 +13,16 @@ from aotdist.api import CompiledFunction
 from aotdist.errors import BadSettings
 from aotdist.torch_seam.functional import FakeTensor
 from aotdist.torch_seam.inductor import TracingContext
-from tests.functorch.programs import PROGRAMS, Compilers, Program, assert_same, data, leaf, run
+from tests.functorch.programs import (
+    PROGRAMS,
+    AddsUpGradients,
+    Compilers,
+    Program,
+    assert_same,
+    data,
+    leaf,
+    run,
+)
 
 their_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 """PyTorch reads `.grad` of arguments that are no leaves."""
@@ -179,6 +190,20 @@ def test_gradients_of_results_that_were_not_differentiated_are_none():
     first.sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0)) and y.grad is None
     assert compilers.counts()["backward"] == 1
+
+
+@pytest.mark.parametrize("library", [ours, theirs])
+@pytest.mark.parametrize("partition", ["default_partition", "min_cut_rematerialization_partition"])
+def test_each_backward_reads_what_the_one_before_it_wrote(library: Any, partition: str):
+    fn, seen = AddsUpGradients.apply, []
+    for call in (fn, ours.aot_function(fn, ours.nop, partition_fn=getattr(library, partition))):
+        x, total = torch.ones(3, requires_grad=True), torch.zeros(3)
+        out = call(x, total)
+        for _ in range(3):
+            out.backward(torch.arange(3.0), retain_graph=True)
+        seen.append((x.grad, total))
+    for expected, found in zip(*seen, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_keyword_arguments():

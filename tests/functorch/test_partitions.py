@@ -14,7 +14,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import aotdist.functorch as ours
 from aotdist.api import compiled_call
 from aotdist.errors import BadSettings, UnsupportedProgram
-from tests.functorch.programs import PROGRAMS, Compilers, Program, assert_same, data, leaf, run
+from tests.functorch.programs import (
+    PROGRAMS,
+    AddsUpGradients,
+    Compilers,
+    Program,
+    assert_same,
+    data,
+    leaf,
+    run,
+)
 
 PARTITIONS = {
     "default": ours.default_partition,
@@ -337,6 +346,17 @@ def test_an_input_that_the_forward_writes_is_not_saved(fn, library, policy: str)
         call(x, y).sum().backward()
         seen.append((x.grad, y))
     assert all(map(torch.equal, *seen))
+
+
+@pytest.mark.parametrize("partition", [ours.default_partition, ours.min_cut_rematerialization_partition])
+def test_what_both_write_in_a_joint_graph_of_theirs_is_refused(partition):
+    def program(x, total):
+        total.add_(1)
+        return AddsUpGradients.apply(x, total)
+
+    options = {"partition_fn": partition, "keep_inference_input_mutations": True}
+    with pytest.raises(UnsupportedProgram, match="writes `primals_2` in the forward and in the backward"):
+        theirs.aot_function(program, theirs.nop, **options)(leaf(3), data(3))
 
 
 @each_partition
