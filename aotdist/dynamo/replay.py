@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from aotdist.capture.annotations import set_current_line, set_current_module
 from aotdist.capture.origins import line_of_stack
 from aotdist.dynamo.names import path_of_module
+from aotdist.torch_seam.dynamo import is_data_assignment, lowers_version
 
 
 class Replay(Interpreter):
@@ -35,10 +36,16 @@ class Replay(Interpreter):
         set_current_module(_module_of(n))
         # Left as it is if the node raises: whoever words the error asks for it.
         set_current_line(line_of_stack(n.stack_trace or ""))
+        if is_data_assignment(n):
+            (tensor, data), _ = self.fetch_args_kwargs_from_env(n)
+            tensor.data = data
+            return tensor
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function; what Dynamo made an operator of that only marks a region is called as it was."""
+        if lowers_version(target):  # what it would take back was not counted
+            return args[0]
         match target:
             case torch.ops.higher_order.tag_activation_checkpoint:
                 return _checkpointed(*args, **kwargs)
@@ -55,7 +62,11 @@ def _module_of(node: Node) -> str:
 
 
 def _checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
-    """What a checkpoint of `body` returns; PyTorch's operator would only tag it for its own partition."""
+    """What a checkpoint of `body` returns; PyTorch's operator would only tag it for its own partition.
+
+    Among the tensors are those that the program closes over, which it may write: a checkpoint that was given
+    them would refuse that.
+    """
     context_fn = body.meta.get("_checkpoint_context_fn", noop_context_fn)
     options: dict[str, Any] = {**kwargs, "use_reentrant": False, "context_fn": context_fn}
-    return checkpoint(Replay(body).run, *args, **options)
+    return checkpoint(lambda: Replay(body).run(*args), **options)

@@ -38,6 +38,16 @@ def is_wrapped_number(placeholder: torch.fx.Node) -> bool:
     return argument is not None and argument.pass_arg_as_tensor
 
 
+def is_data_assignment(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's is `x.data = y`: a `set_` that is taken back from the version counter."""
+    return node.target is torch.Tensor.set_ and any(lowers_version(user.target) for user in node.users)
+
+
+def lowers_version(target: Any) -> bool:
+    """Whether a function in a graph of Dynamo's takes a `set_` back from the version counter."""
+    return getattr(target, "__name__", "") == "_lower_version_count_by_1"
+
+
 def dynamo_locks() -> tuple[threading.RLock, ...]:
     """What a thread holds while Dynamo compiles in it; nothing before Dynamo is loaded."""
     frames: Any = sys.modules.get("torch._dynamo.convert_frame")

@@ -154,6 +154,24 @@ def test_wrappers():
     same_as_eager(lambda x, y: (x * y + 1).sum(0), make)
 
 
+@pytest.mark.parametrize("kind", ["plain", "leaf", "TwoTensor"])
+def test_data_is_assigned(kind: str):
+    """Of a tensor that nobody has written: its version counter stays 0, as in eager."""
+
+    def program(x, y):
+        x.data = y
+        return x * 2
+
+    def make() -> tuple[torch.Tensor, ...]:
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        if kind == "TwoTensor":
+            return TwoTensor(x, x.clone()), TwoTensor(y, y.clone())
+        return x.requires_grad_(kind == "leaf"), y
+
+    (region,) = same_as_eager(program, make, make)
+    assert len(region.artifacts) == 1
+
+
 def test_inference():
     (region,) = same_as_eager(lambda x: x.sin() * 2, lambda: (leaf(3),), around=torch.no_grad)
     assert region.explain().artifacts[0].kind == "inference"
