@@ -19,7 +19,12 @@ _ORDER = ("primal", "saved", "size", *GRADIENT_ROLES, "rng")
 
 
 def from_saved(
-    joint: Graph, earlier: Graph, split: Split, kept: Collection[Slot], first: Sequence[Slot] = ()
+    joint: Graph,
+    earlier: Graph,
+    split: Split,
+    kept: Collection[Slot],
+    first: Sequence[Slot] = (),
+    gradients: Collection[Slot] = (),
 ) -> Graph:
     """The graph of the results of `joint`: kept inputs, saved values, sizes, tangents, seed -> gradients.
 
@@ -29,14 +34,16 @@ def from_saved(
         split: the two halves of that.
         kept: names of the plain inputs that are there in the backward, besides saved ones.
         first: names of arguments that it is to have, needed or not, before all others.
+        gradients: names of gradients that it is to have, needed or not.
 
     Raises:
         UnsupportedProgram: it needs a value that is neither there nor can be computed again.
     """
     order = [node for node in joint.gm.graph.nodes if node.op != "output"]
     there = _there(joint, _saved(earlier, split), {*kept, *first})
-    needed = ancestors(order, [node for node in joint.results() if node is not None], stop=there)
     builder, named = GraphBuilder(joint.gm), joint.named_placeholders()
+    needed = ancestors(order, [node for node in joint.results() if node is not None], stop=there)
+    needed |= {named[slot] for slot in gradients}
     for slot in first:
         builder.placeholder(named[slot])
     rest = [(slot, node) for node, slot in there.items() if node in needed and slot not in first]

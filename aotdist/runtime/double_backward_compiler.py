@@ -79,7 +79,9 @@ class DoubleBackwardCompiler:
         if not traced.grads:
             return CompiledDoubleBackward(tangents, failure=traced.failure)
         kept, first = self.node.kept.slots, traced.plain_ins()
-        graph = from_saved(traced.graph, self.joint, self.split, kept, first)
+        outs = {out.slot.path for out in traced.facts.node_outs}
+        gradients = [slot for slot in traced.graph.ins if slot.role == "tangent" and slot.path in outs]
+        graph = from_saved(traced.graph, self.joint, self.split, kept, first, gradients)
         graph = with_strides(graph, self.saved_strides, self.fake_mode)
         rest = graph.ins[len(first) :]
         values = tuple(slot for slot in rest if slot.role not in GRADIENT_ROLES)

@@ -455,6 +455,23 @@ def test_gradient_penalties_are_eagers_bits(name: str) -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_gradient_that_depends_on_nothing_may_arrive_or_not(all_of_them: bool) -> None:
+    """That of the last layer's bias: the sum of gradients that are constant."""
+    found: list[list[torch.Tensor | None]] = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        x, norm = torch.randn(4, 8, requires_grad=True), nn.LayerNorm(8)
+        out = (aotdist.compile(norm, backend="fx") if compiled else norm)(x)
+        inputs = (x, *norm.parameters()) if all_of_them else (x,)
+        grads = torch.autograd.grad(out, inputs, torch.ones(4, 8), create_graph=True)
+        assert all(grad.requires_grad for grad in grads)
+        (out.sin().sum() + sum(grad.sin().sum() for grad in grads)).backward()
+        found.append([*map(torch.Tensor.detach, grads), x.grad, *(param.grad for param in norm.parameters())])
+    for expected, got in zip(*found, strict=True):
+        assert expected is not None and got is not None and torch.equal(got, expected)
+
+
 def _normed(x: torch.Tensor) -> torch.Tensor:
     norm = x.norm().clone()
     with torch.no_grad():
