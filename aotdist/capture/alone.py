@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 
 from aotdist.torch_seam.autograd import in_thread_of_engine
-from aotdist.torch_seam.dynamo import dynamo_locks
+from aotdist.torch_seam.dynamo import dynamo_locks, frames_off
 
 _compiles = threading.RLock()
 _captures = threading.RLock()
@@ -34,7 +34,9 @@ def alone() -> Generator[bool]:
         return
     with ExitStack() as held:
         # Dynamo calls us with its lock held. It comes first always, or two threads wait for each other.
-        yield any([_waits(lock, held) for lock in (*dynamo_locks(), _compiles)])
+        waited = any([_waits(lock, held) for lock in (*dynamo_locks(), _compiles)])
+        held.enter_context(frames_off())
+        yield waited
 
 
 def _waits(lock: threading.RLock, held: ExitStack) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -14,6 +15,25 @@ from aotdist.codegen.contract import Backend
 from aotdist.dynamo.region import Region
 from aotdist.errors import BadSettings
 from aotdist.settings import Settings, by_name, settings_of
+from aotdist.torch_seam.dynamo import skip_frames
+
+_PACKAGE = Path(__file__).parent.parent
+_RUNS_IN_CALLS = (
+    "api.py",
+    "capture",
+    "codegen",
+    "convention",
+    "dynamo",
+    "joint",
+    "pipeline.py",
+    "runtime",
+    "subclasses/protocol.py",
+    "torch_seam",
+)
+"""Where the frames of calls and backwards are. Dynamo would compile them where it breaks at `backward()`.
+
+The rest of the package is models and layers, or runs with Dynamo off.
+"""
 
 
 def backend(
@@ -53,6 +73,7 @@ def compile_graph(
         code_backend: turns graphs into callables.
         settings: how to compile; which sizes are open, Dynamo decides.
     """
+    skip_frames("<aotdist ", *(str(_PACKAGE / name) for name in _RUNS_IN_CALLS))
     region = Region(gm, code_backend, replace(settings, dynamic=False))
     region.compile_for(example_inputs)
     return region

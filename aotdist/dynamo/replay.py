@@ -52,6 +52,8 @@ class Replay(Interpreter):
             case torch.ops.higher_order.invoke_subgraph:
                 body, _, *given = args
                 return Replay(body).run(*given)
+            case torch.ops.higher_order.autograd_function_apply if "saved_for_backward_idx" in kwargs:
+                return _applied(*args, **kwargs)
             case _:
                 return super().call_function(target, args, kwargs)
 
@@ -59,6 +61,52 @@ class Replay(Interpreter):
 def _module_of(node: Node) -> str:
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return path_of_module(stack[-1][0]) if stack else ""
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that cannot be differentiated in turn, with what it was computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *sources: Any) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("it goes through an `autograd.Function` that Dynamo went through")
+
+
+def _applied(forward: GraphModule, backward: GraphModule, *args: Any, **options: Any) -> Any:
+    """What an autograd function returns that Dynamo went through.
+
+    What it saves is saved, with its history. Dynamo does not say what in its backward is under `no_grad`, and
+    by PyTorch's operator gradients of gradients would be wrong: here there are none.
+    """
+    to_save = frozenset(options["saved_for_backward_idx"])
+
+    class ApplyTemplate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output, values = Replay(forward).run(*inputs)
+            outs = output if isinstance(output, (tuple, list)) else (output,)
+            ctx.mark_dirty(*(outs[k] for k in options.get("dirty_idx", ())))
+            ctx.mark_non_differentiable(*(outs[k] for k in options["non_differentiable_idx"]))
+            ctx.save_for_backward(*(value for k, value in enumerate(values) if k in to_save))
+            ctx.others = {k: value for k, value in enumerate(values) if k not in to_save}
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            saved = iter(ctx.saved_tensors)
+            count = len(to_save) + len(ctx.others)
+            values = [next(saved) if k in to_save else ctx.others[k] for k in range(count)]
+            results = Replay(backward).run(*grads, *values)
+            if not torch.is_grad_enabled():
+                return results
+            return tuple(
+                None if one is None else _Last.apply(one.detach(), *grads, *values) for one in results
+            )
+
+    return ApplyTemplate.apply(*args)
 
 
 def _checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:

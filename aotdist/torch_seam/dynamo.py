@@ -7,8 +7,8 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +52,30 @@ def dynamo_locks() -> tuple[threading.RLock, ...]:
     """What a thread holds while Dynamo compiles in it; nothing before Dynamo is loaded."""
     frames: Any = sys.modules.get("torch._dynamo.convert_frame")
     return () if frames is None else (frames.compile_lock,)
+
+
+def frames_off() -> AbstractContextManager[Any]:
+    """Frames of this thread run as Python runs them: Dynamo may be on where a backward is called."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return nullcontext() if frames is None else _frames_off(frames.set_eval_frame)
+
+
+@contextmanager
+def _frames_off(set_callback: Callable[[Any], Any]) -> Generator[None]:
+    before = set_callback(None)
+    try:
+        yield
+    finally:
+        set_callback(before)
+
+
+@functools.cache
+def skip_frames(*prefixes: str) -> None:
+    """Have Dynamo leave frames alone whose code is in files that begin so."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.SKIP_DIRS.extend(prefixes)
+    trace_rules._recompile_re()
 
 
 def dynamo_frame() -> str:

@@ -154,6 +154,20 @@ def test_wrappers():
     same_as_eager(lambda x, y: (x * y + 1).sum(0), make)
 
 
+def test_a_checkpoint_may_write_what_it_closes_over():
+    """Dynamo passes that to the checkpoint like any other argument."""
+
+    def program(x, counter):
+        def counted(y):
+            counter.add_(1)
+            return y.sin() * 2
+
+        return checkpoint(counted, x, use_reentrant=False)
+
+    (region,) = same_as_eager(program, lambda: (leaf(3), torch.zeros(())))
+    assert len(region.artifacts) == 1
+
+
 @pytest.mark.parametrize("kind", ["plain", "leaf", "TwoTensor"])
 def test_data_is_assigned(kind: str):
     """Of a tensor that nobody has written: its version counter stays 0, as in eager."""
@@ -170,6 +184,52 @@ def test_data_is_assigned(kind: str):
 
     (region,) = same_as_eager(program, make, make)
     assert len(region.artifacts) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("breaks", [False, True], ids=["gradients outside", "gradients inside"])
+@pytest.mark.parametrize("program", [lambda x: x.sin().exp(), F.silu, F.softplus])
+def test_gradients_of_gradients(program, breaks: bool):
+    """Inside, Dynamo breaks the graph and goes on where the backward is called: not with our own frames."""
+
+    def penalty(x, call):
+        (grad,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    def both(x):
+        return penalty(x, program)
+
+    seen = []
+    for call in (lambda fn: fn, compiled):
+        x = torch.linspace(-1, 2, 4).requires_grad_()
+        torch._dynamo.reset()
+        loss = call(both)(x) if breaks else penalty(x, call(program))
+        loss.backward()
+        seen.append((loss.detach(), x.grad))
+    for expected, found in zip(*seen, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_frames_of_our_own_are_left_alone():
+    def step(x):
+        x.sin().sum().backward()
+        return x * 2
+
+    made = same_as_eager(step, lambda: (leaf(3),))
+    assert [region.name.split()[0].split("_at_")[0] for region in made] == [
+        "step",
+        "torch_dynamo_resume_in_step",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_gradients_through_what_dynamo_went_through_are_refused():
+    """Its backward has no `no_grad` any more: nobody knows what has a history. Once, it is differentiated."""
+    x, call = leaf(3), compiled(lambda x: Doubled.apply(x) * 1)
+    (grad,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    assert torch.equal(grad.detach(), 2 * x.detach().cos())
+    with pytest.raises(RuntimeError, match="autograd.Function` that Dynamo went through"):
+        grad.sum().backward()
 
 
 def test_inference():
