@@ -106,12 +106,13 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
         if (symbolic := _counting(counting, times, found)) is not found:
             job, found = counting, symbolic
-    leaves_objects = found.before.left() is not None
-    if not returned.deleted and (leaves_objects or _flags(job, found)):
+    leaves = found.before.left()
+    if not returned.deleted and (leaves is not None or _flags(job, found)):
         later = _set_up(job, times, found, on_failure)
         if later is not None:
             return later
-    return replace(found, captured=replace(found.captured, fits_once=leaves_objects))
+    found.before.roll_back()  # the call is about to read what it finds
+    return replace(found, captured=replace(found.captured, leaves=leaves))
 
 
 def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
@@ -234,8 +235,9 @@ def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStac
         otherwise.callback(assign(flags))
         try:
             later = _trace_over_bases(job, times)
+            moves = later.before.moves()
             later.before.roll_back()  # an object is left once
-            if _flags(job, later) or not _is_same_program(later.traced, found.traced):
+            if moves or _flags(job, later) or not _is_same_program(later.traced, found.traced):
                 return None
         except InternalError:
             raise

@@ -88,8 +88,8 @@ class _DataParallelRule:
                 raise UnsupportedProgram(
                     f"`{path or '(root)'}` is a DistributedDataParallel module inside of what is compiled",
                     stage="capture",
-                    fix="compile the DDP module itself, `aotdist.compile(ddp_model)`, and call it from "
-                    "uncompiled code",
+                    fix="compile the model before it is wrapped, or the DDP module itself, "
+                    "`aotdist.compile(ddp_model)`, and call it from uncompiled code",
                 )
 
     def flags(self, root: nn.Module) -> Hashable:

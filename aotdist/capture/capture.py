@@ -190,8 +190,8 @@ class Captured:
         name: a word for the function or module.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor.
         in_backward: watches what the backward changes in Python.
-        fits_once: it left an object, with which it is another program: no other call leaves one, since that
-            happens at capture only.
+        leaves: puts the objects that the program leaves where it left them, if it is another program with
+            these: then it is one for this call alone.
     """
 
     program: Program[ArgIdx]
@@ -202,7 +202,7 @@ class Captured:
     name: str
     dims: Mapping[int, frozenset[int]]
     in_backward: InBackward
-    fits_once: bool = False
+    leaves: Callable[[], None] | None = None
 
     def static_slots(self) -> frozenset[Slot]:
         """Plain tensors that keep their address from call to call: parameters and buffers."""

@@ -131,7 +131,9 @@ class Reassignments:
             *_of_reached(reached),
         ]
         self._wholes = [_Whole(source, held, tuple(held)) for source, held in reached.wholes]
-        self._existing = [*modules.values(), *(owner for _, owner in reached.owners), *self._before()]
+        entered = [*modules.values(), *(held for _, held in (*reached.owners, *reached.containers))]
+        self._entered = frozenset(map(id, entered))
+        self._existing = [*entered, *self._before()]
         self.existing = frozenset(map(id, self._existing))
         """Identities of the objects that were there before the trace."""
 
@@ -154,7 +156,7 @@ class Reassignments:
                 _refuse_deletion(place, before, value)
                 shown = _with_given(value, given)
                 self._refuse_hidden(place.path, shown)
-                repeats = is_plain(shown) if place.is_whole_list else shows_traced(shown)
+                repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
                 if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
                     value = shown
                     found.append((place, value))
@@ -201,6 +203,12 @@ class Reassignments:
         parts = value.values() if isinstance(value, dict) else value
         return all(self._is_data(part, tensors=tensors) for part in parts)
 
+    def _shows_tensors(self, value: Any) -> bool:
+        """Whether it is a tensor, or a container of some that the program made."""
+        if not isinstance(value, torch.Tensor) and id(value) in self.existing:
+            return False
+        return shows_traced(value) or (is_plain(value) and _has_tensors(value))
+
     def _before(self) -> Iterator[Any]:
         for watched in self._watched:
             match watched:
@@ -222,6 +230,12 @@ class Reassignments:
                 whole.fill(items)
 
         return bring_back if values or wholes else None
+
+    def moves(self) -> bool:
+        """Whether a place holds a module, an object or a container of another: each call moves it on."""
+        values = (value for watched in self._watched for _, _, value in watched.changed())
+        parts = (part for value in values for part in (value, *pytree.tree_leaves(value)))
+        return any(id(part) in self._entered for part in parts)
 
     def roll_back(self) -> None:
         """Put back everything that was assigned, for the program to run once more."""
@@ -290,6 +304,10 @@ def _with_given(value: Any, given: Mapping[int, int]) -> Any:
     return pytree.tree_map(known, value)
 
 
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
 def is_plain(value: Any) -> bool:
     """Whether there is nothing in a container but tensors, of the program or not, and constants."""
     return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(value))
@@ -338,12 +356,13 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
         yield _container(source.attribute("__dict__", source.path), vars(owner))
     for source, container in reached.containers:
         yield _container(source, container)
-    watched = {id(container) for _, container in reached.containers}
+    watched = {id(held) for _, held in (*reached.containers, *reached.owners)}
     for source, _ in (*reached.tensors, *reached.constants):
         if not source.steps or isinstance(source.steps[-1], Applied):
             continue
-        # A tensor has another in its place while the program runs, and a list may lose an item: these are
-        # watched themselves, as is a deque. What a tuple holds changes with the tuple.
+        # A tensor has another in its place while the program runs, a list may lose an item, and another
+        # object may take an object's place: these are watched themselves, as is a deque. What a tuple holds
+        # changes with the tuple.
         owner = source.owner().read_or(ABSENT)
         if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
             yield _Variable(source, source.read_or(ABSENT))

@@ -64,6 +64,7 @@ class Fit:
         identities: closed-over functions and modules.
         again: pairs of places that hold the same object.
         prepare: functions to call first, each with its argument.
+        leaves: puts objects where the one call that it fits leaves them.
     """
 
     arguments: Arguments
@@ -88,6 +89,7 @@ class Fit:
     identities: tuple[tuple[Source, Any], ...]
     again: tuple[tuple[Source, Source], ...]
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
+    leaves: Callable[[], None] | None
 
     def symbols(self) -> list[str]:
         """The names of all symbols."""
@@ -133,7 +135,7 @@ def fit_of(compilation: Compilation) -> Fit:
     guard = ModuleGuard(environment.modules, environment.state, environment.reached.names, open_)
     holds: list[tuple[str, Callable[[], bool]]] = [("modules_hold", guard)] if environment.modules else []
     holds += [(f"{claim.rule.name}_holds", claim.holds) for claim in environment.rules]
-    if captured.fits_once:
+    if captured.leaves is not None:
         holds.append(("not_called_yet", itertools.chain([True], itertools.repeat(False)).__next__))
     sources = _sources(compilation)
     inputs = {source.spot() for source in sources}
@@ -171,6 +173,7 @@ def fit_of(compilation: Compilation) -> Fit:
         identities=(*environment.reached.identities, *_written_in_backward(captured)),
         again=environment.reached.again,
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
+        leaves=captured.leaves,
     )
 
 

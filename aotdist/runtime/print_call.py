@@ -112,6 +112,7 @@ def print_call(
                 do(action)
         else:
             print_steps(printer, gates, primals, do)
+        _print_what_is_left(printer, fit)
         print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
 
 
@@ -157,6 +158,11 @@ def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[st
     for idx, size in plans.switched_on.sized:
         end = f"{printer.bind('end_of_size', end_of_size)}({primals[idx]}, {size})"
         printer.line(f"{primals[idx]}_end = {end}  # held until the call is over")
+
+
+def _print_what_is_left(printer: Printer, fit: Fit) -> None:
+    if fit.leaves is not None:
+        printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
 
 
 def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:

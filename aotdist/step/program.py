@@ -89,7 +89,7 @@ class StepProgram:
         self._asked: Questions | None = None
         self._questions: list[Questions] = []
         self.compiled = CompiledFunction(
-            _reaching(recipe, self._traced),
+            _reaching(recipe, self._traced, updates=updates),
             lambda call, artifacts: make(replace(call, differentiates=True), artifacts),
         )
 
@@ -221,10 +221,17 @@ class StepProgram:
         scaling.update()
 
 
-def _reaching(recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
-    """A function that is looked through for what a step reaches: the model, what `loss_fn` closes over."""
-    model, loss_fn, clip = recipe.model, _function(recipe.loss_fn), _function(recipe.clip)
-    optimizer = functools.partial(traced, *methods_of(recipe.optimizer))  # its methods, as something callable
+def _reaching(
+    recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, updates: bool
+) -> Callable[..., Any]:
+    """A function that is looked through for what a step reaches: the model, what `loss_fn` closes over.
+
+    What clips, and the optimizer, are no part of a step that only accumulates.
+    """
+    model, loss_fn = recipe.model, _function(recipe.loss_fn)
+    clip = _function(recipe.clip) if updates else None
+    # The optimizer's methods, as something callable.
+    optimizer = functools.partial(traced, *methods_of(recipe.optimizer)) if updates else None
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         _ = model, loss_fn, clip, optimizer

@@ -24,8 +24,11 @@ def compiled_call_of(module: torch.nn.Module) -> Any:
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Run `call` instead when the module is called; its type and `state_dict` stay as they are."""
-    module._compiled_call_impl = call
+    """Run `call` instead when the module is called; its type and `state_dict` stay as they are.
+
+    A class may hand attributes that it is assigned on to a module that it wraps (Lightning's Fabric).
+    """
+    vars(module)["_compiled_call_impl"] = call
 
 
 def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:

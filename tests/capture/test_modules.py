@@ -44,6 +44,29 @@ def test_it_is_returned_as_it_came_in() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
 
 
+class Front(nn.Module):
+    """Hands on the attributes that it is assigned to the module in it, as what Lightning's Fabric returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "module" in self.__dict__.get("_modules", {}) and hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def test_a_module_that_hands_on_its_attributes_keeps_its_call() -> None:
+    eager, ours = twins(Front(nn.Linear(3, 3)))
+    x = torch.randn(2, 3)
+    assert torch.equal(ours(x), eager(x)) and num_artifacts(ours) == 1
+
+
 def test_copies_and_pickles_are_uncompiled() -> None:
     model = compiled(nn.Linear(2, 2))
     model(torch.ones(1, 2))

@@ -46,6 +46,11 @@ def assign(model: Any, name: str, value: Any) -> None:
     setattr(model, name, value)
 
 
+def _exchange(model: Any, x: torch.Tensor) -> None:
+    model.state.hidden, model.table["a"] = model.table["a"] + x, model.state.hidden
+    model.cache[0], model.state.hidden = model.state.hidden, model.cache[0]
+
+
 STEPS = {
     "a buffer": lambda m, x: assign(m, "steps", m.steps + 1),
     "a buffer that was None": lambda m, x: assign(m, "optional", x * 2),
@@ -64,6 +69,11 @@ STEPS = {
     "a parameter that did not exist": lambda m, x: assign(m, "shift", nn.Parameter(torch.zeros(3))),
     "a parameter that takes the place of another": lambda m, x: assign(m, "weight", m.other),
     "a buffer twice": lambda m, x: (assign(m, "steps", m.steps + 1), assign(m, "steps", m.steps * 2)),
+    "an attribute, with a tensor from elsewhere": lambda m, x: assign(m, "last", m.cache[0]),
+    "an attribute, with a list of such": lambda m, x: assign(m, "last", [m.cache[0], m.table["n"]]),
+    "two items of a list, exchanged": lambda m, x: m.cache.reverse(),
+    "a list that moves up by one": lambda m, x: (m.cache.pop(0), m.cache.append(x * 2)),
+    "two kinds of places, exchanged": lambda m, x: _exchange(m, x),
     "what is read back": lambda m, x: (assign(m, "last", x * 2), assign(m, "steps", m.last.sum())),
 }
 
@@ -130,6 +140,67 @@ def test_a_list_that_grows(empties):
         for model in models if empties else ():
             model.seen.clear()
     assert len(compiled_call(models[1]).artifacts) == (1 if empties else 3)
+
+
+def _exchange_objects(model: Any) -> torch.Tensor:
+    model.state, model.spare = model.spare, model.state
+    return model.state.hidden
+
+
+def _exchange_lists(model: Any) -> torch.Tensor:
+    model.cache, model.seen = model.seen, model.cache
+    model.cache[0] = model.seen[0] + 1
+    return model.cache[1]
+
+
+def _exchange_modules(model: Any) -> torch.Tensor:
+    model.first, model.second = model.second, model.first
+    return model.first(torch.ones(3))
+
+
+def _rotate(model: Any) -> torch.Tensor:
+    model.states.append(model.states.pop(0))
+    return model.states[0].hidden
+
+
+def _take_turns(model: Any) -> torch.Tensor:
+    model.active = model.spare if model.active is not model.spare else model.state
+    return model.active.hidden
+
+
+MOVES = {
+    "objects": _exchange_objects,
+    "lists": _exchange_lists,
+    "modules": _exchange_modules,
+    "objects in a list": _rotate,
+    "one of two objects": _take_turns,
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_a_program_moves_is_found_where_it_was(name):
+    """Objects stay themselves, and the call that moves them reads what it finds."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model: Any = Stateful(lambda m, x: None)
+        model.spare, model.active = types.SimpleNamespace(hidden=torch.full((3,), 5.0)), None
+        model.states = [types.SimpleNamespace(hidden=torch.full((3,), n)) for n in (6.0, 7.0, 8.0)]
+        model.seen = [torch.full((3,), 9.0), torch.full((3,), 10.0)]
+        model.first, model.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        model.step = lambda m, x: assign(m, "last", MOVES[name](m) * x)
+        models.append(model)
+    aotdist.compile(models[1], backend="fx")
+    known = [[m.state, m.spare, m.cache, m.seen, m.first, m.second, *m.states] for m in models]
+    for call in range(4):
+        for model in models:
+            model(torch.full((3,), call + 1.0))
+        assert torch.equal(models[0].last, models[1].last), call
+        now = [[m.state, m.spare, m.cache, m.seen, m.first, m.second, *m.states] for m in models]
+        pairs = zip(known, now, strict=True)
+        places = [[list(map(id, before)).index(id(one)) for one in after] for before, after in pairs]
+        assert places[0] == places[1], call
+        assert str(now[0]) == str(now[1]), call
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

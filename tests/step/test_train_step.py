@@ -484,6 +484,39 @@ def test_tensors_in_an_object_that_clips() -> None:
         assert same(clips[0].norm, clips[1].norm)
 
 
+class Window:
+    """Clips to the mean of the last three norms."""
+
+    def __init__(self) -> None:
+        self.norms: list[torch.Tensor] = []
+
+    def __call__(self, params: Sequence[torch.Tensor]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        self.norms.append(nn.utils.get_total_norm(grads))
+        if len(self.norms) > 3:
+            self.norms.pop(0)
+        nn.utils.clip_grads_with_norm_(params, 0.1, torch.stack(self.norms).mean())
+
+
+def test_accumulation_does_not_ask_what_clips() -> None:
+    """Norms that are kept make other programs of updates, and of nothing else."""
+    clips = Window(), Window()
+    pair, step = compiled_step(clip=clips[1], accumulate=2)
+    eager, optimizer = pair.models[0], pair.optimizers[0]
+    for at in range(12):
+        torch.manual_seed(at)
+        (loss_of(eager, batch(at)) / 2).backward()
+        if at % 2:
+            clips[0](trained(eager))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.manual_seed(at)
+        step(batch(at))
+        pair.assert_same(at)
+        assert same(clips[0].norms, clips[1].norms)
+    assert len(step.graphs) == 1 + 3
+
+
 def test_sparse_gradients_are_refused() -> None:
     """A trace knows of no element of them, and `SparseAdam` would do nothing."""
     model = nn.Embedding(10, 4, sparse=True)
