@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from aotdist.launch.curve import draw_curve
 from aotdist.launch.metrics import METRICS_FILE, MetricsLog, Record
 from aotdist.launch.progress import Reporter
+from aotdist.launch.run_folder import CURVE_FILE
 
 
 class RecordingReporter:
     """Writes everything into a run folder first and tells the others then.
 
     Records go to the metrics file, each section to a text file of its title, and closing draws the
-    curve: of an interrupted run too, as far as it came.
+    curve: of an interrupted run too, as far as it came. What cannot be written (the disk is full) is a
+    warning: training goes on without it, and an error that ends it is not hidden behind that.
     """
 
     def __init__(self, folder: Path, others: Sequence[Reporter]) -> None:
@@ -27,17 +31,21 @@ class RecordingReporter:
             other.start(facts, num_steps)
 
     def record(self, record: Record) -> None:
-        self._log.record(record)
+        with _warning(METRICS_FILE):
+            self._log.record(record)
         for other in self._others:
             other.record(record)
 
     def section(self, title: str, text: str) -> None:
-        (self._folder / f"{title}.txt").write_text(text + "\n")
+        with _warning(f"{title}.txt"):
+            (self._folder / f"{title}.txt").write_text(text + "\n")
         self._tell(title, text)
 
     def close(self) -> None:
         self._log.close()
-        curve = draw_curve(self._folder)
+        curve = None
+        with _warning(CURVE_FILE):
+            curve = draw_curve(self._folder)
         if curve is not None:
             self._tell("loss curve", str(curve))
         for other in self._others:
@@ -46,6 +54,15 @@ class RecordingReporter:
     def _tell(self, title: str, text: str) -> None:
         for other in self._others:
             other.section(title, text)
+
+
+@contextmanager
+def _warning(name: str) -> Generator[None]:
+    """What stands inside may fail to write the file of this name."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"aotdist: {name} of the run folder cannot be written: {error.strerror}", stacklevel=4)
 
 
 class SilentReporter:

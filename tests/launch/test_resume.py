@@ -1,5 +1,6 @@
 """Checkpoints and going on from them, in one process: a resumed run is the uninterrupted one."""
 
+import errno
 import json
 import os
 import resource
@@ -297,3 +298,26 @@ def test_a_full_disk_stops_no_run_but_its_last_checkpoint_is_missed(job, capsys,
     monkeypatch.setattr(loop.Trainer, "_take_step", take_step)
     assert resume(job, "full") == 0
     assert checkpoints(job, "full") == ["step-00000004", "step-00000006"]
+
+
+def test_a_disk_without_any_room_stops_no_run_either(job, capsys, monkeypatch, small_files):
+    take_step = loop.Trainer._take_step
+
+    def filling(self, state):
+        if state.step == 2:
+            small_files(1)
+        return take_step(self, state)
+
+    def draw_nothing(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(loop.Trainer, "_take_step", filling)
+    monkeypatch.setattr(recorder, "draw_curve", draw_nothing)
+    with (
+        pytest.warns(UserWarning, match=r"metrics.jsonl of the run folder cannot be written: File too large"),
+        pytest.warns(UserWarning, match=r"loss.png of the run folder cannot be written: No space left"),
+    ):
+        assert run(job, "full", steps=4) == 1
+    assert "CheckpointFailed: the checkpoint of step 4" in capsys.readouterr().err
+    small_files(resource.RLIM_INFINITY)
+    assert [record.step for record in step_records(job.records("full"))] == [1, 2]
