@@ -16,9 +16,8 @@ from aotdist.capture.guise import Guises
 from aotdist.convention.memory import by_stride, extent
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import AotdistError, UnsupportedProgram
-from aotdist.joint import collectives
+from aotdist.joint import collectives, ctc_loss
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
-from aotdist.joint.ctc_loss import CTC_LOSS, ctc_loss
 from aotdist.joint.failures import refusal
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
 from aotdist.joint.rebinding import Rebinding
@@ -314,8 +313,8 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
 
 def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """What an operator does, in the words of others, if PyTorch's mode does not find any."""
-    if func is CTC_LOSS:
-        return functools.partial(ctc_loss, *args)
+    if func in ctc_loss.OF_OUR_OWN:
+        return functools.partial(ctc_loss.OF_OUR_OWN[func], *args)
     if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
         return functools.partial(_polygamma, *args)
     if func is _TO_COPY and not isinstance(args[0], torch.Tensor):
