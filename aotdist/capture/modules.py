@@ -138,16 +138,16 @@ def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
 
 @contextlib.contextmanager
 def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> Generator[None]:
-    """Hang `stand_ins` in the places of `state`; put the originals back afterwards."""
+    """Hang `stand_ins` in the places of `state`; put back afterwards what hung there."""
+    hung = [(place, place.owner[place.key]) for tensor in state for place in tensor.places]
     try:
         for tensor, stand_in in zip(state, stand_ins, strict=True):
             for place in tensor.places:
                 place.owner[place.key] = stand_in
         yield
     finally:
-        for tensor in state:
-            for place in tensor.places:
-                place.owner[place.key] = tensor.value
+        for place, before in hung:
+            place.owner[place.key] = before
 
 
 def attribute_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Source, torch.Tensor]]:

@@ -15,6 +15,13 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.export import aot_export_module
 from tests.semantics.observation import Scene, same_as_eager
 
+
+@pytest.fixture(autouse=True)
+def _validating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not loaded Dynamo, which switches validation off."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+
+
 Make = Callable[[torch.Tensor], Distribution]
 
 DISTRIBUTIONS: dict[str, Make] = {
