@@ -111,8 +111,7 @@ class CallableBackend:
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""
         gm = copied(graph)
-        keep_for_backward(gm)
-        detach_what_is_written(gm)
+        let_anyone_run(gm)
         examples = [node.meta.get("val") for node in graph.placeholders()]
         compiler = self.compiler_of(emission.kind)
         with tracing_context(emission.fake_mode):
@@ -128,6 +127,12 @@ class CallableBackend:
                 return self.backward_compiler or self.compiler
             case "inference":
                 return self.inference_compiler or self.compiler
+
+
+def let_anyone_run(gm: GraphModule) -> None:
+    """Make a graph run without grad mode, and on arguments that require grad, in place."""
+    keep_for_backward(gm)
+    detach_what_is_written(gm)
 
 
 def boxed(compiled: Callable[..., Any], compiler: Compiler) -> BoxedCall:

@@ -129,8 +129,7 @@ class InductorBackend:
         batches = KernelBatches()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(emission.fake_mode, inputs) as context, cpp_kernels_batched(batches.start):
-            decompose(gm, inductor_decompositions())
-            decompose(gm, {torch.ops.aten.add.Tensor: _multiplied_first})
+            decompose(gm, {**inductor_decompositions(), torch.ops.aten.add.Tensor: _multiplied_first})
             products_by_onednn(gm)
             keep_for_backward(gm)
             with inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext():

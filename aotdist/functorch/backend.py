@@ -11,11 +11,9 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.api import disable
-from aotdist.codegen.backend import CallableBackend, boxed
+from aotdist.codegen.backend import CallableBackend, boxed, let_anyone_run
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
-from aotdist.codegen.recurrent_layers import keep_for_backward
-from aotdist.codegen.strided_scatters import detach_what_is_written
 from aotdist.functorch.convention import Order, joint_module, named_as_theirs
 from aotdist.functorch.cut import cut_of, is_computed, is_cut, joined, with_arguments
 from aotdist.functorch.partitions import PartitionFn
@@ -125,8 +123,7 @@ class FunctorchBackend:
 
     def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, list[Any] | None]:
         """The user's callable, boxed, and the strides of its results where the compiler says them."""
-        keep_for_backward(gm)
-        detach_what_is_written(gm)
+        let_anyone_run(gm)
         examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         compiler = self.compilers.compiler_of(emission.kind)
         with disable(), tracing_context(emission.fake_mode) as context:
