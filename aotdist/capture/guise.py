@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -31,30 +32,33 @@ class _Guise:
     """One tensor's guise.
 
     Args:
-        tensor: who wears it.
+        tensor: who wears it, held weakly: what `zeros_like` fills, autograd makes a tensor of its own of, with
+            another version counter, unless nobody else holds it.
         cls: the class that it shows.
         attributes: the `__dict__` that it shows.
         beneath: its own class and `__dict__`, while it wears the guise.
     """
 
-    tensor: torch.Tensor
+    tensor: ReferenceType[torch.Tensor]
     cls: type[torch.Tensor]
     attributes: dict[str, Any]
     beneath: tuple[type[torch.Tensor], dict[str, Any]] | None = None
 
     def put_on(self) -> None:
-        if self.beneath is None:
-            beneath = type(self.tensor), vars(self.tensor)
-            _assign(self.tensor, "__class__", self.cls)
-            _assign(self.tensor, "__dict__", self.attributes)
+        tensor = self.tensor()
+        if tensor is not None and self.beneath is None:
+            beneath = type(tensor), vars(tensor)
+            _assign(tensor, "__class__", self.cls)
+            _assign(tensor, "__dict__", self.attributes)
             self.beneath = beneath
 
     def take_off(self) -> None:
-        if self.beneath is not None:
-            self.cls, self.attributes = type(self.tensor), vars(self.tensor)
+        tensor = self.tensor()
+        if tensor is not None and self.beneath is not None:
+            self.cls, self.attributes = type(tensor), vars(tensor)
             cls, attributes = self.beneath
-            _assign(self.tensor, "__class__", cls)
-            _assign(self.tensor, "__dict__", attributes)
+            _assign(tensor, "__class__", cls)
+            _assign(tensor, "__dict__", attributes)
             self.beneath = None
 
 
@@ -107,7 +111,7 @@ class Guises:
     ) -> torch.Tensor:
         if id(tensor) in self._of:
             self._of[id(tensor)].take_off()
-        guise = self._of[id(tensor)] = _Guise(tensor, cls, attributes)
+        guise = self._of[id(tensor)] = _Guise(self._reference(tensor), cls, attributes)
         try:
             guise.put_on()
         except TypeError as error:
@@ -186,8 +190,25 @@ class Guises:
             return False
         guise = self._of.get(id(tensor))
         if guise is None and is_disguised(tensor):
-            guise = self._of[id(tensor)] = _given_by_the_program(tensor)
+            guise = self._of[id(tensor)] = self._given_by_the_program(tensor)
         return guise is not None and guise.beneath is not None
+
+    def _given_by_the_program(self, tensor: torch.Tensor) -> _Guise:
+        """The guise of a tensor whose `__class__` the program has assigned."""
+        everything, attributes = vars(tensor), given_attributes(tensor)  # type: ignore[arg-type]
+        own = {name: value for name, value in everything.items() if name not in attributes}
+        _assign(tensor, "__dict__", attributes)
+        return _Guise(self._reference(tensor), type(tensor), attributes, (FunctionalTensor, own))
+
+    def _reference(self, tensor: torch.Tensor) -> ReferenceType[torch.Tensor]:
+        """To a tensor that may be gone before the trace ends; another may have its `id` then."""
+        of, key = self._of, id(tensor)
+
+        def forget(reference: ReferenceType[torch.Tensor]) -> None:
+            if key in of and of[key].tensor is reference:
+                del of[key]
+
+        return ref(tensor, forget)
 
     def class_of(self, tensor: torch.Tensor) -> type[torch.Tensor] | None:
         """The class that a tensor shows, if it shows one."""
@@ -199,16 +220,8 @@ class Guises:
         for tensor, _ in self._plain:
             _without_attributes(tensor)
         self._plain.clear()
-        for guise in self._of.values():
+        for guise in list(self._of.values()):  # with its attributes, another tensor may go
             guise.attributes = {}
-
-
-def _given_by_the_program(tensor: torch.Tensor) -> _Guise:
-    """The guise of a tensor whose `__class__` the program has assigned."""
-    everything, attributes = vars(tensor), given_attributes(tensor)  # type: ignore[arg-type]
-    own = {name: value for name, value in everything.items() if name not in attributes}
-    _assign(tensor, "__dict__", attributes)
-    return _Guise(tensor, type(tensor), attributes, (FunctionalTensor, own))
 
 
 def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[torch.Tensor]) -> None:

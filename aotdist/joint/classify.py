@@ -21,6 +21,7 @@ from aotdist.convention.wrapper_views import look_inside
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
+    Around,
     Fresh,
     FunctionView,
     Inside,
@@ -440,13 +441,13 @@ class _Classifier:
     def _written_apart(self, steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
         """What counts the writes of a view that has a version counter of its own."""
         version = version_of(view) - sum(change.bumps for change in self._lasting_changes_of(view))
-        last = steps[-1] if steps else None
+        made = [one for step in steps for one in (step.steps if isinstance(step, FunctionView) else (step,))]
         is_apart = any(
-            isinstance(step, ViewStep) and (step.op is data_of or (position and isinstance(step.op, Inside)))
-            for position, step in enumerate(steps)
+            step.op is data_of or isinstance(step.op, Around) or (position and isinstance(step.op, Inside))
+            for position, step in enumerate(made)
         )
-        if version and is_apart and isinstance(last, ViewStep):
-            yield ViewStep(as_written, (version,), grad=last.grad, serial=last.serial)
+        if version and is_apart:
+            yield ViewStep(as_written, (version,), grad=made[-1].grad, serial=made[-1].serial)
 
     def _made_in_inference_mode(self, slot: Slot, base: torch.Tensor) -> tuple[ViewStep, ...]:
         """What makes of a tensor of the region one of inference mode, if the program made it in there."""

@@ -372,6 +372,16 @@ def test_a_result_that_lies_transposed_is_written(cls: type[torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("make", [torch.empty_like, torch.zeros_like, lambda x: x.new_zeros(3, 4)])
+def test_what_is_made_to_be_filled_is_written(cls: type[torch.Tensor], make: Callable[[Any], Any]) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        made = make(x)
+        return made.copy_(x.detach()).mul_(2)
+
+    same_as_eager(lambda: Scene(fn, (of(cls),)))
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_leaves_that_the_program_makes(cls: type[torch.Tensor]) -> None:
     def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
         own, of_result = WithScale(x, y.sum()), WithScale(Cubed.apply(x), y.sum())

@@ -218,6 +218,25 @@ def test_writes_of_what_is_inside_of_a_dtensor_are_counted_there(
     same_as_eager(lambda: Scene(program, (sharded(mesh, torch.randn(3, 4)),)), calls=2)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(-1)])
+def test_writes_of_a_wrapper_made_around_what_another_has_are_counted_there(
+    mesh: DeviceMesh, view: Callable[[Any], Any], grad: bool
+) -> None:
+    """A mesh of one rank: what is whole lies in the memory of what is sharded."""
+
+    def program(x: Any) -> Any:
+        whole = x.redistribute(placements=[Replicate()])
+        whole.add_(1)
+        return view(whole), x
+
+    def build() -> Scene:
+        x = sharded(mesh, torch.randn(3, 4))
+        return Scene(program, (x.requires_grad_() * 1.5 if grad else x,))
+
+    same_as_eager(build, calls=2)
+
+
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[:2], lambda t: t.t_()[1:], lambda t: t.t()])
 def test_a_wrapper_made_around_what_is_written_is_refused_and_so_are_views_of_it(
     view: Callable[[torch.Tensor], torch.Tensor],
