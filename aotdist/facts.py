@@ -23,6 +23,8 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     wrapper_rule,
 )
+from aotdist.torch_seam.ambient import autocast_off
+from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.tensors import set_versions
 
 DETACH = torch.ops.aten.detach.default
@@ -396,6 +398,29 @@ NO_PASSAGES = Passages((), Row())
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """A condition on data of inputs, by which the program chose between two ways.
+
+    Args:
+        of: the plain tensors that it follows from: an input, and which of its plain tensors.
+        condition: an operator.
+        arguments: positional and named arguments of the operator, given these tensors.
+        holds: whether the condition held at capture.
+    """
+
+    of: tuple[tuple[PrimalIdx, int], ...]
+    condition: Callable[..., bool]
+    arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    holds: bool
+
+    def is_same(self, *plains: torch.Tensor) -> bool:
+        """Whether the answer is the same for these tensors."""
+        with no_modes(), autocast_off(), torch.no_grad():
+            args, kwargs = self.arguments(*plains)
+            return self.condition(*args, **kwargs) is self.holds
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardWrite:
     """An input that the backward wrote.
 
@@ -440,6 +465,7 @@ class Facts:
         early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
             `grad_fn` and `grad`, whether there is one.
+        answers: conditions on data of inputs that the program chose by.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -463,6 +489,7 @@ class Facts:
     frees: bool = True
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
+    answers: tuple[Answer, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""

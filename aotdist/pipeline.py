@@ -81,7 +81,7 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
         BadSettings: the backend lacks something, or a setting names nothing.
     """
     with alone(), class_functions_off(), collector_paused():
-        compilation = _compile(Job(call, backend, settings))
+        compilation = _compile(Job(call, backend, settings, finds_out=False))
         refuse_overlap(fit_of(compilation))
     return compilation
 

@@ -52,6 +52,7 @@ class Job:
         backend: turns graphs into callables.
         settings: how to compile.
         symbolic: try symbolic sizes, if the call, settings or marks ask for them.
+        finds_out: let the program choose by data of this call, see `aotdist.joint.answers`.
         counts: places of numbers that symbols are to stand for.
         counted: such numbers among the arguments, by path.
     """
@@ -60,6 +61,7 @@ class Job:
     backend: Backend
     settings: Settings
     symbolic: bool = True
+    finds_out: bool = True
     counts: tuple[Source, ...] = ()
     counted: tuple[str, ...] = ()
 
@@ -390,6 +392,7 @@ def _trace(
                 backward_autocast=_backward_autocast(job.settings),
                 symbolic=bool(dims or counts),
                 fakes=fakes,
+                finds_out=job.finds_out,
             )
             times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)

@@ -32,7 +32,7 @@ class _Guise:
     """One tensor's guise.
 
     Args:
-        tensor: who wears it, held weakly: what `zeros_like` fills, autograd makes a tensor of its own of, with
+        tensor: who wears it, held weakly: of what `zeros_like` fills, autograd makes another tensor, with
             another version counter, unless nobody else holds it.
         cls: the class that it shows.
         attributes: the `__dict__` that it shows.

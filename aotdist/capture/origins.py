@@ -85,6 +85,16 @@ def raised_at(traceback: TracebackType | None) -> str | None:
     return users or current_line() or modules
 
 
+def is_asked_by_torch_modules(frame: FrameType | None) -> bool:
+    """Whether a frame is called by `torch.nn`, rather than by the user's code itself."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.startswith(_TORCH_MODULES) or is_user_file(filename):
+            return filename.startswith(_TORCH_MODULES)
+        frame = frame.f_back
+    return False
+
+
 def line_of_stack(stack: str) -> str:
     """The innermost line of the user's in a stack that was written down, or an empty string.
 

@@ -359,6 +359,7 @@ class Effects:
             frees=backward.frees,
             early=outputs.early,
             asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
+            answers=tuple(self.recorder.answers.given),
         )
 
 

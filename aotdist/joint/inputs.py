@@ -155,6 +155,8 @@ class Inputs:
             self._recorder.argument(Slot("primal", slot.path, inner), fake, overwritten=is_span)
             for (inner, _), fake in zip(leaves(recipe), fakes, strict=True)
         ]
+        if is_real(example) and not example.requires_grad:
+            self._recorder.is_there(at, functionals, plain_tensors(example))
         base = self._views.get(at)
         if base is not None:
             return replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)

@@ -8,12 +8,12 @@ nodes that lead to it are run when it asks. Libraries do so with masks and posit
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.torch_seam.ambient import autocast_off
@@ -49,14 +49,35 @@ def result_of(
     """
     values: dict[Node, Any] = dict(given)
     with no_modes(), autocast_off(), torch.no_grad():
-        for node in _in_order((args, kwargs), given):
+        for node in leading_to((args, kwargs), given):
             values[node] = _value(node, values, root)
         real_args, real_kwargs = map_arg((args, kwargs), values.__getitem__)
         return target(*real_args, **real_kwargs)
 
 
-def _in_order(last: Any, given: Container[Node]) -> list[Node]:
-    """The nodes that lead to those in `last`, and these, in the order of the graph; none that is given."""
+def as_function(asked: Any, given: Sequence[Node], root: torch.nn.Module) -> GraphModule:
+    """What computes nodes of others.
+
+    Args:
+        asked: the nodes, in a structure that is returned; what they follow from is known, but for `given`.
+        given: what the function takes.
+        root: holds the constants of the graph.
+    """
+    graph, copies = Graph(), dict[Node, Node]()
+    for at, node in enumerate(given):
+        copies[node] = graph.placeholder(f"given_{at}")
+    for node in leading_to(asked, given):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(map_arg(asked, copies.__getitem__))
+    return GraphModule(root, graph)
+
+
+def leading_to(last: Any, given: Container[Node]) -> list[Node]:
+    """The nodes that lead to those in `last`, and these, in the order of the graph; none that is given.
+
+    Raises:
+        NotKnown: a node leads to an argument, to a random number, or out of the process.
+    """
     found: set[Node] = set()
     waiting: list[Node] = []
     map_arg(last, waiting.append)

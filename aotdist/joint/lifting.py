@@ -26,6 +26,7 @@ from aotdist.joint.written_views import WrittenViews
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.checks import gaussian_nll_loss
 from aotdist.torch_seam.functional import FunctionalTensor, rebind
 from aotdist.torch_seam.modes import class_functions_are_on
 from aotdist.torch_seam.operators import HigherOrderOperator
@@ -118,6 +119,7 @@ class Lifting(TorchFunctionMode):
             _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
             torch.nn.functional.embedding: sparse_embedding.embedding,
+            torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
         }
 
     def __torch_function__(

@@ -13,16 +13,20 @@ A symbolic number is no node that computes it, but an argument of the graph: one
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from aotdist.capture.origins import is_asked_by_torch_modules
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import draws_nothing, functional_draw
 from aotdist.joint import known
+from aotdist.joint.answers import Answers
 from aotdist.joint.bits import with_negation_done
 from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.kernel_results import fake_result
@@ -101,6 +105,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         decompositions: operators that are recorded as simpler ones.
         stamp: the origin of the operation that runs now, for `node.meta`.
         draws: which random numbers are drawn.
+        answers: what is found out about data that is there before a call.
         stream: where they come from, if from a seed and an offset.
         size: the node of a symbolic number, or the number itself if it is a certain one.
         symbolic: whether sizes may be symbolic.
@@ -114,6 +119,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         decompositions: Mapping[OpOverload, Callable[..., Any]],
         stamp: Callable[[], dict[str, Any]],
         draws: Draws,
+        answers: Answers,
         stream: Stream | None,
         size: Callable[[Any], Any],
         *,
@@ -123,6 +129,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._decompositions = decompositions
         self._stamp = stamp
         self._draws = draws
+        self._answers = answers
         self._stream = stream
         self._size = size
         self._symbolic = symbolic
@@ -165,13 +172,17 @@ class ProxyMode(ProxyTorchDispatchMode):
     def _read(
         self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A number that is read off tensors: known, followed, or for the general mode to refuse."""
+        """What is read off tensors: it is known, found out, followed, or for the general mode to refuse."""
         scalars, token = current_scalars(), None
         try:
             node_args, node_kwargs = self._node_arguments(args, kwargs)
-            return known.result_of(func, node_args, node_kwargs, self.tracer.root)
-        except known.NotKnown:
-            if scalars is not None and func is _ITEM:
+            with suppress(known.NotKnown):
+                return known.result_of(func, node_args, node_kwargs, self.tracer.root)
+            is_condition = func is _ITEM and args[0].dtype is torch.bool
+            if is_condition and is_asked_by_torch_modules(inspect.currentframe()):
+                with suppress(known.NotKnown):
+                    return self._answers.answer(func, node_args, node_kwargs, self.tracer.root)
+            if func is _ITEM and scalars is not None:
                 token = scalars.read(
                     tuple(map(self._argument, args)), args[0], self._create, self.tracer.root
                 )

@@ -27,10 +27,11 @@ from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.joint.answers import Answers
 from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.proxy_mode import ProxyMode
 from aotdist.joint.random import Draws
-from aotdist.program import Graph, Role, Slot
+from aotdist.program import Graph, PrimalIdx, Role, Slot
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
 from aotdist.torch_seam.autograd import next_sequence_nr, running_node, saved_tensor_hooks_off
@@ -86,6 +87,7 @@ class Recorder:
         symbolic: whether sizes may be symbolic.
         fakes: the user's fake tensors, which are met as real ones are. Of their mode it depends then whether
             sizes may be symbolic.
+        finds_out: let the program choose by data of its inputs, see `aotdist.joint.answers`.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Recorder:
         backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off,
         symbolic: bool = False,
         fakes: UserFakes = NO_FAKES,
+        finds_out: bool = False,
     ) -> None:
         if within is not None:
             self.shape_env, self.fake_mode = None, within.fake_mode
@@ -111,6 +114,8 @@ class Recorder:
         self._tracer = _Tracer(self._stamp)
         self._decompositions = decompositions
         self.draws = Draws()
+        self.answers = Answers()
+        self._finds_out = finds_out
         self.guises = Guises()
         self._functionalisation = Functionalisation(self.guises)
         self.strided = self._functionalisation.strided
@@ -118,7 +123,14 @@ class Recorder:
         self._stream = stream = Stream(self._rng_state) if functional_rng else None
         symbolic = self.fake_mode.shape_env is not None
         self._proxy_mode = ProxyMode(
-            self._tracer, decompositions, self._stamp, self.draws, stream, self.size, symbolic=symbolic
+            self._tracer,
+            decompositions,
+            self._stamp,
+            self.draws,
+            self.answers,
+            stream,
+            self.size,
+            symbolic=symbolic,
         )
         self._rng: list[torch.fx.Node] = []
         self._serials = itertools.count()
@@ -219,6 +231,20 @@ class Recorder:
         node.meta["overwritten"] = overwritten
         track(fake, node, self._tracer)
         return self._functionalisation.remember(functional(fake))
+
+    def is_there(
+        self, at: PrimalIdx, arguments: Sequence[FunctionalTensor], reals: Sequence[torch.Tensor]
+    ) -> None:
+        """An input is there before a call: where calls are asked again, the program may choose by its data.
+
+        Args:
+            at: the input.
+            arguments: those of the graph for its plain tensors.
+            reals: the plain tensors.
+        """
+        if self._finds_out:
+            for leaf, (argument, real) in enumerate(zip(arguments, reals, strict=True)):
+                self.answers.is_there(self.value(argument), at, leaf, real)
 
     def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset, which become arguments when they are first asked for."""

@@ -203,6 +203,7 @@ def _run_forward(
         written_views.notice()
         view_mode.settle()
     recorder.draws.check()
+    recorder.answers.forget()
     return [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs], lifting
 
 

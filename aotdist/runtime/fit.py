@@ -22,6 +22,7 @@ from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import differentiable_writes
 from aotdist.convention.synthetic_base import BasePlan, ViewBase
 from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Answer
 from aotdist.joint.symbols import Count
 from aotdist.program import ArgIdx, DistinctIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation
@@ -57,6 +58,7 @@ class Fit:
         written: inputs that the program writes.
         with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
+        answers: conditions on data of inputs that the program chose by.
         storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
         ambient: the modes that were on at capture.
         holds: further conditions: each a name, a function, and its arguments.
@@ -82,6 +84,7 @@ class Fit:
     written: tuple[PrimalIdx, ...]
     with_history: tuple[PrimalIdx, ...]
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
+    answers: tuple[Answer, ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     ambient: Ambient
     holds: tuple[tuple[str, Callable[[], bool]], ...]
@@ -160,6 +163,7 @@ def fit_of(compilation: Compilation) -> Fit:
         written=tuple(sorted(written)),
         with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
         asked=facts.asked,
+        answers=facts.answers,
         storages=tuple(
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
             for idx, leaf in facts.storages

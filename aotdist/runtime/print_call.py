@@ -346,6 +346,7 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
         conditions.append(_overlap_condition(printer, fit))
     if fit.with_history:
         conditions.append(_alone_condition(printer, fit))
+    conditions += _conditions_on_data(printer, fit)
     return conditions
 
 
@@ -355,6 +356,13 @@ def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
         place = f"{names[idx]}.{asked}"
         is_there = asked in ("grad", "grad_fn", "_base")
         yield f"({place} is not None) is {answer}" if is_there else f"{place} == {answer}"
+
+
+def _conditions_on_data(printer: Printer, fit: Fit) -> Iterator[str]:
+    names = fit.primal_variables()
+    for answer in fit.answers:
+        plains = (print_plains(fit.recipes[idx], names[idx])[leaf] for idx, leaf in answer.of)
+        yield f"{printer.bind('answer_is_same', answer.is_same)}({', '.join(plains)})"
 
 
 def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:

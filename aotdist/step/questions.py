@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
 
+from aotdist.joint import known
 from aotdist.joint.scalars import Scalars
 
 
@@ -29,26 +29,9 @@ class Questions:
         """The questions of a trace; None if it asked nothing."""
         if not scalars.asked:
             return None
-        graph, copies = Graph(), dict[Node, Node]()
-        for at, node in enumerate(scalars.values):
-            copies[node] = graph.placeholder(f"given_{at}")
-        asked = [node for node, _ in scalars.asked]
-        for node in _in_order(asked, copies):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[node] for node in asked))
-        return cls(GraphModule(scalars.root, graph), tuple(holds for _, holds in scalars.asked))
+        ask = known.as_function(tuple(node for node, _ in scalars.asked), list(scalars.values), scalars.root)
+        return cls(ask, tuple(holds for _, holds in scalars.asked))
 
     def hold(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether the answers are the same now."""
         return tuple(map(bool, self.ask(*given))) == self.answers
-
-
-def _in_order(asked: Sequence[Node], known: dict[Node, Node]) -> list[Node]:
-    """The nodes that lead from what is known to what is asked, in the order of their graph."""
-    found, waiting = set[Node](), list(asked)
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node not in known:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return sorted(found)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -19,14 +19,24 @@ NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], obj
 """Takes what `torch._check_tensor_all_with` is given: an error, a condition, a message; is it seen to?"""
 
 _check_now, _is_all_true_now = torch._check_tensor_all_with, torch._is_all_true
+_any_now = torch.any
+_NEGATIVE_VARIANCE = "var has negative entry/entries"
+"""What `gaussian_nll_loss` says."""
 
 
 def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
     """What PyTorch would check in this thread is told to `note`, and checked if that does not see to it.
 
-    `torch._check_tensor_all` is heard, and the validation of `torch.distributions`.
+    `torch._check_tensor_all` is heard, the validation of `torch.distributions`, and `gaussian_nll_loss`.
     """
     return _CHECKS.applied(note)
+
+
+def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """PyTorch's, whose check that variances are not negative is told to whom checks are told."""
+    note = _CHECKS.value
+    with nullcontext() if note is None else _LOSS_CHECKS.applied(note):
+        return torch.nn.functional.gaussian_nll_loss(*args, **kwargs)
 
 
 def raise_check(error: type[Exception], message: str | None) -> None:
@@ -41,6 +51,13 @@ def _hook_checks(hearing: bool) -> None:
 
 
 _CHECKS = Patch[NoteCheck]("check_hearers", _hook_checks)
+
+
+def _hook_any(hearing: bool) -> None:
+    torch.any = _tell_of_negative_variance if hearing else _any_now
+
+
+_LOSS_CHECKS = Patch[NoteCheck]("loss_check_hearers", _hook_any)
 
 
 def _tell_of_check(
@@ -58,6 +75,15 @@ def _tell_of_validation(valid: torch.Tensor) -> torch.Tensor | bool:
     if note is None or asking is None or asking.f_globals is not vars(distribution):
         return _is_all_true_now(valid)
     return note(ValueError, valid, functools.partial(_invalid, asking)) or _is_all_true_now(valid)
+
+
+def _tell_of_negative_variance(*args: Any, **kwargs: Any) -> torch.Tensor | bool:
+    note, frame = _LOSS_CHECKS.value, inspect.currentframe()
+    asking = None if frame is None else frame.f_back
+    is_loss = asking is not None and asking.f_code is torch.nn.functional.gaussian_nll_loss.__code__
+    if note is not None and is_loss and note(ValueError, ~args[0], lambda: _NEGATIVE_VARIANCE):
+        return False
+    return _any_now(*args, **kwargs)
 
 
 def _invalid(asking: types.FrameType) -> str:

@@ -108,3 +108,10 @@ def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
     aotdist.load(tmp_path / "it.aot", model)
     with pytest.raises(aotdist.UnsupportedProgram, match="loaded from an artifact, which holds no such"):
         torch.autograd.grad(model(*args).sum(), list(model.parameters()), create_graph=True)
+
+
+def test_what_pytorch_chooses_by_data_is_refused(tmp_path: Path) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder, mask = torch.nn.TransformerEncoder(layer, 1), torch.zeros(4, 4)
+    with pytest.raises(aotdist.UnsupportedProgram, match="reads a tensor's data"):
+        aotdist.build(lambda: (encoder, (torch.randn(2, 4, 8), mask)), tmp_path / "it.aot")

@@ -1,0 +1,80 @@
+"""Choices of PyTorch's own modules by data that is there before a call.
+
+`nn.TransformerEncoder` looks whether the mask that it is given is the causal one (`(mask == causal).all()`).
+Such a condition is found out while the program is captured, from the tensors of that call. What was chosen
+holds for calls with the same answers: a compiled call finds the conditions out anew before it runs, and where
+an answer is another, the program is compiled anew. So a condition has to follow from arguments, buffers and
+closed-over tensors that no gradient is taken of, by a few operators.
+
+Conditions of the user's own code are refused: what they choose is better chosen on the device, at each call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from aotdist.facts import Answer
+from aotdist.joint import known
+from aotdist.joint.known import NotKnown
+from aotdist.program import PrimalIdx
+from aotdist.torch_seam.operators import OpOverload
+
+_MOST_STEPS = 16
+"""Operators that a condition may take: they run at every call, before the program does."""
+
+
+class Answers:
+    """The conditions that a program has chosen by.
+
+    Attributes:
+        given: what the program chose by, in order.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[Answer] = []
+        self._there: dict[Node, tuple[PrimalIdx, int]] = {}
+        self._reals: dict[Node, torch.Tensor] = {}
+
+    def is_there(self, node: Node, at: PrimalIdx, leaf: int, real: torch.Tensor) -> None:
+        """A plain tensor of an input is there before a call.
+
+        Args:
+            node: what stands for it.
+            at: the input.
+            leaf: which of its plain tensors.
+            real: the plain tensor.
+        """
+        self._there[node], self._reals[node] = (at, leaf), real
+
+    def answer(self, condition: OpOverload, args: Any, kwargs: Any, root: torch.nn.Module) -> bool:
+        """Whether a condition holds.
+
+        Args:
+            condition: an operator that returns a `bool`.
+            args: its positional arguments, with nodes in the place of tensors.
+            kwargs: its named ones.
+            root: holds the constants of the graph.
+
+        Raises:
+            NotKnown: it follows from something that is not there before a call, or by many operators.
+        """
+        steps = known.leading_to((args, kwargs), self._there)
+        if len(steps) > _MOST_STEPS:
+            raise NotKnown(condition)
+        holds: bool = known.result_of(condition, args, kwargs, root, self._reals)
+        needed = set[Node]()
+        map_arg((args, kwargs), needed.add)
+        needed.update(*(step.all_input_nodes for step in steps))
+        used = [node for node in self._there if node in needed]
+        arguments = known.as_function((tuple(args), dict(kwargs)), used, root)
+        self.given.append(Answer(tuple(self._there[node] for node in used), condition, arguments, holds))
+        return holds
+
+    def forget(self) -> None:
+        """The program has returned: let go of the caller's tensors; nothing is asked any more."""
+        self._there.clear()
+        self._reals.clear()
