@@ -51,6 +51,7 @@ from aotdist.subclasses.protocol import ModuleRule, is_real, leaves, module_rule
 from aotdist.torch_seam.checks import hearing_of_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on
+from aotdist.torch_seam.modules import recurrent_layers_referring_to
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree
@@ -356,6 +357,9 @@ class _Changes:
 def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ...]) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(swapped(environment.state, stand_ins))
+        pairs = zip(environment.state, stand_ins, strict=True)
+        hung = {id(tensor.value): stand_in for tensor, stand_in in pairs}
+        stack.enter_context(recurrent_layers_referring_to(environment.modules.values(), hung))
         for claim in environment.rules:
             stack.enter_context(claim.rule.capturing(claim.root, annotate))
         stack.enter_context(following_modules(environment.modules))

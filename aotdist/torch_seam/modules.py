@@ -3,8 +3,10 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.nn.utils import parametrize
@@ -40,6 +42,32 @@ def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:
         module._global_backward_hooks,
         module._global_backward_pre_hooks,
     ]
+
+
+@contextmanager
+def recurrent_layers_referring_to(
+    modules: Iterable[torch.nn.Module], instead: Mapping[int, torch.Tensor]
+) -> Generator[None]:
+    """Recurrent layers find the weights that they knew, where others hang in their places.
+
+    They look by weak references whether their weights are others than at the last call, and if so, they make
+    the list anew in which they keep them.
+
+    Args:
+        modules: recurrent layers and others.
+        instead: what hangs in the place of a weight, by its `id`.
+    """
+    known = {one: one._flat_weight_refs for one in modules if isinstance(one, torch.nn.RNNBase)}
+    for layer, references in known.items():
+        weights = [None if reference is None else reference() for reference in references]
+        layer._flat_weight_refs = [
+            None if weight is None else ref(instead.get(id(weight), weight)) for weight in weights
+        ]
+    try:
+        yield
+    finally:
+        for layer, references in known.items():
+            layer._flat_weight_refs = references
 
 
 def is_parametrized(module: torch.nn.Module) -> bool:

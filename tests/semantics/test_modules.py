@@ -502,3 +502,32 @@ def test_attention_in_evaluation(name: str, masked: bool, grad: bool) -> None:
     leaves = ([leaf for leaf in pytree.tree_leaves(made) if leaf is not None] for made in (found, expected))
     for ours, theirs in zip(*leaves, strict=True):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("cls", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("inner", [False, True])
+def test_recurrent_layers_keep_the_list_of_their_weights(cls: type[nn.RNNBase], inner: bool) -> None:
+    """They make it anew when they see other weights than at the last call, as capture hangs there."""
+    layer = cls(3, 4, num_layers=2)
+    weights, references = layer._flat_weights, layer._flat_weight_refs
+    compiled = aotdist.compile(nn.Sequential(layer) if inner else layer, backend="fx")
+    for _ in range(2):
+        compiled(torch.randn(5, 2, 3))
+    assert layer._flat_weights is weights and layer._flat_weight_refs is references
+    same_as_eager(
+        lambda: Scene(nn.Sequential(cls(3, 4)) if inner else cls(3, 4), (torch.randn(5, 2, 3),)), calls=3
+    )
+
+
+def test_a_recurrent_layer_called_with_other_weights() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(3, 4)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = {name: weight * self.scale for name, weight in self.layer.named_parameters()}
+            return torch.func.functional_call(self.layer, weights, (x,))[0] + self.layer(x)[0]
+
+    same_as_eager(lambda: Scene(Scaled(), (torch.randn(5, 2, 3),)), calls=3, compilations=None)
