@@ -27,6 +27,10 @@ _MOST_STEPS = 16
 """Operators that a condition may take: they run at every call, before the program does."""
 
 
+class NeedsSizes(Exception):
+    """A condition may follow from sizes that are symbols: the program is to be traced without."""
+
+
 class Answers:
     """The conditions that a program has chosen by.
 

@@ -26,7 +26,7 @@ from aotdist.capture.origins import is_asked_by_torch_modules
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import draws_nothing, functional_draw
 from aotdist.joint import known
-from aotdist.joint.answers import Answers
+from aotdist.joint.answers import Answers, NeedsSizes
 from aotdist.joint.bits import with_negation_done
 from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.kernel_results import fake_result
@@ -182,6 +182,8 @@ class ProxyMode(ProxyTorchDispatchMode):
             if is_condition and is_asked_by_torch_modules(inspect.currentframe()):
                 with suppress(known.NotKnown):
                     return self._answers.answer(func, node_args, node_kwargs, self.tracer.root)
+                if self._symbolic:
+                    raise NeedsSizes("it chooses by data, and by a size")
             if func is _ITEM and scalars is not None:
                 token = scalars.read(
                     tuple(map(self._argument, args)), args[0], self._create, self.tracer.root

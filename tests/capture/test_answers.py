@@ -104,6 +104,8 @@ def test_masks_of_transformers(training: bool) -> None:
             return Scene(nn.TransformerEncoder(layer, 2).train(training), (torch.randn(2, 4, 8), mask))
 
         same_as_eager(build, calls=2)
+        with pytest.warns(UserWarning, match="it chooses by data, and by a size"):
+            same_as_eager(build, calls=2, dynamic=True)
 
 
 @pytest.mark.parametrize("module", [nn.GaussianNLLLoss(), nn.GaussianNLLLoss(full=True, reduction="none")])
