@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class _Attributes:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """A list or a dictionary, or an object whose class is made of one; as for `_Attributes`."""
+    """A list, a deque or a dictionary, or an object whose class is made of one; as for `_Attributes`."""
 
     place: Source
     held: Any
@@ -62,7 +63,7 @@ class _Items:
 
     def now(self) -> Any:
         """As for `_Attributes`."""
-        return items_of(self.held)
+        return self.held.copy() if isinstance(self.held, deque) else items_of(self.held)
 
     def entry(self, key: Any) -> Source:
         """The place of one of them."""
@@ -123,6 +124,12 @@ class GivenContainers:
                     stage="capture",
                     fix="return what is left, or take the items out outside",
                 )
+            if isinstance(now, deque) and len(now) != len(before):
+                raise UnsupportedProgram(
+                    f"the deque `{place.path}` gets longer or shorter in the compiled function",
+                    stage="capture",
+                    fix="pass one that is full (`maxlen`), or a list, or return what it is to hold",
+                )
             for key, value in list(_entries(now)):
                 then = before.get(key, ABSENT) if isinstance(before, dict) else before[key]
                 if is_same(value, then):
@@ -179,11 +186,11 @@ def are_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     pending: list[Any] = [*args, *kwargs.values()]
     while pending:
         value = pending.pop()
-        if isinstance(value, (list, dict)):
+        if isinstance(value, (list, dict, deque)):
             if id(value) in seen:
                 return False
             seen.add(id(value))
-        if isinstance(value, (list, dict, tuple)):
+        if isinstance(value, (list, dict, tuple, deque)):
             pending.extend(inner for _, inner in _entries(value))
     return True
 
@@ -201,11 +208,11 @@ def _place(key: int | str) -> Source:
 def _watched(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
     if is_unreadable(value) or is_instance(value):  # one of the objects
         return
-    if isinstance(value, (list, dict)):
+    if isinstance(value, (list, dict, deque)):
         yield _Items(place, value, value.copy())
     elif type(value) in pytree.SUPPORTED_NODES and not isinstance(value, tuple):
         yield from _watched_attributes(place, value)
-    if isinstance(value, (list, dict, tuple)):
+    if isinstance(value, (list, dict, tuple, deque)):
         for key, inner in _entries(value):
             yield from _watched(place.item(key), inner)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 import aotdist
 from aotdist.api import compiled_call
 from aotdist.errors import UnsupportedProgram
+from tests.semantics.observation import Scene, same_as_eager
 
 
 def pops(batch: dict[str, Any]) -> torch.Tensor:
@@ -171,3 +173,32 @@ def test_objects_that_pytrees_know() -> None:
         assert batch.seen is x and torch.equal(batch.x, x * 2) and batch.sizes == [4]
         told.append((result.item(), [item.tolist() for item in bag.items]))
     assert told[0] == told[1] == told[2]
+
+
+def test_a_full_deque_is_changed() -> None:
+    def slides(x: torch.Tensor, window: deque[torch.Tensor]) -> torch.Tensor:
+        total = x + sum(window)
+        window.append(x.detach() * 2)
+        return total
+
+    def build() -> Scene:
+        return Scene(
+            slides, (torch.randn(3, requires_grad=True), deque([torch.ones(3), torch.zeros(3)], maxlen=2))
+        )
+
+    same_as_eager(build, calls=3)
+    window = deque([torch.ones(3), torch.zeros(3)], maxlen=2)
+    second = window[1]
+    aotdist.compile(slides, backend="fx")(torch.randn(3), window)
+    assert window[0] is second and len(window) == 2
+
+
+def test_a_deque_that_grows_is_refused() -> None:
+    def grows(x: torch.Tensor, window: deque[torch.Tensor]) -> torch.Tensor:
+        window.append(x * 2)
+        return x
+
+    window = deque([torch.ones(3)], maxlen=2)
+    with pytest.raises(UnsupportedProgram, match=r"the deque `args\[1\]` gets longer or shorter"):
+        aotdist.compile(grows, backend="fx")(torch.randn(3), window)
+    assert len(window) == 1
