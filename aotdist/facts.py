@@ -403,21 +403,18 @@ class Answer:
 
     Args:
         of: the plain tensors that it follows from: an input, and which of its plain tensors.
-        condition: an operator.
-        arguments: positional and named arguments of the operator, given these tensors.
-        holds: whether the condition held at capture.
+        ask: the condition, given these: a tensor of one boolean.
+        holds: whether it held at capture.
     """
 
     of: tuple[tuple[PrimalIdx, int], ...]
-    condition: Callable[..., bool]
-    arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    ask: Callable[..., torch.Tensor]
     holds: bool
 
     def is_same(self, *plains: torch.Tensor) -> bool:
         """Whether the answer is the same for these tensors."""
         with no_modes(), autocast_off(), torch.no_grad():
-            args, kwargs = self.arguments(*plains)
-            return self.condition(*args, **kwargs) is self.holds
+            return bool(self.ask(*plains)) is self.holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,13 @@ Conditions of the user's own code are refused: what they choose is better chosen
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from aotdist.facts import Answer
 from aotdist.joint import known
 from aotdist.joint.known import NotKnown
 from aotdist.program import PrimalIdx
-from aotdist.torch_seam.operators import OpOverload
 
 _MOST_STEPS = 16
 """Operators that a condition may take: they run at every call, before the program does."""
@@ -54,28 +50,24 @@ class Answers:
         """
         self._there[node], self._reals[node] = (at, leaf), real
 
-    def answer(self, condition: OpOverload, args: Any, kwargs: Any, root: torch.nn.Module) -> bool:
+    def answer(self, condition: Node, root: torch.nn.Module) -> bool:
         """Whether a condition holds.
 
         Args:
-            condition: an operator that returns a `bool`.
-            args: its positional arguments, with nodes in the place of tensors.
-            kwargs: its named ones.
+            condition: a tensor of one boolean.
             root: holds the constants of the graph.
 
         Raises:
             NotKnown: it follows from something that is not there before a call, or by many operators.
         """
-        steps = known.leading_to((args, kwargs), self._there)
+        steps = known.leading_to(condition, self._there)
         if len(steps) > _MOST_STEPS:
             raise NotKnown(condition)
-        holds: bool = known.result_of(condition, args, kwargs, root, self._reals)
-        needed = set[Node]()
-        map_arg((args, kwargs), needed.add)
-        needed.update(*(step.all_input_nodes for step in steps))
+        holds: bool = known.result_of(bool, (condition,), {}, root, self._reals)
+        needed = {condition}.union(*(step.all_input_nodes for step in steps))
         used = [node for node in self._there if node in needed]
-        arguments = known.as_function((tuple(args), dict(kwargs)), used, root)
-        self.given.append(Answer(tuple(self._there[node] for node in used), condition, arguments, holds))
+        ask = known.as_function(condition, used, root)
+        self.given.append(Answer(tuple(self._there[node] for node in used), ask, holds))
         return holds
 
     def forget(self) -> None:

@@ -181,7 +181,7 @@ class ProxyMode(ProxyTorchDispatchMode):
             is_condition = func is _ITEM and args[0].dtype is torch.bool
             if is_condition and is_asked_by_torch_modules(inspect.currentframe()):
                 with suppress(known.NotKnown):
-                    return self._answers.answer(func, node_args, node_kwargs, self.tracer.root)
+                    return self._answers.answer(node_args[0], self.tracer.root)
                 if self._symbolic:
                     raise NeedsSizes("it chooses by data, and by a size")
             if func is _ITEM and scalars is not None:
