@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 import torch
 
-from aotdist.capture.ambient import ambient
+from aotdist.capture.ambient import AmbientGuard
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
@@ -324,7 +324,7 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
 
 def _conditions(printer: Printer, fit: Fit) -> list[str]:
     """Everything that must be as it was at capture, cheap and telling things first."""
-    conditions = [f"{printer.bind('ambient', ambient)}() == {printer.bind('AMBIENT', fit.ambient)}"]
+    conditions = [f"{printer.bind('modes_hold', AmbientGuard(fit.ambient))}()"]
     if fit.changes_given:
         conditions.append(f"{printer.bind('are_apart', are_apart)}(args, kwargs)")
     bind = binder(printer, fit.variables)

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+
+# One C++ check of grad mode, autocast, deterministic algorithms, default dtype, threads and precision.
+from torch._C._dynamo.guards import GlobalStateGuard as GlobalStateGuard
 from torch.utils._device import DeviceContext
 
 
