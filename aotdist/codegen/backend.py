@@ -13,6 +13,7 @@ from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emissio
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor import InductorBackend
+from aotdist.codegen.provenance import write_stack_traces
 from aotdist.codegen.recurrent_layers import keep_for_backward
 from aotdist.codegen.strided_scatters import detach_what_is_written
 from aotdist.codegen.triton import TritonBackend
@@ -111,7 +112,7 @@ class CallableBackend:
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""
         gm = copied(graph)
-        let_anyone_run(gm)
+        hand_over(gm)
         examples = [node.meta.get("val") for node in graph.placeholders()]
         compiler = self.compiler_of(emission.kind)
         with tracing_context(emission.fake_mode):
@@ -129,8 +130,12 @@ class CallableBackend:
                 return self.inference_compiler or self.compiler
 
 
-def let_anyone_run(gm: GraphModule) -> None:
-    """Make a graph run without grad mode, and on arguments that require grad, in place."""
+def hand_over(gm: GraphModule) -> None:
+    """Make a graph fit for a compiler of the user's, in place.
+
+    It runs without grad mode, and on arguments that require grad, and says where its nodes come from.
+    """
+    write_stack_traces(gm)
     keep_for_backward(gm)
     detach_what_is_written(gm)
 

@@ -1,14 +1,16 @@
-"""Where nodes come from, after a rewrite that did not keep track of it."""
+"""Where nodes come from: after a rewrite that did not keep track of it, and for compilers of the user's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from aotdist.program import Graph
 
 _INHERITED = ("source", "module", "seq_nr")
+_LINE = re.compile(r"(.+):(\d+)   (.*)")
 
 
 def restore_provenance(graph: Graph) -> None:
@@ -37,3 +39,12 @@ def _inherit(node: Node, neighbours: Iterable[Node]) -> None:
             for key in _INHERITED:
                 if key in neighbour.meta:
                     node.meta.setdefault(key, neighbour.meta[key])
+
+
+def write_stack_traces(gm: GraphModule) -> None:
+    """Give nodes with a `source` the `stack_trace` that PyTorch's tools read: one frame, the user's line."""
+    for node in gm.graph.nodes:
+        if found := _LINE.fullmatch(node.meta.get("source") or ""):
+            file, number, code = found.groups()
+            where = node.meta.get("module") or "<function>"
+            node.meta["stack_trace"] = f'  File "{file}", line {number}, in {where}\n    {code}\n'

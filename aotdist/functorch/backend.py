@@ -11,10 +11,12 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.api import disable
-from aotdist.codegen.backend import CallableBackend, boxed, let_anyone_run
+from aotdist.codegen.backend import CallableBackend, boxed, hand_over
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
-from aotdist.functorch.convention import Order, joint_module, named_as_theirs
+from aotdist.codegen.write_back import copy_back, new_values
+from aotdist.convention.version import all_uncounted
+from aotdist.functorch.convention import Order, flat_results, joint_module, named_as_theirs
 from aotdist.functorch.cut import cut_of, is_computed, is_cut, joined, with_arguments
 from aotdist.functorch.partitions import PartitionFn
 from aotdist.passes.run import run_passes
@@ -32,12 +34,14 @@ class FunctorchBackend:
         compilers: what the user brought.
         partition_fn: cuts the joint graph.
         num_params_buffers: how many of the first tensors are parameters and buffers.
+        writes_in_graph: whether forwards copy new values to the inputs themselves, and do not return them.
         settings: for what happens before the cut.
     """
 
     compilers: CallableBackend
     partition_fn: PartitionFn
     num_params_buffers: int = 0
+    writes_in_graph: bool = False
     settings: Settings = field(default_factory=Settings.from_environment)
     name: str = "functorch"
     partition: Literal["default", "min_cut"] = "default"
@@ -75,23 +79,33 @@ class FunctorchBackend:
             case "inference":
                 order = Order.of(graph)
                 gm = with_arguments(graph, graph.ins, order.values, "arg{}_1", first=0)
-                return self._emit(gm, graph, order.values, emission, source)
+                return self._emit(gm, graph, order, order.values, emission, source)
             case "forward":
                 cut = cut_of(graph)
                 outs = frozenset(graph.outs)
                 slots = (*cut.order.values, *(s for s in cut.saved if not is_computed(s) or s in outs))
                 gm = with_arguments(graph, graph.ins, slots, "primals_{}")
-                return self._emit(gm, graph, slots, emission, source)
+                return self._emit(gm, graph, cut.order, slots, emission, source)
             case "backward":
                 if not is_cut(graph):  # a part, or for gradients of other kinds: no partition saw it
                     return FxBackend().emit(graph, emission)
                 return Emitted(self._backward(graph, emission), source)
 
     def _emit(
-        self, gm: GraphModule, graph: Graph, slots: Sequence[Slot], emission: Emission, source: str
+        self,
+        gm: GraphModule,
+        graph: Graph,
+        order: Order,
+        slots: Sequence[Slot],
+        emission: Emission,
+        source: str,
     ) -> Emitted:
-        picks = _picks(slots, graph.outs)
+        written = _written_in_graph(gm, graph.ins, slots, order) if self.writes_in_graph else {}
+        returned = [slot for slot in slots if slot not in written]
+        picks = _picks([*returned, *written], graph.outs)
         call, strides = self._compile(gm, emission)
+        call = _returning(call, tuple(written.values())) if written else call
+        strides = None if strides is None else [*strides, *[None] * len(written)]
         chosen = None if strides is None else tuple(strides[pick] for pick in picks)
         return Emitted(lambda args: _picked(call(args), picks), source, chosen)
 
@@ -123,13 +137,48 @@ class FunctorchBackend:
 
     def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, list[Any] | None]:
         """The user's callable, boxed, and the strides of its results where the compiler says them."""
-        let_anyone_run(gm)
+        hand_over(gm)
         examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         compiler = self.compilers.compiler_of(emission.kind)
         with disable(), tracing_context(emission.fake_mode) as context:
             compiled = compiler(gm, examples)
         strides = context.output_strides
         return boxed(compiled, compiler), list(strides) if strides else None
+
+
+def _written_in_graph(
+    gm: GraphModule, ins: Sequence[Slot], outs: Sequence[Slot], order: Order
+) -> dict[Slot, int]:
+    """Let `gm` copy new values without history to its arguments, and not return these.
+
+    Returns:
+        the results that it returned, and positions of the arguments that it writes instead.
+    """
+    arguments, written = gm.graph.find_nodes(op="placeholder"), dict[Slot, int]()
+    with_history = {(tangent.path, tangent.inner) for tangent in order.tangents}
+    for at, argument, new in list(new_values(gm, ins, outs)):
+        if (outs[at].path, outs[at].inner) not in with_history:
+            copy_back(gm, argument, new)
+            written[outs[at]] = arguments.index(argument)
+    kept = (result for slot, result in zip(outs, flat_results(gm), strict=True) if slot not in written)
+    gm.graph.output_node().args = (tuple(kept),)
+    gm.recompile()
+    return written
+
+
+def _returning(call: BoxedCall, positions: Sequence[int]) -> BoxedCall:
+    """`call`, which writes the arguments at `positions`, and returns these after its results.
+
+    Their version counters are as before: who gets them counts the program's writes, which are others.
+    """
+
+    def returning(args: list[Any]) -> list[Any]:
+        written = [args[position] for position in positions]
+        with all_uncounted(written):
+            results = call(args)
+        return [*(results if isinstance(results, (tuple, list)) else (results,)), *written]
+
+    return returning
 
 
 def _positions(slots: Sequence[Slot]) -> dict[Slot, int]:

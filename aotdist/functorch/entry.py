@@ -82,7 +82,6 @@ class AotFunction(CompiledFunction):
         self._made(args, {})
 
 
-_WRITES_STAY = "leave it False: new values are results of the graph, and are copied to the inputs after it"
 _FUNCTIONAL = "leave it False: every graph is functional"
 
 
@@ -110,7 +109,8 @@ def aot_function(
         partition_fn: cuts the joint graph in two.
         decompositions: operators that the trace must break up.
         num_params_buffers: how many of the first tensors are parameters and buffers; partitions are told.
-        keep_inference_input_mutations: not available.
+        keep_inference_input_mutations: graphs of forwards copy new values to the inputs (`copy_`, after all
+            else) and do not return them, but for those that are written with history.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
         dynamic: give sizes of the arguments symbols; the graphs take these after all tensors.
         enable_log: not looked at; `TORCH_LOGS` says what is logged.
@@ -123,11 +123,14 @@ def aot_function(
     optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
     _refuse_kinds(decompositions, or_none=optional, fn=fn, fw_compiler=fw_compiler, partition_fn=partition_fn)
     _refuse(
-        keep_inference_input_mutations=(keep_inference_input_mutations, _WRITES_STAY),
         disable_functionalization=(disable_functionalization, _FUNCTIONAL),
     )
     compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
-    return AotFunction(fn, FunctorchBackend(compilers, partition_fn, num_params_buffers), dynamic=dynamic)
+    return AotFunction(
+        fn,
+        FunctorchBackend(compilers, partition_fn, num_params_buffers, keep_inference_input_mutations),
+        dynamic=dynamic,
+    )
 
 
 class AotModule(nn.Module):
@@ -227,7 +230,8 @@ def aot_module_simplified(
         bw_compiler: compiles backwards; `fw_compiler` if None.
         partition_fn: cuts the joint graph in two.
         decompositions: operators that the trace must break up.
-        keep_inference_input_mutations: not available.
+        keep_inference_input_mutations: graphs of forwards copy new values to the inputs (`copy_`, after all
+            else) and do not return them, but for those that are written with history.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
         compiler_config_extra: not available; it belongs to a cache of PyTorch's.
         ignore_shape_env: sizes are static, though those of `args` are symbolic.
@@ -250,7 +254,6 @@ def aot_module_simplified(
     optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
     _refuse_kinds(decompositions, or_none=optional, fw_compiler=fw_compiler, partition_fn=partition_fn)
     _refuse(
-        keep_inference_input_mutations=(keep_inference_input_mutations, _WRITES_STAY),
         compiler_config_extra=(compiler_config_extra is not None, "leave it out"),
         disable_functionalization=(disable_functionalization, _FUNCTIONAL),
     )
@@ -273,7 +276,8 @@ def aot_module_simplified(
 
     flat_call.__name__ = compile_region_name or type(mod).__name__
     compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
-    backend = FunctorchBackend(compilers, partition_fn, _num_distinct(named))
+    count = _num_distinct(named)
+    backend = FunctorchBackend(compilers, partition_fn, count, keep_inference_input_mutations)
 
     def open_dims(call: UserCall) -> dict[int, frozenset[int]]:
         return sizes.by_identity(call.args[len(names) :])

@@ -211,7 +211,6 @@ def test_a_region_name_is_the_name_of_what_is_compiled():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("keep_inference_input_mutations", True),
         ("compiler_config_extra", object()),
         ("disable_functionalization", True),
     ],

@@ -72,7 +72,7 @@ def test_the_entry_points_are_public_names(name: str, home: ModuleType):
 
 def test_errors_are_found_by_who_expects_those_of_pytorch():
     with pytest.raises(RuntimeError, match="cannot be honoured"):
-        aotdist.aot_function(torch.sin, ours.nop, keep_inference_input_mutations=True)
+        aotdist.aot_function(torch.sin, ours.nop, disable_functionalization=True)
     compiled = aotdist.aot_function(lambda x: x * 2 if x.sum() > 0 else x, ours.nop)
     with pytest.raises(RuntimeError, match="a tensor's value is needed|reads a tensor's data"):
         compiled(torch.ones(2))
