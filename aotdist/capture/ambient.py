@@ -47,13 +47,18 @@ class Ambient(NamedTuple):
     kernels: tuple[bool, ...]
 
 
+def _casting() -> tuple[bool, tuple[torch.dtype, ...]]:
+    cpu, cuda = _AUTOCAST_DEVICES
+    return torch.is_autocast_cache_enabled(), (torch.get_autocast_dtype(cpu), torch.get_autocast_dtype(cuda))
+
+
 def ambient() -> Ambient:
     """What is on now; about 3 us."""
     return Ambient(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)),
-        (torch.is_autocast_cache_enabled(), tuple(map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))),
+        _casting(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         dtensor_dispatch(),
@@ -65,7 +70,7 @@ def ambient() -> Ambient:
 class AmbientGuard:
     """Whether what is on is what was on at capture.
 
-    A call costs 1.3 us once one has found that it is so: PyTorch's snapshot of most of it is compared in
+    A call costs 1.6 us once one has found that it is so: PyTorch's snapshot of most of it is compared in
     C++. The snapshot also holds what no artifact depends on (how many threads there are), so a call that
     finds another compares everything, and takes a new one.
 
@@ -85,6 +90,7 @@ class AmbientGuard:
         if snapshot is not None and snapshot.check():
             return (
                 torch.is_inference_mode_enabled() is known.inference
+                and _casting() == known.casting  # the snapshot has it only while autocast is on
                 and dtensor_dispatch() == known.dtensor
                 and device_of_context() == known.device
                 and kernel_choices() == known.kernels
