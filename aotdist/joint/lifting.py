@@ -17,7 +17,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_mode import ViewMode
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint import sparse_embedding
+from aotdist.joint import padded_encoders, sparse_embedding
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.failures import accumulated_inside, refusal
 from aotdist.joint.inputs import Inputs
@@ -27,6 +27,7 @@ from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.checks import gaussian_nll_loss
+from aotdist.torch_seam.control_flow import IS_LEFT_ALIGNED, PACK
 from aotdist.torch_seam.functional import FunctionalTensor, rebind
 from aotdist.torch_seam.modes import class_functions_are_on
 from aotdist.torch_seam.operators import HigherOrderOperator
@@ -120,6 +121,8 @@ class Lifting(TorchFunctionMode):
             torch.Tensor.__repr__: _described,
             torch.nn.functional.embedding: sparse_embedding.embedding,
             torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
+            IS_LEFT_ALIGNED: padded_encoders.is_left_aligned,
+            PACK: padded_encoders.pack,
         }
 
     def __torch_function__(

@@ -101,17 +101,24 @@ def _says_yes_to_control_flow() -> bool:
     return bool(_TRACES.value and asking in _CONTROL_FLOW) or _asks_dynamo()
 
 
+_ENCODER = torch.nn.TransformerEncoder.forward.__code__
 _FAST_PATHS = {
-    module.forward.__code__ for module in (torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+    _ENCODER,
+    torch.nn.TransformerEncoderLayer.forward.__code__,
+    torch.nn.MultiheadAttention.forward.__code__,
 }
+
+IS_LEFT_ALIGNED = torch._nested_tensor_from_mask_left_aligned
+PACK = torch._nested_tensor_from_mask
+ENCODER_LAYER = torch._transformer_encoder_layer_fwd
+"""What an encoder of transformers asks before it packs a padded batch, how it does so, and a layer of it."""
 
 
 @contextmanager
 def fast_paths_on() -> Generator[None]:
-    """Let layers of transformers take their fast path in a trace, where eager would.
+    """Let encoders of transformers, and their layers, take their fast path in a trace, where eager would.
 
-    They ask whether a tensor hears of torch functions, and in a mode of ours all seem to. The whole encoder
-    is told so still: it would make nested tensors of masks.
+    They ask whether a tensor hears of torch functions, and in a mode of ours all seem to.
     """
     asked = torch.overrides.has_torch_function
 
@@ -125,3 +132,17 @@ def fast_paths_on() -> Generator[None]:
         yield
     finally:
         torch.overrides.has_torch_function = asked
+
+
+def encoder_that_asks() -> torch.nn.TransformerEncoder | None:
+    """The encoder whose code calls, if one does."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _ENCODER:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
+def are_on_fast_path(layers: torch.nn.Module) -> bool:
+    """Whether layers of an encoder take their fast path in a trace where eager would, and have no hooks."""
+    hooks = (module._forward_hooks or module._forward_pre_hooks for module in layers.modules())
+    return torch.overrides.has_torch_function.__module__ == __name__ and not any(hooks)
