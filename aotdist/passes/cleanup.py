@@ -82,6 +82,7 @@ class _Simplifier:
         results: the graph's result nodes.
         result_memory: nodes that own the memory in which results live.
         returned: what is returned once everything is replaced: no node may be returned twice.
+        written_over: nodes that lie like the results of `copy`, from which it takes strides and offset.
         stands_for: what was found so far; never chained.
         first_of: the first node seen of each kind of view or constant.
     """
@@ -89,13 +90,16 @@ class _Simplifier:
     results: frozenset[Node]
     result_memory: frozenset[Node]
     returned: set[Node]
+    written_over: frozenset[Node]
     stands_for: dict[Node, Node] = field(default_factory=dict)
     first_of: dict[Hashable, Node] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph) -> _Simplifier:
         results = frozenset(n for n in graph.results() if n is not None)
-        return cls(results, frozenset(storage_root(n) for n in results), set(results))
+        copies = graph.gm.graph.find_nodes(op="call_function", target=_ATEN.copy.default)
+        written_over = frozenset(_before_renames(copy.args[0]) for copy in copies)
+        return cls(results, frozenset(storage_root(n) for n in results), set(results), written_over)
 
     def simplify(self, order: list[Node]) -> Mapping[Node, Node]:
         for node in order:
@@ -126,7 +130,8 @@ class _Simplifier:
         source = self._source(node)
         memory = storage_root(source)
         distinct = node in self.result_memory or memory in self.result_memory or memory.op == "placeholder"
-        return source if not distinct and _same_layout(node, source) else None
+        lies_alike = _same_layout(node, source, offset=node in self.written_over)
+        return source if not distinct and lies_alike else None
 
     def _repeated(self, node: Node) -> Node | None:
         if node in self.results or node in self.result_memory:
@@ -153,15 +158,22 @@ class _Simplifier:
         return (type(argument), argument)
 
 
+def _before_renames(node: Node) -> Node:
+    while node.target in _RENAMES:
+        (node,) = node.all_input_nodes
+    return node
+
+
 def _other(first: Node, node: Node) -> Node | None:
     return None if first is node else first
 
 
-def _same_layout(node: Node, source: Node) -> bool:
+def _same_layout(node: Node, source: Node, *, offset: bool) -> bool:
     a, b = node.meta.get("val"), source.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     same = (a.dtype, a.device) == (b.dtype, b.device)
     same = same and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())  # a copy takes them at their word
     same = same and surely_equal((*a.shape, *a.stride()), (*b.shape, *b.stride()))
+    same = same and (not offset or surely_equal([a.storage_offset()], [b.storage_offset()]))
     return same and not node.kwargs.get("pin_memory")

@@ -99,6 +99,14 @@ def test_a_copy_that_changes_the_layout_stays() -> None:
     assert count(clean(joint), ATEN.clone.default) == 1
 
 
+def test_a_copy_that_is_written_over_stays_where_it_lies_otherwise() -> None:
+    """What `copy` makes lies where its first argument does in its storage."""
+    whole = joint_of(lambda x: ATEN.copy(x.sin().clone(), x.cos()), torch.ones(4))
+    part = joint_of(lambda x: ATEN.copy(x.sin()[1:].clone(), x[1:].cos()), torch.ones(4))
+    assert count(clean(whole), ATEN.clone.default) == 0
+    assert count(clean(part), ATEN.clone.default) == 1
+
+
 def test_a_copy_that_the_caller_receives_stays_even_under_a_view() -> None:
     joint = joint_of(lambda x: x.sin().clone().view(2, 2), torch.ones(4))
     assert count(clean(joint), ATEN.clone.default) == 1

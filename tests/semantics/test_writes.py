@@ -89,6 +89,18 @@ def test_each_kind_of_write_without_gradients(name, around):
     same_as_eager(lambda: Scene(WRITES[name], (plain(),)), calls=2, around=around)
 
 
+def test_what_is_written_over_lies_in_a_storage_as_eager_has_it():
+    """A copy of a part begins its storage, whatever it is a copy of."""
+
+    def program(x):
+        x.copy_(x)
+        y = x.clone()
+        x.add_(1)
+        return y.copy_(x)
+
+    same_as_eager(lambda: Scene(program, (plain(6, 4)[1:5],)))
+
+
 def test_a_leaf_under_no_grad():
     def step(w, x):
         loss = (w * x).sum()
