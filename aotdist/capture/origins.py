@@ -15,6 +15,7 @@ from aotdist.capture.annotations import current_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TORCH_MODULES = os.path.join(_TORCH, "nn") + os.sep
+_AVERAGES = os.path.join(_TORCH, "optim", "swa_utils.py")
 _OURS = os.path.dirname(program.__file__) + os.sep
 # The trainer that ships with aotdist is a user like any other: its lines are worth showing. Commands are not.
 _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
@@ -86,11 +87,13 @@ def raised_at(traceback: TracebackType | None) -> str | None:
 
 
 def is_asked_by_torch_modules(frame: FrameType | None) -> bool:
-    """Whether a frame is called by `torch.nn`, rather than by the user's code itself."""
+    """Whether a frame is called by a module of PyTorch's, rather than by the user's code itself."""
     while frame is not None:
         filename = frame.f_code.co_filename
-        if filename.startswith(_TORCH_MODULES) or is_user_file(filename):
-            return filename.startswith(_TORCH_MODULES)
+        if filename.startswith((_TORCH_MODULES, _AVERAGES)):
+            return True
+        if is_user_file(filename):
+            return False
         frame = frame.f_back
     return False
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
@@ -106,6 +108,30 @@ def test_masks_of_transformers(training: bool) -> None:
         same_as_eager(build, calls=2)
         with pytest.warns(UserWarning, match="it chooses by data, and by a size"):
             same_as_eager(build, calls=2, dynamic=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"avg_fn": get_ema_avg_fn()}, {"multi_avg_fn": get_ema_multi_avg_fn()}, {"use_buffers": True}],
+    ids=["mean", "one by one", "all at once", "buffers too"],
+)
+def test_averages_of_models(options: dict[str, Any]) -> None:
+    """At the first call the parameters are copied, later on averaged."""
+    averages = []
+    for wrap in (lambda fn: fn, partial(aotdist.compile, backend="fx")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        average = AveragedModel(model, **options)
+        update = wrap(partial(average.update_parameters, model))
+        for _ in range(4):
+            model(torch.randn(3, 4)).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad)
+            update()
+        averages.append([*average.parameters(), *average.buffers()])
+    assert all(map(torch.equal, *averages))
+    assert len(update.artifacts) == 2
 
 
 @pytest.mark.parametrize("module", [nn.GaussianNLLLoss(), nn.GaussianNLLLoss(full=True, reduction="none")])
