@@ -177,7 +177,11 @@ def is_disguised(tensor: torch.Tensor) -> bool:
     return not dispatches(type(tensor)) and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
-_OWN_ATTRIBUTES = frozenset({"elem", "_inference_mode_base", "_is_param"})
+_OWN_ATTRIBUTES = frozenset({"elem", "_inference_mode_base", "_is_param"}) | {
+    f"_{numbers}_capsule{end}"  # what C++ was told of sizes or strides
+    for numbers in ("sizes", "strides", "sym_sizes", "sym_strides")
+    for end in ("", "_len")
+}
 
 
 def given_attributes(tensor: FunctionalTensor) -> dict[str, Any]:
