@@ -440,7 +440,8 @@ class _Classifier:
 
     def _written_apart(self, steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
         """What counts the writes of a view that has a version counter of its own."""
-        version = version_of(view) - sum(change.bumps for change in self._lasting_changes_of(view))
+        changes = [c for number, c in enumerate(self._log.changes) if self._is_done_outside(number, c)]
+        version = version_of(view) - sum(change.bumps for change in changes if change.tensor is view)
         made = [one for step in steps for one in (step.steps if isinstance(step, FunctionView) else (step,))]
         is_apart = any(
             step.op is data_of or isinstance(step.op, Around) or (position and isinstance(step.op, Inside))

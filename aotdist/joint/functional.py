@@ -16,7 +16,7 @@ from aotdist.capture.guise import Guises
 from aotdist.convention.memory import by_stride, extent
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import AotdistError, UnsupportedProgram
-from aotdist.joint import collectives, ctc_loss
+from aotdist.joint import collectives, ctc_loss, linear_algebra
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.joint.failures import refusal
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
@@ -138,9 +138,10 @@ class Functionalisation(FunctionalTensorMode):
         result = self._functionalise(func, types, args, kwargs) if special is None else special()
         for owner, before in written:
             _restore_layout(owner, before)
-        if special is None and _is_foreach_write(func):
+        if special is None and (_is_foreach_write(func) or isinstance(kwargs.get("out"), list)):
             # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
-            plains = [t for t in args[0] if isinstance(t, FunctionalTensor) and not t.is_inference()]
+            listed = written_by(func, args, kwargs)
+            plains = [t for t in listed if isinstance(t, FunctionalTensor) and not t.is_inference()]
             torch.autograd.graph.increment_version(plains)
         if getattr(func, "is_view", False):
             self._remember_viewed(args[0])
@@ -312,7 +313,7 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
 
 
 def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """What an operator does, in the words of others, if PyTorch's mode does not find any."""
+    """What an operator does, in other words, if PyTorch's mode does not find any."""
     if func in ctc_loss.OF_OUR_OWN:
         return functools.partial(ctc_loss.OF_OUR_OWN[func], *args)
     if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
@@ -323,7 +324,7 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
     if func is _SQUEEZE_DIM and isinstance(args[0], FunctionalTensor) and is_symbolic(args[0].shape):
         # On a fake with symbols it recurses until the process dies (torch 2.13).
         return functools.partial(_SQUEEZE_DIMS, args[0], [args[1]])
-    return None
+    return linear_algebra.without_vectors(func, args, kwargs)
 
 
 def _polygamma(tensor: torch.Tensor, order: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_mode import ViewMode
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint import padded_encoders, sparse_embedding
+from aotdist.joint import linear_algebra, padded_encoders, sparse_embedding
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.failures import accumulated_inside, refusal
 from aotdist.joint.inputs import Inputs
@@ -123,6 +123,7 @@ class Lifting(TorchFunctionMode):
             torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
             IS_LEFT_ALIGNED: padded_encoders.is_left_aligned,
             PACK: padded_encoders.pack,
+            **linear_algebra.INSTEAD,
         }
 
     def __torch_function__(

@@ -151,12 +151,15 @@ def _results(
     """What an operator's results are like, without data."""
     maker = without_outs(func)
     # Of a fake mode: not all kernels for tensors without data take symbolic sizes.
-    with no_modes(), mode_of_fake(functional_value(kwargs[names[0]])) or nullcontext():
-        given_args, given_kwargs = pytree.tree_map_only(
-            FunctionalTensor,
-            lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"),
-            (args, kwargs),
-        )
+    mode = mode_of_fake(functional_value(kwargs[names[0]]))
+    with no_modes(), mode or nullcontext():
+
+        def like(t: torch.Tensor) -> torch.Tensor:
+            # More operators have rules for fake tensors of a device than for those without.
+            device = "meta" if mode is None else t.device
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)
+
+        given_args, given_kwargs = pytree.tree_map_only(FunctionalTensor, like, (args, kwargs))
         outs = {name: given_kwargs.pop(name) for name in names}
         if maker is None:
             results = {name: out.new_empty(0) for name, out in outs.items()}

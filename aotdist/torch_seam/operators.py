@@ -95,9 +95,17 @@ def without_outs(op: OpOverload) -> OpOverload | None:
     """The operator that makes what this one writes to `out=`; None if there is none."""
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name)
-    wanted = [a.name for a in op._schema.arguments if not a.is_out]
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     makers = (getattr(packet, overload) for overload in packet.overloads())
-    return next((m for m in makers if argument_names(m) == wanted and not writes_arguments(m)), None)
+    return next(
+        (
+            maker
+            for maker in makers
+            if [(a.name, str(a.type)) for a in maker._schema.arguments] == wanted
+            and not writes_arguments(maker)
+        ),
+        None,
+    )
 
 
 def argument_names(op: OpOverload) -> list[str]:

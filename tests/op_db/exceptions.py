@@ -228,13 +228,6 @@ EXCEPTIONS: list[Known] = [
     ),
     *_known(
         Kind.DIFFERS,
-        "out 0 values differ in the last bits",
-        {"linalg.cond": None, "linalg.eigvalsh": None, "linalg.svdvals": None, "norm.nuc": None},
-        walks=(WITHOUT_GRAD,),
-        why="a trace computes the vectors along with the values, eager does not if none requires grad",
-    ),
-    *_known(
-        Kind.DIFFERS,
         "out 0 is_view is False in eager, True compiled",
         {"nn.functional.max_pool1d": 1},
         walks=(WITHOUT_GRAD,),

@@ -89,6 +89,41 @@ def test_each_kind_of_write_without_gradients(name, around):
     same_as_eager(lambda: Scene(WRITES[name], (plain(),)), calls=2, around=around)
 
 
+OUTS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], torch.Tensor]] = {
+    "a rank": (lambda x, out: torch.linalg.matrix_rank(x, out=out), torch.zeros((), dtype=torch.long)),
+    "singular values": (lambda x, out: torch.linalg.svdvals(x, out=out), torch.zeros(4)),
+    "a condition number": (lambda x, out: torch.linalg.cond(x, -2, out=out), torch.zeros(())),
+    "by an overload for tensors": (
+        lambda x, out: torch.linalg.pinv(x, rtol=x[0, 0].abs(), out=out),
+        torch.zeros(4, 4),
+    ),
+    "by an operator without a rule": (
+        lambda x, out: torch.geqrf(x, out=(out, torch.empty(0))),
+        torch.zeros(4, 4),
+    ),
+    "a list": (
+        lambda x, out: torch.split_with_sizes_copy(x, [4], 1, out=[out]),
+        torch.zeros(4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_results_that_are_written_to_an_argument(name: str) -> None:
+    program, out = OUTS[name]
+    same_as_eager(lambda: Scene(program, (plain(4, 4), out.clone())))
+
+
+@pytest.mark.parametrize("name", ["a rank", "singular values", "by an operator without a rule"])
+def test_an_argument_gets_the_size_of_what_is_written_to_it(name: str) -> None:
+    program, out = OUTS[name]
+    same_as_eager(lambda: Scene(program, (plain(4, 4), out.new_empty(0))))
+
+
+def test_ranks_are_counted_as_eager_counts_them() -> None:
+    same_as_eager(lambda: Scene(lambda x: torch.linalg.matrix_rank(x @ x.mT), (plain(3, 4, 4),)))
+
+
 def test_what_is_written_over_lies_in_a_storage_as_eager_has_it():
     """A copy of a part begins its storage, whatever it is a copy of."""
 
