@@ -20,6 +20,7 @@ from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.codegen.onednn_products import products_by_onednn
+from aotdist.codegen.own_memory import memory_of, restore_own_memory
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
 from aotdist.codegen.recurrent_layers import has_unknown_sizes, keep_for_backward
@@ -90,6 +91,7 @@ class InductorBackend:
             return graph
         _require_triton(fakes)
         gm = copied(graph)
+        memory = memory_of(replace(graph, gm=gm))
         try:
             with _failing_by_name(gm, "the joint graph"), _compiling(fakes[0].fake_mode):
                 rewritten = replace(graph, gm=inductor_joint_passes(gm, fakes[0].device))
@@ -97,6 +99,7 @@ class InductorBackend:
             if self.else_fx:
                 return graph
             raise
+        restore_own_memory(rewritten, memory)
         restore_provenance(rewritten)
         return rewritten
 
