@@ -25,10 +25,15 @@ def result_views(graph: Graph) -> frozenset[int]:
     """Positions of the results that a graph makes as views of temporaries of its own.
 
     They must be detached: what was a tensor of its own in the user's program, written in place and then
-    functionalised, may not be known to autograd as a view made inside of a node.
+    functionalised, may not be known to autograd as a view made inside of a node. So must be what is another
+    result already, where a compiler dropped a view that changes nothing: one tensor in two places of what a
+    node returns is differentiable in both, or in none.
     """
+    first: dict[Node | None, int] = {}
     return frozenset(
-        position for position, node in enumerate(graph.results()) if node is not None and is_view(node)
+        position
+        for position, node in enumerate(graph.results())
+        if node is not None and (is_view(node) or first.setdefault(node, position) != position)
     )
 
 

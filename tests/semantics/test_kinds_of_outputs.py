@@ -134,6 +134,23 @@ def test_as_in_eager(make: str, name: str) -> None:
     compare(name, MAKERS[make])
 
 
+def test_functions_views_that_inductor_drops() -> None:
+    x = leaf()
+    for program in (
+        lambda x: (Alias.apply(x * 2),),
+        lambda x: ((y := x * 2), Alias.apply(y)),
+        lambda x: (Alias.apply(y := x * 2), y.detach()),
+    ):
+        eager, ours = program(x), aotdist.compile(program, backend="inductor")(x)
+        for theirs, mine in zip(eager, ours, strict=True):
+            assert (mine.requires_grad, mine._is_view()) == (theirs.requires_grad, theirs._is_view())
+            if theirs.requires_grad:
+                found, expected = (
+                    torch.autograd.grad(one.sum(), x, retain_graph=True)[0] for one in (mine, theirs)
+                )
+                assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_of_dtensors(mesh: DeviceMesh, name: str) -> None:
     compare(name, lambda: sharded(mesh, plain()).requires_grad_() * 1.5)

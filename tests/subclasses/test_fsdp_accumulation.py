@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from aotdist.api import compile as compile_module
 from aotdist.subclasses.fsdp import MODULE_RULE
@@ -61,6 +62,26 @@ def mixed_case(kinds: str, policy: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kinds", ["".join(kinds) for kinds in product("ec", repeat=3)][1:])
 def test_eager_and_captured_steps_mix(world2: World, kinds: str, policy: dict[str, Any]) -> None:
     world2.run(mixed_case, kinds, policy)
+
+
+def inductor_case() -> None:
+    def make() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 1))
+        fully_shard(model, mesh=line(2))
+        return model
+
+    eager, compiled = seeded(make), compile_module(seeded(make), backend="inductor")
+    for step in range(4):
+        for model in (eager, compiled):
+            model.set_requires_gradient_sync(step % 2 == 1)
+            torch.manual_seed(step)
+            model(torch.randn(8, 6)).square().sum().backward()
+    for theirs, ours in zip(eager.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.to_local(), theirs.grad.to_local())
+
+
+def test_accumulation_by_inductor(world2: World) -> None:
+    world2.run(inductor_case)
 
 
 class Skipping(Net):
