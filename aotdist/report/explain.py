@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from aotdist.files import path_of, refuse_unwritable
+from aotdist.files import AS_USUAL, path_of, refuse_unwritable, write_whole
 from aotdist.report.details import Details, details_of
 from aotdist.report.page import render_page
 from aotdist.report.ranks import Told, compared, meet
@@ -77,7 +77,7 @@ def write_page(html: str | Path, by_rank: Sequence[Sequence[Artifact]]) -> None:
 
 def _write(html: str | Path, programs: Sequence[Details]) -> None:
     refuse_unwritable(Path(html))
-    Path(html).write_text(render_page(programs), encoding="utf-8")
+    write_whole(Path(html), [render_page(programs).encode()], mode=AS_USUAL)
 
 
 def told_by(program: Details) -> Told:

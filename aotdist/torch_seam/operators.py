@@ -156,6 +156,10 @@ def native_callable(op: OpOverload) -> Callable[..., Any]:
     return op._op if function is None else _out_of_modes(function, op._op)
 
 
+_BY_NAMES = frozenset({"names", "Dimname"})
+"""Overloads that take a dimension's name, which no graph has."""
+
+
 def _function_of_list(op: OpOverload) -> Callable[..., Any] | None:
     """PyTorch's own function for an operator that takes or makes a list, if it is of no other operator.
 
@@ -167,7 +171,7 @@ def _function_of_list(op: OpOverload) -> Callable[..., Any] | None:
         return None
     packet = getattr(torch.ops.aten, name)
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    alike = [o for o in overloads if not out_names(o) and "Dimname" not in str(o._schema)]
+    alike = [o for o in overloads if not out_names(o) and o._overloadname not in _BY_NAMES]
     return getattr(torch._C._VariableFunctions, name, None) if alike == [op] else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from aotdist.launch.commands import bench, build, cache, doctor, explain, train
 
 _SUBCOMMANDS = (train, build, explain, bench, cache, doctor)
 _DONE, _FAILED, _WRONG_USE = 0, 1, 2
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AotdistError as error:
         print(f"aotdist: {type(error).__name__}: {error}", file=sys.stderr)
         return _WRONG_USE if isinstance(error, BadSettings) else _FAILED
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        print(f"aotdist: {error}\n  fix: free some of it, or write elsewhere", file=sys.stderr)
+        return _FAILED
     return _DONE if code is None else code
 
 

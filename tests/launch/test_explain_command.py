@@ -1,8 +1,10 @@
 """`aotdist explain`: a model that is named on the command line, shown and written as a page."""
 
+import errno
 import json
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -67,3 +69,24 @@ def test_what_makes_a_model_needs_no_arguments(command: str, capsys: pytest.Capt
 def test_a_model_that_is_not_there(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{file}:nothing"]) == 2
     assert "names no function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "module"),
+    [("explain", "--html", "aotdist.report.explain"), ("build", "--output", "aotdist.store.archive")],
+)
+def test_a_full_disk_is_told_in_a_line(
+    command: str,
+    option: str,
+    module: str,
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write_whole(*_args: object, **_options: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"{module}.write_whole", write_whole)
+    assert main([command, f"{file}:plain", option, str(file.with_suffix(".out"))]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device\n  fix: free some of it" in said and "Traceback" not in said
