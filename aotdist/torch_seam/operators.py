@@ -93,19 +93,14 @@ def out_names(op: OpOverload) -> tuple[str, ...]:
 @functools.cache
 def without_outs(op: OpOverload) -> OpOverload | None:
     """The operator that makes what this one writes to `out=`; None if there is none."""
+
+    def taken(op: OpOverload) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name)
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     makers = (getattr(packet, overload) for overload in packet.overloads())
-    return next(
-        (
-            maker
-            for maker in makers
-            if [(a.name, str(a.type)) for a in maker._schema.arguments] == wanted
-            and not writes_arguments(maker)
-        ),
-        None,
-    )
+    return next((m for m in makers if taken(m) == taken(op) and not writes_arguments(m)), None)
 
 
 def argument_names(op: OpOverload) -> list[str]:
