@@ -15,11 +15,12 @@ from aotdist.capture.annotations import current_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TORCH_MODULES = os.path.join(_TORCH, "nn") + os.sep
-_AVERAGES = os.path.join(_TORCH, "optim", "swa_utils.py")
 _OURS = os.path.dirname(program.__file__) + os.sep
 # The trainer that ships with aotdist is a user like any other: its lines are worth showing. Commands are not.
 _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
 _COMMANDS = os.path.join(_EXAMPLES, "commands") + os.sep
+_LIBRARIES = ("torch.nn.", "torch.optim.swa_utils", "transformers.")
+"""Where modules are from that may choose by data: the user cannot write them otherwise."""
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
@@ -86,13 +87,12 @@ def raised_at(traceback: TracebackType | None) -> str | None:
     return users or current_line() or modules
 
 
-def is_asked_by_torch_modules(frame: FrameType | None) -> bool:
-    """Whether a frame is called by a module of PyTorch's, rather than by the user's code itself."""
+def is_asked_by_a_library(frame: FrameType | None) -> bool:
+    """Whether a frame is called by a module of a library, rather than by the user's code itself."""
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if filename.startswith((_TORCH_MODULES, _AVERAGES)):
+        if frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
             return True
-        if is_user_file(filename):
+        if is_user_file(frame.f_code.co_filename):
             return False
         frame = frame.f_back
     return False

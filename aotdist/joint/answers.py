@@ -1,10 +1,11 @@
-"""Choices of PyTorch's own modules by data that is there before a call.
+"""Choices of a library's modules by data that is there before a call.
 
-`nn.TransformerEncoder` looks whether the mask that it is given is the causal one (`(mask == causal).all()`).
-Such a condition is found out while the program is captured, from the tensors of that call. What was chosen
-holds for calls with the same answers: a compiled call finds the conditions out anew before it runs, and where
-an answer is another, the program is compiled anew. So a condition has to follow from arguments, buffers and
-closed-over tensors that no gradient is taken of, by a few operators.
+`nn.TransformerEncoder` looks whether the mask that it is given is the causal one (`(mask == causal).all()`),
+models of transformers whether theirs pads anything. Such a condition is found out while the program is
+captured, from the tensors of that call. What was chosen holds for calls with the same answers: a compiled
+call finds the conditions out anew before it runs, and where an answer is another, the program is compiled
+anew. So a condition has to follow from arguments, buffers and closed-over tensors that no gradient is taken
+of, by a few operators.
 
 Conditions of the user's own code are refused: what they choose is better chosen on the device, at each call.
 """

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.capture.origins import is_asked_by_torch_modules
+from aotdist.capture.origins import is_asked_by_a_library
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import draws_nothing, functional_draw
 from aotdist.joint import known
@@ -179,7 +179,7 @@ class ProxyMode(ProxyTorchDispatchMode):
             with suppress(known.NotKnown):
                 return known.result_of(func, node_args, node_kwargs, self.tracer.root)
             is_condition = func is _ITEM and args[0].dtype is torch.bool
-            if is_condition and is_asked_by_torch_modules(inspect.currentframe()):
+            if is_condition and is_asked_by_a_library(inspect.currentframe()):
                 with suppress(known.NotKnown):
                     return self._answers.answer(node_args[0], self.tracer.root)
                 if self._symbolic:

@@ -1,4 +1,4 @@
-"""Choices of PyTorch's own modules by data: found out at capture, and asked again by every call."""
+"""Choices of a library's modules by data: found out at capture, and asked again by every call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ ONES, MIXED = torch.ones(3, 4), torch.tensor([[0.0, 1, 2, 3]] * 3)
 def of_pytorch(program: Callable[..., Any]) -> Callable[..., Any]:
     """The same program, as if `torch.nn` had it."""
     code = program.__code__.replace(co_filename=nn.functional.__file__)
-    return types.FunctionType(code, program.__globals__, program.__name__)
+    names = {**program.__globals__, "__name__": nn.functional.__name__}
+    return types.FunctionType(code, names, program.__name__, None, program.__closure__)
+
+
+def by_many_operators(mask: torch.Tensor) -> torch.Tensor:
+    """By more operators than a call is to run before it runs."""
+    for _ in range(20):
+        mask = mask * 1
+    return mask > 0
 
 
 @of_pytorch
@@ -154,13 +162,6 @@ def test_variances_are_checked_when_the_program_has_run(module: nn.Module) -> No
 def test_what_is_refused(program: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
         aotdist.compile(program, backend="fx")(torch.randn(3, 4, requires_grad=True), ONES)
-
-
-def by_many_operators(mask: torch.Tensor) -> torch.Tensor:
-    """By more operators than a call is to run before it runs."""
-    for _ in range(20):
-        mask = mask * 1
-    return mask > 0
 
 
 def test_what_no_call_would_ask_again_is_refused() -> None:
