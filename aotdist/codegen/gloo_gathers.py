@@ -16,7 +16,8 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.graph_copy import copied
-from aotdist.partition.traits import is_view, is_wait
+from aotdist.partition.storage import view_base
+from aotdist.partition.traits import is_wait
 from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
 from aotdist.torch_seam.groups import runs_on_gloo
@@ -59,9 +60,7 @@ def _gather_into_buffer(graph: Graph, gather: Node) -> None:
 
 def _hold_until_waited(graph: Graph, gather: Node) -> None:
     """Use what a gather reads once more behind its wait; there is nothing to wait for any more."""
-    read = gather.all_input_nodes[0]
-    while is_view(read):
-        read = read.all_input_nodes[0]
+    read = view_base(gather.all_input_nodes[0])
     if read.op == "placeholder":  # compilers leave arguments alone
         return
     for wait in [user for user in gather.users if is_wait(user)]:

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from aotdist.partition.traits import is_view
+from aotdist.partition.storage import view_base
 from aotdist.program import Graph
 
 _CLONE = torch.ops.aten.clone.default
@@ -52,9 +52,7 @@ def restore_own_memory(graph: Graph, before: Memory) -> None:
 
 
 def _owner(node: Node | None) -> Node | None:
-    while node is not None and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+    return None if node is None else view_base(node)
 
 
 def _copied(graph: Graph, node: Node) -> Node:

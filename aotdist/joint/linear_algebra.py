@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam.operators import OpOverload, with_defaults
+from aotdist.torch_seam.operators import with_defaults
 
 _VALUES_ALONE: ContextVar[bool] = ContextVar("values_alone", default=False)
-_COMPUTES_VECTORS: Mapping[OpOverload, int] = {
-    torch.ops.aten._linalg_svd.default: 2,
-    torch.ops.aten._linalg_eigh.default: 2,
-}
-"""Decompositions, and which of their arguments asks for the vectors."""
+_DECOMPOSITIONS = frozenset({torch.ops.aten._linalg_svd.default, torch.ops.aten._linalg_eigh.default})
+"""The third argument of each asks for the vectors."""
 
 
 def _of_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +53,9 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
 
 def without_vectors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """A decomposition that computes no vectors, where eager computes none: no gradient needs them."""
-    position = _COMPUTES_VECTORS.get(func)
-    if position is None or not _VALUES_ALONE.get() or (args[0].requires_grad and torch.is_grad_enabled()):
+    if func not in _DECOMPOSITIONS or not _VALUES_ALONE.get():
         return None
-    given = with_defaults(func, args, kwargs)
-    return functools.partial(func, *given[:position], False, **kwargs) if given[position] else None
+    if args[0].requires_grad and torch.is_grad_enabled():
+        return None
+    matrix, how, with_vectors = with_defaults(func, args, kwargs)
+    return functools.partial(func, matrix, how, False, **kwargs) if with_vectors else None
