@@ -106,9 +106,11 @@ def test_a_run_goes_on_from_what_is_saved(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")
 def test_padded_batches(tmp_path: Path) -> None:
     pair = [trainer(tmp_path, compiled=compiled, data=rows(padded=True)) for compiled in (False, True)]
-    for each in pair:
+    told = trainer(tmp_path, compiled=True, settings={"is_compiling": True}, data=rows(padded=True))
+    for each in (*pair, told):
         each.train()
     assert losses(pair[1]) == losses(pair[0])
+    assert losses(told) == pytest.approx(losses(pair[0]), rel=1e-5)
 
 
 @pytest.mark.sweep
