@@ -463,6 +463,8 @@ class Facts:
         asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
             `grad_fn` and `grad`, whether there is one.
         answers: conditions on data of inputs that the program chose by.
+        numbers: the numbers in these facts that depend on data, by the names of their symbols, each with what
+            the node returns to tell it.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -487,6 +489,7 @@ class Facts:
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     answers: tuple[Answer, ...] = ()
+    numbers: tuple[tuple[str, NodeOutIdx], ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 
 from aotdist.program import PrimalIdx, Row
-from aotdist.torch_seam.symbols import SYMBOLIC, expression
+from aotdist.torch_seam.symbols import SYMBOLIC, expression, unbacked_symbols
 
 T = TypeVar("T")
 
@@ -94,6 +94,13 @@ def is_symbolic(value: Any) -> bool:
     if isinstance(value, SYMBOLIC):
         return True
     return any(is_symbolic(part) for part in _parts(value))
+
+
+def numbers_of_data(value: Any) -> dict[str, Any]:
+    """The symbols of numbers that depend on data anywhere in `value`, by name."""
+    if isinstance(value, SYMBOLIC):
+        return unbacked_symbols(value)
+    return {name: number for part in _parts(value) for name, number in numbers_of_data(part).items()}
 
 
 def concrete(value: T, symbols: Mapping[str, int]) -> T:

@@ -27,6 +27,7 @@ from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import AotdistError, BadSettings, InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
+from aotdist.joint.failures import asks_for_data
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
@@ -53,6 +54,7 @@ class Job:
         settings: how to compile.
         symbolic: try symbolic sizes, if the call, settings or marks ask for them.
         finds_out: let the program choose by data of this call, see `aotdist.joint.answers`.
+        of_data: let sizes and numbers depend on data.
         counts: places of numbers that symbols are to stand for.
         counted: such numbers among the arguments, by path.
     """
@@ -62,6 +64,7 @@ class Job:
     settings: Settings
     symbolic: bool = True
     finds_out: bool = True
+    of_data: bool = False
     counts: tuple[Source, ...] = ()
     counted: tuple[str, ...] = ()
 
@@ -313,12 +316,12 @@ def _trace_with_any_sizes(
     each of its sizes.
     """
     try:
-        return _trace(job, times, bases, inputs)
+        return _trace_with_any_numbers(job, times, bases, inputs)
     except _FailsWithSymbols as failure:
         failure.before.roll_back()
         if job.counts or job.counted:
             raise
-        traced = _trace(replace(job, symbolic=False), times, bases, inputs)
+        traced = _trace_with_any_numbers(replace(job, symbolic=False), times, bases, inputs)
         reason = str(failure.__cause__).partition("\n")[0]
         warnings.warn(
             f"aotdist: `{traced[0].name}` is compiled for the sizes at hand: an operator of PyTorch's does "
@@ -326,6 +329,23 @@ def _trace_with_any_sizes(
             stacklevel=2,
         )
         return traced
+
+
+def _trace_with_any_numbers(
+    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
+) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
+    """A trace: with numbers and sizes that depend on data, if the program has some."""
+    try:
+        return _trace(job, times, bases, inputs)
+    except UnsupportedProgram as refused:
+        if job.of_data or not asks_for_data(refused):
+            raise
+        try:
+            return _trace(replace(job, of_data=True), times, bases, inputs)
+        except (AotdistError, _LooksAround, _FailsWithSymbols):
+            raise
+        except Exception:  # PyTorch's own, about a number that it would have to know
+            raise refused from None
 
 
 class _FailsWithSymbols(Exception):
@@ -391,6 +411,7 @@ def _trace(
                 functional_rng=job.settings.functional_rng,
                 backward_autocast=_backward_autocast(job.settings),
                 symbolic=bool(dims or counts),
+                of_data=job.of_data,
                 fakes=fakes,
                 finds_out=job.finds_out,
             )

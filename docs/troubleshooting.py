@@ -25,7 +25,8 @@ def value_of_a_tensor():
     """The program needs the value of a tensor
 
     A program is captured once and runs for other data later, so it cannot branch on the contents of a tensor:
-    `if`, `while`, `item()`, `tolist()`, `float(tensor)`.
+    `if`, `while`, `range(count.item())`. A number that is read (`count.item()`) may be computed with, may be
+    a size or a position, and may be returned; what Python needs at once (`float(tensor)`) may not.
     """
 
     def step(x):
@@ -35,11 +36,17 @@ def value_of_a_tensor():
 
 
 def size_by_data():
-    """The size of a result depends on data
+    """A program chooses by a size that depends on data
 
-    `nonzero`, `unique`, masks as indices: the sizes in a graph must be known when it is traced.
+    How many elements a mask selects may differ from call to call, and so may the sizes of all that follows.
+    `if`, `while`, and `len` and `tolist` of such a tensor need the number while the program is captured.
     """
-    aotdist.compile(lambda x: x[x > 0])(torch.ones(3))
+
+    def step(x):
+        chosen = x[x > 0]
+        return chosen.mean() if chosen.shape[0] > 0 else x.sum()
+
+    aotdist.compile(step)(torch.ones(3))
 
 
 def opaque_argument():

@@ -16,6 +16,7 @@ from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
 from aotdist.kernels.spelling import TYPES
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.symbols import depends_on_data
 
 _TABLES = (elementwise.RULES, views.RULES, shaping.RULES, reductions.RULES)
 
@@ -57,6 +58,9 @@ def obstacle(node: Node) -> str | None:
 def _check_values(node: Node) -> None:
     values = [val_of(node), *(val_of(source) for source in _sources(node))]
     for value in values:
+        numbers = value.shape if isinstance(value, torch.Tensor) else [value]
+        if any(map(depends_on_data, numbers)):
+            raise NotEmitted("a number that depends on data")
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             continue
         if not isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, View, val_of
 from aotdist.kernels.rules import is_reducing, obstacle, rule_of
 from aotdist.kernels.space import Group, Place
-from aotdist.torch_seam.symbols import SYMBOLIC, hint
+from aotdist.torch_seam.symbols import SYMBOLIC, estimate
 
 Reads: TypeAlias = list[tuple[Node, Point]]
 
@@ -146,4 +146,4 @@ def num_bytes(node: Node) -> int:
 
 def num_elements(node: Node) -> int:
     """Elements of a tensor that a node makes, in the call that is traced."""
-    return math.prod(hint(size) for size in val_of(node).shape)
+    return math.prod(estimate(size) for size in val_of(node).shape)

@@ -21,6 +21,13 @@ _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
 _COMMANDS = os.path.join(_EXAMPLES, "commands") + os.sep
 _LIBRARIES = ("torch.nn.", "torch.optim.swa_utils", "transformers.")
 """Where modules are from that may choose by data: the user cannot write them otherwise."""
+_SYMBOLS = (
+    os.path.join(_TORCH, "__init__.py"),
+    os.path.join(_TORCH, "fx", "experimental") + os.sep,
+    os.path.join(_OURS, "torch_seam", "symbols.py"),
+    __file__,
+)
+"""What stands between code that uses a symbolic number and what it is."""
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
@@ -96,6 +103,14 @@ def is_asked_by_a_library(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def is_asked_by_the_user() -> bool:
+    """Whether the user's own code asks what a symbolic number is: the line that uses it is theirs."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
 def line_of_stack(stack: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from aotdist.torch_seam.ambient import uses_onednn
-from aotdist.torch_seam.symbols import hint
+from aotdist.torch_seam.symbols import estimate
 
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 # It gets matrices with the strides that the graph says: else Inductor undoes what `_by_rows` asks for.
@@ -74,7 +74,7 @@ def _is_large(product: Node, left: Node) -> bool:
     value = product.meta["val"]
     if value.device.type != "cpu" or value.dtype != torch.float32:
         return False
-    return hint(value.numel()) * hint(left.meta["val"].size(1)) >= _LEAST_WORK
+    return estimate(value.numel()) * estimate(left.meta["val"].size(1)) >= _LEAST_WORK
 
 
 def _by_rows(left: Node, product: Node) -> Node:

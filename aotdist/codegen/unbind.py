@@ -37,8 +37,9 @@ def _complete_sets(graph: Graph) -> dict[tuple[Node, int], list[Node]]:
     """Selects by tensor and dim, where every index is taken."""
     found: dict[tuple[Node, int], list[Node]] = defaultdict(list)
     for node in graph.gm.graph.find_nodes(op="call_function", target=_SELECT):
-        source, dim, _ = node.args
-        found[source, dim].append(node)
+        source, dim, index = node.args
+        if isinstance(index, int):
+            found[source, dim].append(node)
     return {key: selects for key, selects in found.items() if _is_complete(*key, selects)}
 
 

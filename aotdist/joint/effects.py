@@ -63,6 +63,7 @@ from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.waypoints import HeldTensor, Waypoints
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.sizes import numbers_of_data
 from aotdist.subclasses.protocol import (
     leaves,
     recipe_of,
@@ -88,6 +89,7 @@ class ForwardEffects:
         node_outs: what the node returns.
         results: the values of that.
         lifting: the mode that it ran in: knows what the program asked, and told.
+        numbers: see `Facts.numbers`.
     """
 
     outs: Sequence[Any]
@@ -99,6 +101,7 @@ class ForwardEffects:
     node_outs: Row[NodeOutIdx, NodeOut]
     results: list[Result]
     lifting: Lifting
+    numbers: tuple[tuple[str, NodeOutIdx], ...]
 
     def ends(self) -> list[End]:
         """The differentiable results."""
@@ -179,6 +182,7 @@ class Effects:
         self._mark_reshaped(metadata)
         spent = spent_results(outs, self.inputs, self.log) if lifting.ran_backward else {}
         outputs = classify(outs, self.inputs, self.log, metadata.written, passing, spent)
+        numbers = self._tell_numbers(outputs)
         row = self.inputs.row()
         _refuse_accumulation(row)
         for idx, one in row.enumerate():
@@ -212,6 +216,22 @@ class Effects:
             node_outs=node_outs,
             results=results,
             lifting=lifting,
+            numbers=numbers,
+        )
+
+    def _tell_numbers(self, outputs: NodeOutputs) -> tuple[tuple[str, NodeOutIdx], ...]:
+        """Return what tells the numbers that depend on data and are needed outside of the graph."""
+        recipes = [recipe_of(tensor) for tensor in outputs.tensors]
+        if numbers_of_data([outputs.facts[idx] for idx in outputs.early]):
+            raise UnsupportedProgram(
+                "a view of an input, at a place that depends on data, is made before the input is written",
+                stage="joint",
+                fix="make the view afterwards",
+            )
+        numbers = numbers_of_data([outputs.facts, outputs.order, recipes])
+        return tuple(
+            (name, outputs.add(Slot("output", name), self.recorder.told(number), history=False))
+            for name, number in sorted(numbers.items())
         )
 
     def _mark_reshaped(self, metadata: Metadata) -> None:
@@ -360,6 +380,7 @@ class Effects:
             early=outputs.early,
             asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
             answers=tuple(self.recorder.answers.given),
+            numbers=forward.numbers,
         )
 
 

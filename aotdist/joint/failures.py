@@ -20,6 +20,7 @@ from aotdist.torch_seam.functional import (
     UnsupportedOperatorException,
 )
 from aotdist.torch_seam.groups import ObjectsExchangedError
+from aotdist.torch_seam.symbols import is_undecided
 
 
 def refusal(what: str, fix: str) -> UnsupportedProgram:
@@ -35,6 +36,13 @@ _ASKS_FOR_DATA = (
     "FunctionalTensor.__format__",
 )
 """How errors of PyTorch's say that a traced tensor has no data."""
+
+_FIX = (
+    "or move that part out of the compiled function, or use `Settings(is_compiling=True)` if the line is not "
+    "reached where `torch.compiler.is_compiling()` is true, or "
+    '`torch.compile(..., backend="aotdist")`, which compiles what comes before and after it'
+)
+"""What else to do where a program needs data."""
 
 _ADDRESS = "Cannot access data pointer of Tensor"
 """How PyTorch says that a traced tensor has no memory."""
@@ -86,6 +94,8 @@ def naming_failures() -> Generator[None]:
     except AotdistError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
+        if is_undecided(error):
+            raise _chooses_by_data(error) from error
         if _LOST_HISTORY in str(error):
             raise detached_since(raised_at(error.__traceback__)) from error
         if isinstance(error, ObjectsExchangedError):
@@ -108,18 +118,30 @@ def naming_failures() -> Generator[None]:
             raise _needs_memory(str(error.func), error) from error
         if found := _NO_FAKE.match(str(error)):
             raise _needs_memory(found[1], error) from error
-        asks_for_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        if not asks_for_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
+        of_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        if not of_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
             raise
         raise UnsupportedProgram(
             _needs_data(error),
             where=raised_at(error.__traceback__),
             stage="joint",
-            fix="keep it a tensor (`torch.where` for a branch, a mask for a shape), or move "
-            "that part out of the compiled function, or use `Settings(is_compiling=True)` if the line is not "
-            "reached where `torch.compiler.is_compiling()` is true, or "
-            '`torch.compile(..., backend="aotdist")`, which compiles what comes before and after it',
+            fix=f"keep it a tensor (`torch.where` for a branch, a mask for a shape), {_FIX}",
         ) from error
+
+
+def _chooses_by_data(error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "what the program does depends on a number, or a size, that is read off a tensor",
+        where=raised_at(error.__traceback__),
+        stage="joint",
+        fix="choose by `torch.where` or `torch.cond`, say what always holds (`torch._check(count > 0)`), "
+        f"{_FIX}",
+    )
+
+
+def asks_for_data(refused: UnsupportedProgram) -> bool:
+    """Whether a program was refused because a number, or a size, depends on data."""
+    return isinstance(refused.__cause__, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 def _needs_memory(operator: str, error: Exception) -> UnsupportedProgram:

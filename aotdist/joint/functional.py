@@ -49,6 +49,7 @@ from aotdist.torch_seam.operators import (
     written_by,
 )
 from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
+from aotdist.torch_seam.symbols import are_equal
 from aotdist.torch_seam.trees import pytree
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
@@ -219,7 +220,7 @@ class Functionalisation(FunctionalTensorMode):
         target: FunctionalTensor = args[0]
         with self:
             value = twin(*args, **kwargs)
-        if value.size() != target.size():
+        if not are_equal(value.size(), target.size()):
             raise RuntimeError(
                 f"`{twin}` gives {list(value.size())}, to be written into {list(target.size())}"
             )

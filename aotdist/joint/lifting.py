@@ -17,7 +17,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_mode import ViewMode
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint import linear_algebra, padded_encoders, sparse_embedding
+from aotdist.joint import linear_algebra, padded_encoders, python_numbers, sparse_embedding
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.failures import accumulated_inside, refusal
 from aotdist.joint.inputs import Inputs
@@ -65,6 +65,7 @@ class Lifting(TorchFunctionMode):
         guises: the classes that the program sees of its tensors.
         written_views: is told that what was written by the call before has its history now.
         asked_for_strides: is told of tensors whose strides the program looks at.
+        of_data: whether numbers may depend on data.
 
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
@@ -84,6 +85,8 @@ class Lifting(TorchFunctionMode):
         guises: Guises,
         written_views: WrittenViews,
         asked_for_strides: Callable[[torch.Tensor], None],
+        *,
+        of_data: bool = False,
     ) -> None:
         super().__init__()
         self._inputs = inputs
@@ -124,6 +127,7 @@ class Lifting(TorchFunctionMode):
             IS_LEFT_ALIGNED: padded_encoders.is_left_aligned,
             PACK: padded_encoders.pack,
             **linear_algebra.INSTEAD,
+            **(python_numbers.INSTEAD if of_data else {}),
         }
 
     def __torch_function__(

@@ -32,7 +32,8 @@ from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.kernel_results import fake_result
 from aotdist.joint.random import Draws
 from aotdist.joint.scalars import Scalars, current_scalars, needs_value
-from aotdist.torch_seam.functional import FakeTensor, uncached_fake
+from aotdist.joint.unbacked import Unbacked
+from aotdist.torch_seam.functional import DataDependentOutputException, FakeTensor, uncached_fake
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -50,7 +51,7 @@ from aotdist.torch_seam.proxies import (
     track,
     track_number,
 )
-from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data
 from aotdist.torch_seam.trees import pytree
 
 _PLAIN_NAMESPACES = ("aten", "_c10d_functional")
@@ -108,6 +109,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         answers: what is found out about data that is there before a call.
         stream: where they come from, if from a seed and an offset.
         size: the node of a symbolic number, or the number itself if it is a certain one.
+        unbacked: numbers that depend on data, where there may be some.
         symbolic: whether sizes may be symbolic.
     """
 
@@ -122,6 +124,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         answers: Answers,
         stream: Stream | None,
         size: Callable[[Any], Any],
+        unbacked: Unbacked | None,
         *,
         symbolic: bool,
     ) -> None:
@@ -132,6 +135,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._answers = answers
         self._stream = stream
         self._size = size
+        self._unbacked = unbacked
         self._symbolic = symbolic
         self._is_direct: dict[OpOverload, bool] = {}
 
@@ -143,6 +147,8 @@ class ProxyMode(ProxyTorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._unbacked is not None:
+            self._unbacked.check()
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, ProxyTorchDispatchMode, self, *args, **kwargs)
         tags = func.tags if is_operator(func) else ()
@@ -190,7 +196,29 @@ class ProxyMode(ProxyTorchDispatchMode):
                 )
         except _NeedsGeneralMode:
             pass
-        return self._dispatch_generally(func, types, args, kwargs) if token is None else token
+        if token is not None:
+            return token
+        if self._unbacked is not None and func is _ITEM:
+            args = (self._to_be_read(func, args[0]),)
+        return self._dispatch_generally(func, types, args, kwargs)
+
+    def _to_be_read(self, func: OpOverload, tensor: FakeTensor) -> FakeTensor:
+        """A copy of a tensor of one element: a backward may read it again, whatever is written meanwhile."""
+        node = node_of(tensor, self.tracer)
+        if node is None:
+            raise DataDependentOutputException(func)
+        assert self._unbacked is not None
+        copies = self._unbacked.copies
+        if node not in copies:
+            with self:
+                copies[node] = torch.ops.aten.clone.default(tensor)
+            self._node(copies[node]).meta["policy"] = "must_save"
+        return copies[node]
+
+    def _node(self, tensor: FakeTensor) -> Node:
+        node = node_of(tensor, self.tracer)
+        assert node is not None
+        return node
 
     def _dispatch_with(
         self,
@@ -241,13 +269,19 @@ class ProxyMode(ProxyTorchDispatchMode):
         for number in pytree.tree_leaves((args, kwargs)):
             if isinstance(number, SYMBOLIC) and isinstance(node := self._size(number), Node):
                 track_number(number, node, self.tracer)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._unbacked is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with self._unbacked.meeting():
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __sym_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Arithmetic of symbolic numbers is not recorded."""
-        return func(*args, **kwargs)
+        """Arithmetic of symbolic numbers is not recorded, but for floats that are read off tensors."""
+        result = func(*args, **kwargs)
+        if self._unbacked is not None and isinstance(result, torch.SymFloat) and depends_on_data(result):
+            return self._unbacked.computed(func, tuple(map(self._argument, args)))
+        return result
 
     def _is_recorded_directly(self, func: OpOverload) -> bool:
         if func not in self._is_direct:
@@ -305,6 +339,8 @@ class ProxyMode(ProxyTorchDispatchMode):
             self._bind(result, node)
         elif isinstance(result, (list, tuple)):
             self._bind_each(result, node)
+        if self._unbacked is not None:
+            self._unbacked.meet(node)
         return result
 
     def _create(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:

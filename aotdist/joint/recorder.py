@@ -22,7 +22,7 @@ import torch
 from aotdist.capture.annotations import current_module, current_tags
 from aotdist.capture.fakes import NO_FAKES, UserFakes
 from aotdist.capture.guise import Guises
-from aotdist.capture.origins import Origins
+from aotdist.capture.origins import Origins, is_asked_by_the_user
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.swapping import Exchange
@@ -31,6 +31,7 @@ from aotdist.joint.answers import Answers
 from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.proxy_mode import ProxyMode
 from aotdist.joint.random import Draws
+from aotdist.joint.unbacked import Unbacked
 from aotdist.program import Graph, PrimalIdx, Role, Slot
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
@@ -52,7 +53,7 @@ from aotdist.torch_seam.inductor import TracingContext, tracing
 from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes, quiet_fakes
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
 from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
-from aotdist.torch_seam.symbols import expression, hint, shape_env
+from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number_kind, shape_env
 from aotdist.torch_seam.tensors import unwrapped
 from aotdist.torch_seam.trees import pytree
 
@@ -85,6 +86,7 @@ class Recorder:
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         backward_autocast: what the backward is recorded in.
         symbolic: whether sizes may be symbolic.
+        of_data: whether sizes and numbers may depend on data.
         fakes: the user's fake tensors, which are met as real ones are. Of their mode it depends then whether
             sizes may be symbolic.
         finds_out: let the program choose by data of its inputs, see `aotdist.joint.answers`.
@@ -98,6 +100,7 @@ class Recorder:
         functional_rng: bool = False,
         backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off,
         symbolic: bool = False,
+        of_data: bool = False,
         fakes: UserFakes = NO_FAKES,
         finds_out: bool = False,
     ) -> None:
@@ -106,7 +109,8 @@ class Recorder:
         elif fakes.mode is not None:
             self.shape_env, self.fake_mode = fakes.mode.shape_env, fakes.mode
         else:
-            self.shape_env = shape_env() if symbolic else None
+            asked = is_asked_by_the_user if of_data else None
+            self.shape_env = shape_env(of_data=asked) if symbolic or of_data else None
             self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
         self._fakes: UserFakes = fakes if within is None else within._fakes
         self._within = within
@@ -122,6 +126,9 @@ class Recorder:
         self.backward_autocast = backward_autocast
         self._stream = stream = Stream(self._rng_state) if functional_rng else None
         symbolic = self.fake_mode.shape_env is not None
+        self.unbacked: Unbacked | None = None
+        if of_data and self.shape_env is not None:
+            self.unbacked = Unbacked(self.shape_env, self._tracer.graph, self._stamp, self.size)
         self._proxy_mode = ProxyMode(
             self._tracer,
             decompositions,
@@ -130,6 +137,7 @@ class Recorder:
             self.answers,
             stream,
             self.size,
+            self.unbacked,
             symbolic=symbolic,
         )
         self._rng: list[torch.fx.Node] = []
@@ -279,10 +287,23 @@ class Recorder:
         spelled = expression(number)
         if number.node.expr.is_number:
             return hint(number)
+        if self.unbacked is not None and depends_on_data(number):
+            return self.unbacked.node_of(number)
         if self._within is not None:
             raise NotImplementedError("a function handed to an operator (a branch of `cond`) has some")
         slot = Slot("size", spelled)
         return self._arguments.get(slot) or self._placeholder(slot, number)
+
+    def told(self, number: Any) -> torch.Tensor:
+        """A tensor of a number that depends on data."""
+        dtype = torch.int64 if number_kind(number) is int else torch.float64
+        return torch.scalar_tensor(number, dtype=dtype, device="cpu")
+
+    def check_numbers(self) -> None:
+        """Record what has to hold of numbers that depend on data."""
+        if self.unbacked is not None:
+            with no_modes():
+                self.unbacked.check()
 
     def sizes(self) -> list[Any]:
         """The symbolic numbers that the graph takes so far."""

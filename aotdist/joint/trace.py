@@ -8,7 +8,7 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_mode import ViewMode
 from aotdist.facts import Facts
+from aotdist.joint import python_numbers
 from aotdist.joint.body import Enclosing
 from aotdist.joint.classes import Classes
 from aotdist.joint.control_flow import ControlFlow
@@ -189,9 +190,11 @@ def _run_forward(
         guises=classes.guises,
         written_views=written_views,
         asked_for_strides=recorder.asked_for_strides,
+        of_data=recorder.unbacked is not None,
     )
     with (
         swapped_where_unheard(lifting.swap),
+        nullcontext() if recorder.unbacked is None else python_numbers.followed(recorder.unbacked),
         saved_tensor_hooks_heard_by(lifting),
         classes.shown(),
         lifting,
@@ -204,6 +207,7 @@ def _run_forward(
         view_mode.settle()
     recorder.draws.check()
     recorder.answers.forget()
+    recorder.check_numbers()
     return [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs], lifting
 
 

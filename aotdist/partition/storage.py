@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.partition.traits import is_view, is_wait
-from aotdist.torch_seam.symbols import hint
+from aotdist.torch_seam.symbols import estimate
 
 _SCALAR_BYTES = 8
 """What a saved Python or symbolic number is taken to cost."""
@@ -38,7 +38,7 @@ def value_bytes(node: Node) -> int:
 
 def _bytes_of(value: object) -> int:
     if isinstance(value, torch.Tensor):
-        return hint(value.numel()) * value.element_size()
+        return estimate(value.numel()) * value.element_size()
     if isinstance(value, (tuple, list)):
         return sum(_bytes_of(item) for item in value)
     return 0 if value is None else _SCALAR_BYTES

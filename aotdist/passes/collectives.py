@@ -12,7 +12,7 @@ from aotdist.partition.storage import value_bytes
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload, argument_names
-from aotdist.torch_seam.symbols import hint
+from aotdist.torch_seam.symbols import estimate
 
 _UNEVEN = frozenset({"all_to_all_single"})
 """Operators whose ranks may legitimately bring different element counts."""
@@ -88,8 +88,8 @@ def _describe(node: Node) -> Collective:
         group_size=named.get("group_size"),
         reduce_op=named.get("reduce_op"),
         dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "none",
-        numel=sum(hint(tensor.numel()) for tensor in sent),
-        num_bytes=max(value_bytes(node), sum(hint(t.numel()) * t.element_size() for t in sent)),
+        numel=sum(estimate(tensor.numel()) for tensor in sent),
+        num_bytes=max(value_bytes(node), sum(estimate(t.numel()) * t.element_size() for t in sent)),
         unit=node.meta.get("unit"),
         node=node.name,
         source=node.meta.get("source"),

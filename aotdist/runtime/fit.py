@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,14 +22,14 @@ from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import differentiable_writes
 from aotdist.convention.synthetic_base import BasePlan, ViewBase
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Answer
+from aotdist.facts import Answer, Facts
 from aotdist.joint.symbols import Count
-from aotdist.program import ArgIdx, DistinctIdx, PrimalIdx, Row, Slot
+from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.guard import no_overlap, place_in_storage
 from aotdist.runtime.printer import variable_names
 from aotdist.sizes import SCOPE, Sizes
-from aotdist.subclasses.protocol import Recipe, plain_tensors
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
 from aotdist.torch_seam.classes import hears_of_functions
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class Fit:
         recipes: how each is put together.
         sizes: the symbols in them.
         counts: numbers that the program finds and changes.
+        told: symbols of numbers that depend on data, each with the plain result that tells it.
         written: inputs that the program writes.
         with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
@@ -81,6 +82,7 @@ class Fit:
     recipes: Row[PrimalIdx, Recipe]
     sizes: Sizes
     counts: tuple[Count, ...]
+    told: Mapping[str, int]
     written: tuple[PrimalIdx, ...]
     with_history: tuple[PrimalIdx, ...]
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
@@ -97,6 +99,10 @@ class Fit:
     def symbols(self) -> list[str]:
         """The names of all symbols."""
         return [*(name for name, _ in self.sizes.symbols), *(count.name for count in self.counts)]
+
+    def has_numbers(self) -> bool:
+        """Whether numbers differ from call to call, known before it or not."""
+        return bool(self.symbols() or self.told)
 
     def has_classes(self) -> bool:
         """Whether tensors of the call hear of torch functions, which it is not to tell them of."""
@@ -146,7 +152,7 @@ def fit_of(compilation: Compilation) -> Fit:
     base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
     sizes = traced.symbols.sizes()
     symbols = [*(name for name, _ in sizes.symbols), *(count.name for count in counts)]
-    names = variable_names([*paths, *base_paths], [*SCOPE, *symbols])
+    names = variable_names([*paths, *base_paths], [*SCOPE, *symbols, *(name for name, _ in facts.numbers)])
     return Fit(
         arguments=captured.arguments,
         changes_given=compilation.returned.changes_given(),
@@ -160,6 +166,7 @@ def fit_of(compilation: Compilation) -> Fit:
         recipes=facts.recipes,
         sizes=sizes,
         counts=counts,
+        told={name: _first_leaf(facts, idx) for name, idx in facts.numbers},
         written=tuple(sorted(written)),
         with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
         asked=facts.asked,
@@ -179,6 +186,11 @@ def fit_of(compilation: Compilation) -> Fit:
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
         leaves=captured.leaves,
     )
+
+
+def _first_leaf(facts: Facts, idx: NodeOutIdx) -> int:
+    """The position of the first plain tensor of what the node returns, among all of these."""
+    return sum(1 for out in list(facts.node_outs)[:idx] for _ in leaves(out.recipe))
 
 
 def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:

@@ -96,7 +96,7 @@ def print_call(
             do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
             given = _print_given(printer, plans.writes, primals, detached, turns)
-            printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.symbols() else [])], ")")
+            _print_run(printer, run, given, fit)
             if shielded:
                 names = [f"values[{idx}]" for idx in shielded]
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
@@ -114,6 +114,13 @@ def print_call(
             print_steps(printer, gates, primals, do)
         _print_what_is_left(printer, fit)
         print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
+
+
+def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Fit) -> None:
+    """Print the call of the region, and bind the numbers that it has read off tensors."""
+    printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.has_numbers() else [])], ")")
+    for name in fit.told:
+        printer.line(f"{name} = symbols[{name!r}]")
 
 
 def _print_given(
@@ -276,7 +283,7 @@ def _print_counts(printer: Printer, fit: Fit, held: Sequence[Held]) -> None:
 def _print_sizes(printer: Printer, fit: Fit, primals: Sequence[str]) -> None:
     """Bind each symbol to a variable of its name, and test what has to hold of them."""
     sizes, symbols = fit.sizes, fit.symbols()
-    if not symbols:
+    if not fit.has_numbers():
         return
     printer.comment("sizes")
     for name, measure in sizes.symbols:

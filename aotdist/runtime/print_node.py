@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -76,6 +76,7 @@ def print_node(
     printer: Printer,
     names: Sequence[str],
     symbols: Sequence[str],
+    told: Mapping[str, int],
     plan: NodePlan,
     forward: BoxedCall,
     backward: Backward,
@@ -92,6 +93,7 @@ def print_node(
         printer: where to print.
         names: a variable for each primal.
         symbols: the symbols' names; their values are one more argument, a dictionary.
+        told: symbols that go into it once the forward has run, each with the result that tells it.
         plan: how tensors pass through the node.
         forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward; as it is, where some tangent is missing.
@@ -102,12 +104,14 @@ def print_node(
         has_classes: whether inputs hear of torch functions, which they are not to be told of.
     """
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
-        _print_forward(printer, names, symbols, plan, forward, watch, versions)
+        _print_forward(printer, names, symbols, told, plan, forward, watch, versions)
         printer.line()
         quiet = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
         with _static(printer, f"def backward(ctx, {', '.join(tangents)}):"), quiet:
-            _print_backward(printer, tangents, symbols, plan, backward, after_backward, changes, watch)
+            _print_backward(
+                printer, tangents, [*symbols, *told], plan, backward, after_backward, changes, watch
+            )
     printer.line()
 
 
@@ -115,6 +119,7 @@ def print_inference(
     printer: Printer,
     names: Sequence[str],
     symbols: Sequence[str],
+    told: Mapping[str, int],
     sizes: Sequence[Expression],
     unwrap: UnwrapPlan,
     writes: PlainWrites,
@@ -131,7 +136,8 @@ def print_inference(
     Args:
         printer: where to print.
         names: a variable for each primal.
-        symbols: the symbols' names; their values are one more argument, a dictionary.
+        symbols: see `print_node`.
+        told: see there.
         sizes: the numbers that the graph takes.
         unwrap: how inputs are taken apart and outputs put together.
         writes: writes to plain inputs.
@@ -142,11 +148,12 @@ def print_inference(
         versions: see `print_node`.
         recorded: whether autograd would record the graph's operations, unless it is switched off.
     """
-    printer.spread("def region(", _with_symbols(names, symbols), "):")
+    printer.spread("def region(", _with_symbols(names, [*symbols, *told]), "):")
     off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
     with printer.indented(), off:
         _print_symbols(printer, symbols, "symbols")
         _print_run(printer, unwrap, writes, rng, emitted, names, sizes, watch)
+        _print_told(printer, told)
         values = _values(writes, views)
         outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
         for idx in versions:
@@ -201,16 +208,18 @@ def _print_forward(
     printer: Printer,
     names: Sequence[str],
     symbols: Sequence[str],
+    told: Mapping[str, int],
     plan: NodePlan,
     forward: BoxedCall,
     watch: Watch,
     versions: Versions,
 ) -> None:
     printer.line("@staticmethod")
-    printer.spread("def forward(", ["ctx", *_with_symbols(names, symbols)], "):")
+    printer.spread("def forward(", ["ctx", *_with_symbols(names, [*symbols, *told])], "):")
     with printer.indented():
         _print_symbols(printer, symbols, "symbols")
         plains = _print_run(printer, plan.unwrap, plan.writes, plan.rng, forward, names, plan.sizes, watch)
+        _print_told(printer, told)
         if plan.rng.draw is not None:
             printer.line("ctx.rng = rng")
         values = _values(plan.writes, plan.views)
@@ -226,7 +235,7 @@ def _print_forward(
         if plan.kept.unsaved:
             kept = [plan.kept.primals[k] for k, _ in plan.kept.unsaved]
             printer.spread("ctx.versions = (", [_version(printer, plan, names, idx) for idx in kept], ",)")
-        if symbols:
+        if symbols or told:
             printer.line("ctx.symbols = symbols")
         late = plan.backward_writes
         if late.plains:
@@ -383,6 +392,12 @@ def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None
     if place != "symbols":
         printer.line(f"symbols = {place}")
     printer.line(f"{sequence(list(symbols))} = symbols.values()")
+
+
+def _print_told(printer: Printer, told: Mapping[str, int]) -> None:
+    """Read numbers that depend on data off the results that tell them."""
+    for name, position in told.items():
+        printer.line(f"{name} = symbols[{name!r}] = results[{position}].item()")
 
 
 def _tangent(printer: Printer, tangent: Tangent) -> str:

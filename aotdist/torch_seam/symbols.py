@@ -3,7 +3,8 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,17 +25,52 @@ def number_kind(value: Any) -> type[int] | type[float] | None:
     return float if type(value) in (float, torch.SymFloat) else None
 
 
-def shape_env() -> ShapeEnv:
-    """Keeps symbols, and what a trace decides by them. Equal sizes do not share a symbol: `s0`, `s1`, ..."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
+    """Keeps symbols, and what a trace decides by them. Equal sizes do not share a symbol: `s0`, `s1`, ...
+
+    Args:
+        of_data: given, numbers that are read off tensors and sizes that depend on data have symbols, too:
+            `u0`, `u1`, ... It tells whether the user's own code asks now what they are. Where a library does
+            (is there nothing to do? is there one element, to be expanded?), it gets the answer for many.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     class NumberedShapeEnv(ShapeEnv):
         def _generate_unique_id(self, source_name: str) -> int:
             return len(self.var_to_range)
 
+        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().evaluate_expr(*args, **kwargs)
+            except GuardOnDataDependentSymNode as error:
+                condition: Any = error.cond
+                is_truth = any(self.var_to_range[one].upper == 1 for one in condition.free_symbols)
+                answer = None if is_truth else _holds_for_many(condition, self.size_like)
+                if answer is None or of_data is None or of_data():
+                    raise
+                return answer
+
+    is_allowed = of_data is not None
     return NumberedShapeEnv(
-        allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
+        allow_scalar_outputs=is_allowed, allow_dynamic_output_shape_ops=is_allowed, duck_shape=False
     )
+
+
+def _holds_for_many(condition: Any, sizes: AbstractSet[Any]) -> Any:
+    """Whether a condition holds where all sizes in it are two at least; None if it may or may not.
+
+    Equations of what is not known otherwise do not hold.
+    """
+    import sympy
+
+    if isinstance(condition, (sympy.And, sympy.Or, sympy.Not)):
+        parts = [_holds_for_many(part, sizes) for part in condition.args]
+        return None if None in parts else condition.func(*parts)
+    two_or_more = {size: sympy.Dummy(integer=True, nonnegative=True) + 2 for size in sizes}
+    answer = condition.xreplace(two_or_more)
+    if answer in (sympy.true, sympy.false):
+        return answer
+    return {sympy.Eq: sympy.false, sympy.Ne: sympy.true}.get(type(condition))
 
 
 def new_symbol(env: ShapeEnv, value: int, place: str) -> torch.SymInt:
@@ -78,6 +114,63 @@ def hint(value: Any) -> Any:
     return value.node.hint if isinstance(value, SYMBOLIC) else value
 
 
+_TYPICAL_SIZE = 1024
+"""What a size that depends on data is taken to be, where choices are made by how large tensors are."""
+
+
+def estimate(number: Any) -> Any:
+    """As `hint`; a number that depends on data is taken to be a typical size."""
+    if not depends_on_data(number):
+        return hint(number)
+    expr, env = number.node.expr, number.node.shape_env
+    return int(expr.xreplace({one: hint(_number(env, one)) or _TYPICAL_SIZE for one in expr.free_symbols}))
+
+
+def bind_unbacked(env: ShapeEnv, node: torch.fx.Node) -> None:
+    """Note at a node which new symbols of numbers that depend on data stand in its value, and where."""
+    from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
+
+    if bindings := compute_unbacked_bindings(env, node.meta["val"]):
+        node.meta["unbacked_bindings"] = bindings
+
+
+def whole_of_truth(truth: torch.SymBool) -> torch.SymInt:
+    """1 for true, 0 for false."""
+    from torch.fx.experimental.symbolic_shapes import cast_symbool_to_symint_guardless
+
+    return cast_symbool_to_symint_guardless(truth)  # type: ignore[return-value]
+
+
+def is_undecided(error: BaseException) -> bool:
+    """Whether PyTorch says that it cannot know a number that depends on data."""
+    # By its name: importing the class takes as long as importing sympy.
+    return type(error).__name__ == "GuardOnDataDependentSymNode"
+
+
+def new_float_of_data(env: ShapeEnv) -> torch.SymFloat:
+    """A symbol for a float that is computed of what is read off tensors."""
+    with env.ignore_fresh_unbacked_symbols():
+        return env.create_unbacked_symfloat()
+
+
+def unbacked_symbols(number: Any) -> dict[str, Any]:
+    """The symbols in a symbolic number that nobody knows before the program has read them off tensors."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    expr, env = number.node.expr, number.node.shape_env
+    return {str(one): _number(env, one) for one in free_unbacked_symbols(expr)}
+
+
+def _number(env: Any, symbol: Any) -> Any:
+    make = env.create_symintnode if symbol.is_integer else env.create_symfloatnode
+    return make(symbol, hint=None)
+
+
+def depends_on_data(number: Any) -> bool:
+    """Whether a number is symbolic, and nobody knows it before the program has read it off a tensor."""
+    return isinstance(number, SYMBOLIC) and bool(unbacked_symbols(number))
+
+
 def surely_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two sequences of numbers are equal in every call; nothing is decided for symbols."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -85,14 +178,25 @@ def surely_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
+def are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether numbers are equal; those that depend on data have to be, which a call checks."""
+    for x, y in zip(a, b, strict=True):
+        if depends_on_data(x) or depends_on_data(y):
+            torch._check(x == y)
+    return tuple(a) == tuple(b)
+
+
 def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> Any:
     """Nodes at the graph's insertion point that compute a symbolic number from nodes of the symbols."""
+    expr = number.node.expr
+    return number.node.hint if expr.is_number else spell(expr, symbols, graph)
+
+
+def spell(expr: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> torch.fx.Node:
+    """Nodes at the graph's insertion point that compute an expression from nodes of its symbols."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    expr = number.node.expr
-    if expr.is_number:
-        return number.node.hint
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     env: Any = {symbol: torch.fx.Proxy(symbols[str(symbol)], tracer) for symbol in expr.free_symbols}
     node = sympy_interp(PythonReferenceAnalysis, env, expr).node
@@ -100,6 +204,16 @@ def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch
         if "val" not in made.meta and made.op == "call_function":
             made.meta["val"] = made.target(*torch.fx.node.map_arg(made.args, lambda n: n.meta["val"]))
     return node
+
+
+def symbols_of(expr: Any, env: ShapeEnv) -> dict[str, torch.SymInt]:
+    """The symbols of an expression, by name, each as a number."""
+    return {str(symbol): _number(env, symbol) for symbol in expr.free_symbols}
+
+
+def checks_of(env: ShapeEnv) -> list[Any]:
+    """What has to hold of numbers that depend on data, as expressions."""
+    return [check.expr for checks in env.deferred_runtime_asserts.values() for check in checks]
 
 
 def products_of(number: torch.SymInt) -> list[tuple[int, list[torch.SymInt]]]:
@@ -169,12 +283,15 @@ def least_of(number: torch.SymInt) -> int | None:
 
 def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
     """What was decided by symbols, as Python conditions: without what follows from others, and all of it."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.printers import PythonPrinter
 
     doprint = PythonPrinter().doprint
     kept: dict[str, None] = {}
     for symbol, bounds in env.var_to_range.items():
+        if free_unbacked_symbols(symbol):
+            continue
         if symbol in env.replacements:
             kept[f"{symbol} == {doprint(env.replace(symbol))}"] = None
             continue

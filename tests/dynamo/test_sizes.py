@@ -48,3 +48,10 @@ def test_floats():
     calls = [(lambda n=n: (torch.randn(4), n)) for n in (0.1, 0.7, 0.9)]
     same_as_eager(lambda x, rate: x * rate + (x.int() * rate), *calls)
     same_as_eager(lambda x, rate: torch.dropout(x, rate, train=True), *calls)
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+def test_numbers_that_depend_on_data():
+    calls = [(lambda n=n: (leaf(6), torch.tensor(n))) for n in (3, 1, 6)]
+    made = same_as_eager(lambda x, n: (x[x > 0].exp().sum() * n.item(), x[: n.item()]), *calls)
+    assert [len(region.artifacts) for region in made] == [1]

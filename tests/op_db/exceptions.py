@@ -28,7 +28,7 @@ WITH_GRAD = (FLOAT, COMPLEX, BFLOAT)
 class Kind(enum.Enum):
     """Why a program is not the same compiled."""
 
-    DATA = "its shape, or a branch, depends on data: refused by name"
+    DATA = "what it does depends on data: refused by name"
     LAYOUT = "its tensors are sparse, or have no shape yet: refused by name"
     UNDEFINED = "eager returns what was in memory: compared with new memory filled"
     EAGER = "eager raises"
@@ -91,32 +91,12 @@ EXCEPTIONS: list[Known] = [
         Kind.DATA,
         "the shape of the result of `.*` depends on data",
         {
-            "argwhere": 0,
-            "combinations": 0,
             "linalg.lstsq": 0,
             "linalg.lstsq.grad_oriented": 0,
-            "masked_select": 0,
             "nn.functional.ctc_loss": 0,
             "nn.CTCLoss train": 0,
             "nn.CTCLoss eval": 0,
-            "nonzero": 0,
-            "repeat_interleave": 3,
-            "unique": 0,
-            "unique_consecutive": 0,
         },
-    ),
-    *_known(
-        Kind.DATA,
-        "the shape of the result of `aten.nonzero.default` depends on data",
-        {"__getitem__": 14},
-        walks=(FLOAT,),
-    ),
-    # The backward needs the positions that a mask or an index names.
-    *_known(
-        Kind.DATA,
-        "the shape of the result of `.*` depends on data",
-        {"index_fill": 1, "index_fill_": 1, "index_put": 1, "index_put_": 1},
-        walks=WITH_GRAD,
     ),
     *_known(
         Kind.DATA,
@@ -125,14 +105,15 @@ EXCEPTIONS: list[Known] = [
             "allclose": 0,
             "cov": 2,  # it checks the weights that it is given
             "equal": 0,
-            "item": 0,
-            "narrow": 1,
-            "nn.BatchNorm1d train": 2,
-            "nn.BatchNorm2d train": 1,
-            "nn.BatchNorm3d train": 1,
         },
     ),
-    *_known(Kind.DATA, "`.*` reads a tensor's data|a tensor's value is needed", {"tensor_split": 0}),
+    *_known(Kind.DATA, "`.*` reads a tensor's data", {"item": 0}, walks=(COMPLEX,)),
+    *_known(
+        Kind.DATA,
+        "depends on a number, or a size, that is read off a tensor",
+        {"nn.BatchNorm1d train": 2, "nn.BatchNorm2d train": 1, "nn.BatchNorm3d train": 1},
+    ),
+    *_known(Kind.DATA, "read off a tensor|a tensor's value is needed", {"tensor_split": 0}),
     # The backward checks that the loss does not depend on the phase of the vectors.
     *_known(
         Kind.DATA,

@@ -1,0 +1,84 @@
+"""What a program does in Python with numbers that depend on data, where somebody would want the value.
+
+- `x[count.item()]` is a view at a position that PyTorch needs as a number: it is made by `select`.
+- `max` and `min` would compare: they become PyTorch's functions for symbolic numbers.
+- `torch._check` says what always holds: a call checks it, and says what the program says.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from aotdist.joint.unbacked import Unbacked
+from aotdist.torch_seam.patches import Patch, checks_heard_by
+from aotdist.torch_seam.symbols import depends_on_data
+
+_GET_ITEM: Any = torch.Tensor.__getitem__
+_SET_ITEM: Any = torch.Tensor.__setitem__
+
+
+def _is_open(number: Any) -> bool:
+    return isinstance(number, torch.SymInt) and depends_on_data(number)
+
+
+def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """`tensor[index]`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_open, parts)) or any(isinstance(part, (torch.Tensor, list, tuple)) for part in parts):
+        return _GET_ITEM(tensor, index)
+    dim, skipped = 0, tensor.dim() - sum(part is not None and part is not ... for part in parts)
+    for part in parts:  # as eager does it: one dimension after the other
+        if part is ...:
+            dim += skipped
+        elif part is None or isinstance(part, slice):
+            tensor = _GET_ITEM(tensor, (*[slice(None)] * dim, part))
+            dim += 1
+        else:
+            tensor = tensor.select(dim, part)
+    return tensor
+
+
+def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    """`tensor[index] = value`."""
+    if any(map(_is_open, index if isinstance(index, tuple) else (index,))):
+        tensor, index = _item(tensor, index), ...
+    _SET_ITEM(tensor, index, value)
+
+
+INSTEAD: Mapping[Any, Callable[..., Any]] = {_GET_ITEM: _item, _SET_ITEM: _set_item}
+"""What to call in the place of methods of tensors."""
+
+
+def _extreme(function: Callable[..., Any], of_two: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def extreme(*args: Any, **kwargs: Any) -> Any:
+        if _EXTREMES.value is None or kwargs or len(args) < 2 or not any(map(_is_open, args)):
+            return function(*args, **kwargs)
+        return functools.reduce(of_two, args)
+
+    return extreme
+
+
+_PYTHONS = {"max": builtins.max, "min": builtins.min}
+_RECORDED = {"max": _extreme(max, torch.sym_max), "min": _extreme(min, torch.sym_min)}
+
+
+def _record_extremes(is_wanted: bool) -> None:
+    for name, function in (_RECORDED if is_wanted else _PYTHONS).items():
+        setattr(builtins, name, function)
+
+
+_EXTREMES = Patch[bool]("extremes_to_be_recorded", _record_extremes)
+
+
+@contextmanager
+def followed(unbacked: Unbacked) -> Generator[None]:
+    """What the program does inside with numbers that depend on data is recorded."""
+    with _EXTREMES.applied(True), checks_heard_by(unbacked.require):
+        yield

@@ -1,0 +1,195 @@
+"""Numbers that depend on data: how many elements a mask selects, what `count.item()` returns.
+
+While a program is captured nobody knows them. PyTorch's fakes give each a symbol without a value
+(*unbacked*: `u0`), and sizes are expressions of these. In the graph, a node reads the number off a tensor,
+and others compute with it. Such nodes are never saved: the backward reads a number again, off a tensor that
+is saved.
+
+What has to hold of a number (`torch._check(count <= 4)`) is checked by a node, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, Node
+
+from aotdist.joint.failures import refusal
+from aotdist.torch_seam.symbols import (
+    SYMBOLIC,
+    bind_unbacked,
+    checks_of,
+    depends_on_data,
+    new_float_of_data,
+    spell,
+    symbols_of,
+    whole_of_truth,
+)
+
+if TYPE_CHECKING:
+    from aotdist.torch_seam.functional import FakeTensor
+    from aotdist.torch_seam.symbols import ShapeEnv
+
+_ATEN = torch.ops.aten
+_ASSERT = _ATEN._assert_scalar.default
+_MEASURES: Mapping[Any, Callable[..., Any]] = {
+    "size": _ATEN.sym_size.int,
+    "stride": _ATEN.sym_stride.int,
+    "storage_offset": _ATEN.sym_storage_offset.default,
+}
+"""The operator that reads what PyTorch calls a method of tensors."""
+
+
+class Unbacked:
+    """Those of one trace.
+
+    Attributes:
+        copies: of tensors of one element that are read, by the nodes of these.
+
+    Args:
+        env: keeps their symbols.
+        graph: what is recorded.
+        stamp: the origin of the operation that runs now, for `node.meta`.
+        size: the node of a number that is known before a call.
+    """
+
+    def __init__(
+        self, env: ShapeEnv, graph: Graph, stamp: Callable[[], dict[str, Any]], size: Callable[[Any], Any]
+    ) -> None:
+        self.copies: dict[Node, FakeTensor] = {}
+        self._env = env
+        self._graph = graph
+        self._stamp = stamp
+        self._size = size
+        self._read: dict[str, Node] = {}
+        self._computed: dict[str, Node] = {}
+        self._texts: dict[str, str] = {}
+        self._checked: set[str] = set()
+
+    def meet(self, node: Node) -> None:
+        """Read what numbers and sizes of a node depend on data."""
+        bind_unbacked(self._env, node)
+        self._read_off(node)
+
+    @contextmanager
+    def meeting(self) -> Generator[None]:
+        """`meet` the nodes that are recorded inside; PyTorch's own mode has noted where symbols stand."""
+        with self._new_nodes() as made:
+            yield
+        for node in made:
+            self._read_off(node)
+
+    def node_of(self, number: Any) -> Node:
+        """The node that computes a number."""
+        return self._node(number.node.expr)
+
+    def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
+        """The float that Python computes, by a symbol of its own: sympy would round expressions otherwise.
+
+        Args:
+            function: what computes it.
+            args: numbers, and nodes of such.
+        """
+        number = new_float_of_data(self._env)
+        node = self._graph.create_node("call_function", function, args)
+        node.meta["val"] = number
+        self._read[str(number.node.expr)] = self._as_number(node)
+        return number
+
+    def require(self, check: Callable[[], None], text: str) -> None:
+        """Call `check`, by which the program says what has to hold.
+
+        Args:
+            check: tells PyTorch.
+            text: what the program says where it does not hold.
+        """
+        before = set(map(str, checks_of(self._env)))
+        check()
+        new = set(map(str, checks_of(self._env))) - before
+        self._texts.update(dict.fromkeys(new, text))
+
+    def check(self) -> None:
+        """Record what has to hold, if there is more of it by now."""
+        for expr in checks_of(self._env):
+            spelled = str(expr)
+            if spelled not in self._checked:
+                self._checked.add(spelled)
+                text = self._texts.get(spelled, f"Runtime assertion failed: {spelled}")
+                node = self._graph.create_node("call_function", _ASSERT, (self._node(expr), text))
+                node.meta.update(self._stamp(), val=None, original_aten=_ASSERT)
+
+    def _read_off(self, node: Node) -> None:
+        if isinstance(node.meta.get("val"), SYMBOLIC):
+            self._as_number(node)
+        for symbol, path in node.meta.get("unbacked_bindings", {}).items():
+            if (read := self._follow(node, path)) is not None:
+                self._read[str(symbol)] = read
+
+    def _follow(self, node: Node, path: Sequence[Any]) -> Node | None:
+        """A node for the number at a path of what `node` returns; None where there is none for it."""
+        match [_key(step) for step in path]:
+            case []:
+                return node
+            case ["ConvertIntKey"]:
+                return self._number(torch.sym_ite, (node, 1, 0), whole_of_truth(node.meta["val"]))
+            case [int() as position, *_]:
+                value = node.meta["val"][position]
+                return self._follow(self._number(operator.getitem, (node, position), value), path[1:])
+            case [measure, *dim] if measure in _MEASURES:
+                read = _MEASURES[measure]
+                return self._number(read, (node, *dim), read(node.meta["val"], *dim))
+            case _:
+                return None
+
+    def _node(self, expr: Any) -> Node:
+        spelled = str(expr)
+        known = self._computed.get(spelled)
+        if known is None or known._erased:
+            known = self._computed[spelled] = self._new(expr)
+        return known
+
+    def _new(self, expr: Any) -> Node:
+        symbols = symbols_of(expr, self._env)
+        others = {name: number for name, number in symbols.items() if name not in self._read}
+        if any(map(depends_on_data, others.values())):
+            raise refusal(
+                "a number is needed that depends on data, and no tensor tells it", fix="keep it a tensor"
+            )
+        nodes = {**self._read, **{name: self._size(number) for name, number in others.items()}}
+        with self._new_nodes() as made:
+            node = spell(expr, nodes, self._graph)
+        for number in made:
+            self._as_number(number)
+        return node
+
+    @contextmanager
+    def _new_nodes(self) -> Generator[list[Node]]:
+        """A list of the nodes that are recorded inside: it is filled when the context is left."""
+        made: list[Node] = []
+        before = next(iter(reversed(self._graph.nodes)), None)
+        yield made
+        made += reversed(list(takewhile(lambda node: node is not before, reversed(self._graph.nodes))))
+
+    def _number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
+        node = self._graph.create_node("call_function", target, args)
+        node.meta["val"] = value
+        return self._as_number(node)
+
+    def _as_number(self, node: Node) -> Node:
+        node.meta.update(
+            {**self._stamp(), "original_aten": node.target, **node.meta, "policy": "must_recompute"}
+        )
+        return node
+
+
+def _key(step: Any) -> int | str:
+    """A step of one of PyTorch's paths: a position, the name of a method, or the kind of the step."""
+    for name in ("idx", "name"):
+        if hasattr(step, name):
+            return getattr(step, name)
+    return type(step).__name__
