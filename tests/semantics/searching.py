@@ -39,6 +39,8 @@ REFUSALS = (
     "a tensor is detached in place (`detach_`) that a write of it with history needs",
     "is a view that an operator of lists with wrappers writes",
     "an operator of lists with wrappers writes a tensor after a view of it was made",
+    "depends on a number, or a size, that is read off a tensor",
+    "a view of an input, at a place that depends on data, is made before the input is written",
 )
 """What a random program may be refused for."""
 

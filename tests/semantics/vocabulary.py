@@ -387,6 +387,26 @@ MOVES = (
 )
 """Writes of metadata after which a tensor lies elsewhere."""
 
+OF_DATA = (
+    "{a}[{b} > 0]",
+    "torch.masked_select({a}, {a} > 0)",
+    "{a}[({b} > 0).nonzero(as_tuple=True)]",
+    "{a}[{a} > 0].sum() * {b}",
+    "{a} * ({b} > 0).sum().item()",
+    "{a} + {b}.detach().sum().item()",
+    "{a}[: ({b} > 0).sum().item() % 3]",
+    "{a}[({b} > 0).sum().item() % 2]",
+    "{a}.split([({b} > 0).sum().item() % 2, {a}.shape[0] - ({b} > 0).sum().item() % 2])[1]",
+    "{a}[{b} > 0].view(1, -1)",
+)
+"""Values, of whose sizes and elements some depend on data."""
+WRITES_OF_DATA = (
+    "{a}[: ({b} > 0).sum().item() % 3] = 1.5",
+    "{a}[({b} > 0).sum().item() % 2].mul_(2)",
+    "{a}[{b} > 0] = {a}[{b} > 0] * 2",
+    "{a}.mul_({b}.detach().sum().item())",
+)
+
 MODES = ("", "", "", "", "with torch.no_grad(): ", "with torch.enable_grad(): ")
 
 SCOPE = {
