@@ -1,4 +1,4 @@
-"""Collectives that write where they read, as functional ones: `dist.all_reduce(x)` inside of a program.
+"""Collectives that write into tensors, as functional ones: `dist.all_reduce(x)` inside of a program.
 
 They are waited for where they are called: when a collective starts, and when it is waited for, is a pass's
 business. As in eager, autograd and version counters know nothing of the write.
@@ -6,19 +6,21 @@ business. As in eager, autograd and version counters know nothing of the write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
-from aotdist.torch_seam.groups import finished_work, group_name_of, name_of_reduction
+from aotdist.torch_seam.groups import finished_work, group_name_of, group_size_of, name_of_reduction
 from aotdist.torch_seam.operators import OpOverload, is_operator
 
 _NAMESPACE = "c10d"
-_ALL_REDUCE, _BROADCAST = "c10d::allreduce_", "c10d::broadcast_"
 _functional = torch.ops._c10d_functional
+
+Does: TypeAlias = Callable[..., Any]
+"""Does what a collective does, and returns what it returns; takes its arguments."""
 
 
 def instead(func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
@@ -29,29 +31,77 @@ def instead(func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
     """
     if not is_operator(func) or func.namespace != _NAMESPACE:
         return None
-    name = func.name()
-    if name not in (_ALL_REDUCE, _BROADCAST):
+    does = _DOES.get(func.name())
+    if does is None:
         raise _refused(func)
-    tensors, group, how, *_ = args
-    return lambda: _written(tensors, lambda tensor: _result(name, tensor, group_name_of(group), how))
+    return lambda: does(*args)
 
 
-def _result(name: str, tensor: torch.Tensor, group: str, how: Any) -> torch.Tensor:
-    if name == _BROADCAST:
-        return _functional.broadcast(tensor, how, group)
-    return _functional.all_reduce(tensor, name_of_reduction(how), group)
-
-
-def _written(tensors: list[torch.Tensor], result: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _all_reduce(tensors: list[torch.Tensor], group: Any, how: Any, *_: Any) -> Any:
     for tensor in tensors:
-        tensor.copy_(_functional.wait_tensor(result(tensor)))
+        _write(tensor, _functional.all_reduce(tensor, name_of_reduction(how), group_name_of(group)))
     return tensors, finished_work()
+
+
+def _broadcast(tensors: list[torch.Tensor], group: Any, source: int, *_: Any) -> Any:
+    for tensor in tensors:
+        _write(tensor, _functional.broadcast(tensor, source, group_name_of(group)))
+    return tensors, finished_work()
+
+
+def _all_gather_into_tensor(output: torch.Tensor, source: torch.Tensor, group: Any, *_: Any) -> Any:
+    _write(output, _gathered(source, group))
+    return output, finished_work()
+
+
+def _all_gather(outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], group: Any, *_: Any) -> Any:
+    for parts, source in zip(outputs, sources, strict=True):
+        gathered = _functional.wait_tensor(_gathered(source, group))
+        for part, value in zip(parts, gathered.chunk(len(parts)), strict=True):
+            part.copy_(value.view(part.shape))
+    return outputs, finished_work()
+
+
+def _reduce_scatter_tensor(output: torch.Tensor, source: torch.Tensor, group: Any, how: Any, *_: Any) -> Any:
+    size, name = group_size_of(group), group_name_of(group)
+    flat = source.reshape(-1)
+    _write(output, _functional.reduce_scatter_tensor(flat, name_of_reduction(how), size, name))
+    return output, finished_work()
+
+
+def _all_to_all_single(
+    output: torch.Tensor, source: torch.Tensor, group: Any, to: Sequence[int], of: Sequence[int], *_: Any
+) -> Any:
+    size, name = group_size_of(group), group_name_of(group)
+    received, sent = (
+        splits or [tensor.shape[0] // size] * size for splits, tensor in ((to, output), (of, source))
+    )
+    _write(output, _functional.all_to_all_single(source, received, sent, name))
+    return finished_work()
+
+
+def _gathered(source: torch.Tensor, group: Any) -> torch.Tensor:
+    """What all ranks give, one after the other, as rows of numbers."""
+    return _functional.all_gather_into_tensor(source.reshape(-1), group_size_of(group), group_name_of(group))
+
+
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.copy_(_functional.wait_tensor(value).view(tensor.shape))
+
+
+_DOES: Mapping[str, Does] = {
+    "c10d::allreduce_": _all_reduce,
+    "c10d::broadcast_": _broadcast,
+    "c10d::allgather_": _all_gather,
+    "c10d::_allgather_base_": _all_gather_into_tensor,
+    "c10d::_reduce_scatter_base_": _reduce_scatter_tensor,
+    "c10d::alltoall_base_": _all_to_all_single,
+}
 
 
 def _refused(func: OpOverload) -> UnsupportedProgram:
     return refusal(
         f"the program calls `{func.name()}`, a collective that writes its results into tensors",
         fix="call its functional twin (`torch.distributed._functional_collectives`), or redistribute a "
-        "DTensor; `distribute_tensor` takes `src_data_rank=None`. Of those that write, `all_reduce` and "
-        "`broadcast` are captured",
+        "DTensor; `distribute_tensor` takes `src_data_rank=None`",
     )

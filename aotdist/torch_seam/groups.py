@@ -73,6 +73,11 @@ def group_name_of(group: Any) -> str:
     return torch.distributed.ProcessGroup.unbox(group).group_name
 
 
+def group_size_of(group: Any) -> int:
+    """How many ranks are in a process group, which is given as an object of TorchScript's."""
+    return torch.distributed.ProcessGroup.unbox(group).size()
+
+
 def name_of_reduction(reduction: Any) -> str:
     """How functional collectives call a reduction that is an object of TorchScript's: `sum`."""
     return torch.distributed.ReduceOp.RedOpType(reduction.op()).name.lower()

@@ -65,9 +65,42 @@ def in_both_directions(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return SumForward.apply(SumBackward.apply(x) * kept)
 
 
+def from_all_ranks(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    gathered, parts = torch.empty(8), [torch.empty(4) for _ in range(2)]
+    dist.all_gather_into_tensor(gathered, kept)
+    dist.all_gather(parts, (x * 2).detach())
+    kept.copy_(gathered[:4] - parts[1])
+    return x * kept * gathered[4:]
+
+
+def a_part_of_the_sum(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    part = torch.empty(2)
+    dist.reduce_scatter_tensor(part, kept)
+    kept[2:] = part
+    return x.view(2, 2) * part
+
+
+def some_to_each(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    halves, parts = torch.empty(4), torch.empty(4)
+    dist.all_to_all_single(halves, kept)
+    sent = [1, 3] if dist.get_rank() == 0 else [3, 1]
+    dist.all_to_all_single(parts, kept.clone(), sent, sent)
+    kept -= halves
+    return x * parts
+
+
 PROGRAMS = {
     program.__name__: program
-    for program in (into_an_input, through_a_view, of_an_intermediate, from_a_rank, in_both_directions)
+    for program in (
+        into_an_input,
+        through_a_view,
+        of_an_intermediate,
+        from_a_rank,
+        in_both_directions,
+        from_all_ranks,
+        a_part_of_the_sum,
+        some_to_each,
+    )
 }
 
 
@@ -89,11 +122,10 @@ def same_as_eager(name: str) -> None:
 
 
 def refused() -> None:
-    def gathers(x: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(2)]
-        dist.all_gather(parts, x)
-        return torch.cat(parts)
+    def reduces(x: torch.Tensor) -> torch.Tensor:
+        dist.reduce(x, dst=0)
+        return x * 2
 
-    with pytest.raises(UnsupportedProgram, match="`c10d::allgather_`, a collective that writes") as raised:
-        aotdist.compile(gathers, backend="fx")(torch.ones(2))
-    assert "dist.all_gather(parts, x)" in str(raised.value)
+    with pytest.raises(UnsupportedProgram, match="`c10d::reduce_`, a collective that writes") as raised:
+        aotdist.compile(reduces, backend="fx")(torch.ones(2))
+    assert "dist.reduce(x, dst=0)" in str(raised.value)
