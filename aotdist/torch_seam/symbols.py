@@ -33,7 +33,10 @@ def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
             `u0`, `u1`, ... It tells whether the user's own code asks now what they are. Where a library does
             (is there nothing to do? is there one element, to be expanded?), it gets the answer for many.
     """
+    from torch.fx.experimental import symbolic_shapes
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+    symbolic_shapes.uninteresting_files().add(__file__)  # of a guard it tells the innermost line of others
 
     class NumberedShapeEnv(ShapeEnv):
         def _generate_unique_id(self, source_name: str) -> int:
