@@ -33,7 +33,12 @@ from aotdist.joint.kernel_results import fake_result
 from aotdist.joint.random import Draws
 from aotdist.joint.scalars import Scalars, current_scalars, needs_value
 from aotdist.joint.unbacked import Unbacked
-from aotdist.torch_seam.functional import DataDependentOutputException, FakeTensor, uncached_fake
+from aotdist.torch_seam.functional import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    uncached_fake,
+)
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -111,6 +116,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         size: the node of a symbolic number, or the number itself if it is a certain one.
         unbacked: numbers that depend on data, where there may be some.
         symbolic: whether sizes may be symbolic.
+        refuses_data: no number may depend on data, though those of an enclosing program do.
     """
 
     supports_higher_order_operators = True
@@ -127,6 +133,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         unbacked: Unbacked | None,
         *,
         symbolic: bool,
+        refuses_data: bool,
     ) -> None:
         super().__init__(tracer, "fake", **decomposition_option(decompositions))
         self._decompositions = decompositions
@@ -136,6 +143,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._stream = stream
         self._size = size
         self._unbacked = unbacked
+        self._refuses_data = refuses_data
         self._symbolic = symbolic
         self._is_direct: dict[OpOverload, bool] = {}
 
@@ -198,6 +206,8 @@ class ProxyMode(ProxyTorchDispatchMode):
             pass
         if token is not None:
             return token
+        if self._refuses_data:
+            raise DataDependentOutputException(func)
         if self._unbacked is not None and func is _ITEM:
             args = (self._to_be_read(func, args[0]),)
         return self._dispatch_generally(func, types, args, kwargs)
@@ -269,6 +279,8 @@ class ProxyMode(ProxyTorchDispatchMode):
         for number in pytree.tree_leaves((args, kwargs)):
             if isinstance(number, SYMBOLIC) and isinstance(node := self._size(number), Node):
                 track_number(number, node, self.tracer)
+        if self._refuses_data and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+            raise DynamicOutputShapeException(func)
         if self._unbacked is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         with self._unbacked.meeting():

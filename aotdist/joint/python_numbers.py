@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from aotdist.joint.unbacked import Unbacked
-from aotdist.torch_seam.patches import Patch, checks_heard_by
+from aotdist.torch_seam.checks import hearing_of_checks_of_numbers
+from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import depends_on_data
 
 _GET_ITEM: Any = torch.Tensor.__getitem__
@@ -80,5 +81,5 @@ _EXTREMES = Patch[bool]("extremes_to_be_recorded", _record_extremes)
 @contextmanager
 def followed(unbacked: Unbacked) -> Generator[None]:
     """What the program does inside with numbers that depend on data is recorded."""
-    with _EXTREMES.applied(True), checks_heard_by(unbacked.require):
+    with _EXTREMES.applied(True), hearing_of_checks_of_numbers(unbacked.require):
         yield

@@ -126,6 +126,7 @@ class Recorder:
         self.backward_autocast = backward_autocast
         self._stream = stream = Stream(self._rng_state) if functional_rng else None
         symbolic = self.fake_mode.shape_env is not None
+        self.of_data = of_data or (within is not None and within.of_data)
         self.unbacked: Unbacked | None = None
         if of_data and self.shape_env is not None:
             self.unbacked = Unbacked(self.shape_env, self._tracer.graph, self._stamp, self.size)
@@ -139,6 +140,7 @@ class Recorder:
             self.size,
             self.unbacked,
             symbolic=symbolic,
+            refuses_data=within is not None and within.of_data,
         )
         self._rng: list[torch.fx.Node] = []
         self._serials = itertools.count()

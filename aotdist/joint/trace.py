@@ -8,7 +8,7 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -131,6 +131,8 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
         stack.enter_context(recorder)
+        if recorder.unbacked is not None:
+            stack.enter_context(python_numbers.followed(recorder.unbacked))
         tensors = [
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
@@ -194,7 +196,6 @@ def _run_forward(
     )
     with (
         swapped_where_unheard(lifting.swap),
-        nullcontext() if recorder.unbacked is None else python_numbers.followed(recorder.unbacked),
         saved_tensor_hooks_heard_by(lifting),
         classes.shown(),
         lifting,

@@ -101,13 +101,22 @@ class Unbacked:
         self._read[str(number.node.expr)] = self._as_number(node)
         return number
 
-    def require(self, check: Callable[[], None], text: str) -> None:
+    def require(self, error: type[Exception], check: Callable[[], None], text: str) -> None:
         """Call `check`, by which the program says what has to hold.
 
         Args:
+            error: what is raised where it does not hold.
             check: tells PyTorch.
-            text: what the program says where it does not hold.
+            text: what the program says then.
+
+        Raises:
+            UnsupportedProgram: a graph cannot raise that error.
         """
+        if error is not RuntimeError:
+            what = (
+                f"the program raises {error.__name__} if a number that depends on data is not as it has to be"
+            )
+            raise refusal(what, fix="check it by `torch._check`, or outside of the compiled function")
         before = set(map(str, checks_of(self._env)))
         check()
         new = set(map(str, checks_of(self._env))) - before

@@ -96,3 +96,46 @@ def _invalid(asking: types.FrameType) -> str:
         return f"Expected parameter {found['param']} {of_shape} {demand}, but found invalid values"
     demand = f"to be within the support ({found['support']!r}) of the distribution {kind}"
     return f"Expected value argument {of_shape} {demand}, but found invalid values"
+
+
+Require: TypeAlias = Callable[[type[Exception], Callable[[], None], str], None]
+"""Takes a check of a symbolic number: the error, what tells PyTorch, and what is said where it fails."""
+
+
+def hearing_of_checks_of_numbers(require: Require) -> AbstractContextManager[None]:
+    """What a program says of symbolic numbers in this thread (`torch._check`) is told to `require`."""
+    return _CHECKS_OF_NUMBERS.applied(require)
+
+
+_check_number_now: Callable[..., None] = torch._check_with
+_TORCH = torch.__file__.removesuffix("__init__.py")
+_NO_MESSAGE = (
+    "Expected cond to be True, but got False. (Could this error message be improved? If so, please report an "
+    "enhancement request to PyTorch.)"
+)
+"""What PyTorch says where a check has no message."""
+
+
+def _hook_checks_of_numbers(hearing: bool) -> None:
+    torch._check_with = _tell_of_number if hearing else _check_number_now
+
+
+_CHECKS_OF_NUMBERS = Patch[Require]("number_check_hearers", _hook_checks_of_numbers)
+
+
+def _tell_of_number(
+    error_type: type[Exception], cond: bool | torch.SymBool, message: Callable[[], object] | None
+) -> None:
+    require = _CHECKS_OF_NUMBERS.value
+    if require is None or not isinstance(cond, torch.SymBool) or _is_made_by_pytorch():
+        return _check_number_now(error_type, cond, message)
+    text = _NO_MESSAGE if message is None else str(message())
+    return require(error_type, lambda: _check_number_now(error_type, cond, message), text)
+
+
+def _is_made_by_pytorch() -> bool:
+    """Whether an operator of PyTorch's makes the check, not the program."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename in (__file__, torch.__file__):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)

@@ -115,36 +115,3 @@ def _within(mode: TorchFunctionMode, hook: Callable[[Any], Any]) -> Callable[[An
             return hook(value)
 
     return heard
-
-
-Require = Callable[[Callable[[], None], str], None]
-"""Is given a check of a symbolic number, and what it is to say if it fails."""
-
-
-def checks_heard_by(require: Require) -> AbstractContextManager[None]:
-    """`require` is called where this thread checks a symbolic condition (`torch._check`)."""
-    return _CHECKS.applied(require)
-
-
-_check_with: Callable[..., None] = torch._check_with
-
-
-def _hear_checks(hearing: bool) -> None:
-    torch._check_with = _heard_check if hearing else _check_with
-
-
-_CHECKS = Patch[Require]("hearers_of_checks", _hear_checks)
-_NO_MESSAGE = (
-    "Expected cond to be True, but got False. (Could this error message be improved? If so, please report an "
-    "enhancement request to PyTorch.)"
-)
-"""What PyTorch says where a check has no message."""
-
-
-@functools.wraps(_check_with)
-def _heard_check(error_type: type[Exception], cond: Any, message: Callable[[], Any] | None) -> None:
-    require = _CHECKS.value
-    if require is None or not isinstance(cond, torch.SymBool):
-        return _check_with(error_type, cond, message)
-    text = _NO_MESSAGE if message is None else str(message())
-    return require(lambda: _check_with(error_type, cond, message), text)

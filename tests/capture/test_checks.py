@@ -83,8 +83,7 @@ def test_what_is_no_condition_raises_as_ever() -> None:
             aotdist.compile(lambda x, c=condition: torch._check_tensor_all(c), backend="fx")(GOOD)
 
 
-@pytest.mark.parametrize("where", ["branch", "backward", "of another kind"])
-def test_elsewhere_it_is_refused(where: str) -> None:
+def test_in_a_backward() -> None:
     class InBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -92,20 +91,26 @@ def test_elsewhere_it_is_refused(where: str) -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            torch._check_tensor_all(grad > 0)
+            torch._check_tensor_all(grad > 0, lambda: "of the gradient")
             return grad * 2
 
+    for call in (InBackward.apply, aotdist.compile(lambda x: InBackward.apply(x), backend="fx")):
+        x = GOOD.clone().requires_grad_()
+        call(x).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, torch.full_like(GOOD, 2.0))
+        with pytest.raises(RuntimeError, match="of the gradient"):
+            (-call(x).sum()).backward()
+
+
+@pytest.mark.parametrize("where", ["branch", "of another kind"])
+def test_elsewhere_it_is_refused(where: str) -> None:
     class OwnError(Exception):
         pass
 
     def program(x: torch.Tensor) -> Any:
-        match where:
-            case "branch":
-                return torch.cond(x.sum() > 0, checked, torch.sin, (x,))
-            case "backward":
-                return InBackward.apply(x)
-            case _:
-                return torch._check_tensor_all_with(OwnError, x > 0)
+        if where == "branch":
+            return torch.cond(x.sum() > 0, checked, torch.sin, (x,))
+        return torch._check_tensor_all_with(OwnError, x > 0)
 
     with pytest.raises(UnsupportedProgram):
         aotdist.compile(program, backend="fx")(GOOD.clone().requires_grad_())

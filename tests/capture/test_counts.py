@@ -416,10 +416,10 @@ def test_nothing_is_counted_where_capture_fails() -> None:
     def program(module: Counting, x: torch.Tensor) -> torch.Tensor:
         y = tells(module, x)
         module.options["steps"] = 3
-        return y * x.sum().item()
+        return y * float(x.sum())
 
     module = aotdist.compile(Counting(program), backend="fx")
     before = copy.deepcopy(state(module))
-    with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
+    with pytest.raises(UnsupportedProgram, match="read off a tensor"):
         module(torch.ones(2, 4))
     assert state(module) == before
