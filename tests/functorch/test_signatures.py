@@ -74,5 +74,5 @@ def test_errors_are_found_by_who_expects_those_of_pytorch():
     with pytest.raises(RuntimeError, match="cannot be honoured"):
         aotdist.aot_function(torch.sin, ours.nop, disable_functionalization=True)
     compiled = aotdist.aot_function(lambda x: x * 2 if x.sum() > 0 else x, ours.nop)
-    with pytest.raises(RuntimeError, match="a tensor's value is needed|reads a tensor's data"):
+    with pytest.raises(RuntimeError, match="read off a tensor"):
         compiled(torch.ones(2))

@@ -91,12 +91,12 @@ def by_a_branch(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("program", [by_its_sum, by_a_draw, by_a_branch])
 def test_what_a_call_changes_is_refused(program: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
+    with pytest.raises(UnsupportedProgram, match="read off a tensor|reads a tensor's data"):
         aotdist.compile(program, backend="fx")(torch.randn(4))
 
 
 def test_what_a_symbolic_size_changes_is_refused() -> None:
     x = torch.randn(4)
     aotdist.mark_dynamic(x, 0)
-    with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
+    with pytest.raises(UnsupportedProgram, match="read off a tensor"):
         aotdist.compile(by_positions, backend="fx")(x)

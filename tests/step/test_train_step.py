@@ -291,7 +291,7 @@ def test_failing_step_changes_nothing() -> None:
         step(batch(at), False)
     before = copy.deepcopy(list(held(model, optimizer)))
     random_state, groups = torch.get_rng_state(), [dict(group) for group in optimizer.param_groups]
-    with pytest.raises(aotdist.UnsupportedProgram, match="reads a tensor's data"):
+    with pytest.raises(aotdist.UnsupportedProgram, match="read off a tensor"):
         step(batch(2), True)
     assert all(same(a, b) for (_, a), (_, b) in zip(before, held(model, optimizer), strict=True))
     assert torch.equal(torch.get_rng_state(), random_state)
