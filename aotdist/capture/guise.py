@@ -21,6 +21,7 @@ import torch
 from aotdist.capture.constants import is_constant
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_wrapper
+from aotdist.torch_seam.classes import attributes_from_users
 from aotdist.torch_seam.functional import FunctionalTensor, given_attributes, is_disguised
 
 _assign: Callable[[Any, str, Any], None] = object.__setattr__
@@ -253,4 +254,4 @@ def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]
     if isinstance(tensor, FunctionalTensor):
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return torch.nn.Parameter if is_parameter else torch.Tensor, given_attributes(tensor)
-    return type(tensor), vars(tensor)
+    return type(tensor), attributes_from_users(tensor)

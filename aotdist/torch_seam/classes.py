@@ -22,6 +22,13 @@ It returns the tensor of that class, or None to let PyTorch make it.
 
 _make_subclass = torch.Tensor._make_subclass
 
+CACHED_SIZES = frozenset(
+    f"_{numbers}_capsule{end}"
+    for numbers in ("sizes", "strides", "sym_sizes", "sym_strides")
+    for end in ("", "_len")
+)
+"""Attributes of a tensor whose class says which sizes it has: what C++ was told of them."""
+
 
 def hearing_of_classes(hear: Remake) -> AbstractContextManager[None]:
     """`hear` is called, in this thread, where a tensor is given another class.
@@ -70,6 +77,11 @@ def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tenso
         if made is not None:
             return made
     return torch._C.TensorBase.__new__(cls, *args, **kwargs)
+
+
+def attributes_from_users(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a tensor that it has not from PyTorch."""
+    return {name: value for name, value in vars(tensor).items() if name not in CACHED_SIZES}
 
 
 def flatten_protocol(tensor: Any) -> tuple[list[str], Any]:

@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode as Function
 from torch._subclasses.functional_tensor import _detect_infra_mode
 from torch.utils._mode_utils import no_dispatch
 
-from aotdist.torch_seam.classes import dispatches
+from aotdist.torch_seam.classes import CACHED_SIZES, dispatches
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
@@ -177,11 +177,7 @@ def is_disguised(tensor: torch.Tensor) -> bool:
     return not dispatches(type(tensor)) and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
-_OWN_ATTRIBUTES = frozenset({"elem", "_inference_mode_base", "_is_param"}) | {
-    f"_{numbers}_capsule{end}"  # what C++ was told of sizes or strides
-    for numbers in ("sizes", "strides", "sym_sizes", "sym_strides")
-    for end in ("", "_len")
-}
+_OWN_ATTRIBUTES = CACHED_SIZES | {"elem", "_inference_mode_base", "_is_param"}
 
 
 def given_attributes(tensor: FunctionalTensor) -> dict[str, Any]:

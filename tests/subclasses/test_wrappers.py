@@ -63,6 +63,31 @@ def test_strides_outside_unlike_those_inside() -> None:
     same_as_eager(lambda: Scene(lambda x: (x * x).sin(), (sideways(word="a"),)), calls=2)
 
 
+class Asked(TwoTensor):
+    """Sizes and strides are what its class answers, which PyTorch keeps among its attributes."""
+
+    @staticmethod
+    def __new__(cls: Any, a: torch.Tensor, b: torch.Tensor, *_: Any) -> Any:
+        policy: dict[str, Any] = {"dispatch_sizes_strides_policy": "strides"}
+        return torch.Tensor._make_wrapper_subclass(cls, a.size(), strides=a.stride(), dtype=a.dtype, **policy)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return Asked(inner["a"], inner["b"])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_class_that_is_asked_for_sizes(dynamic: bool) -> None:
+    x = Asked(torch.randn(3, 10), torch.randn(3, 10))
+    assert x.size() == (3, 10)
+
+    def program(x: Any) -> Any:
+        return x.unflatten(-1, [2, 5]) * x.stride(0)
+
+    compiled = aotdist.compile(program, backend="fx", settings=aotdist.Settings(dynamic=dynamic))
+    assert torch.equal(compiled(x).b, program(x).b)
+
+
 def test_attributes_that_are_no_tensors() -> None:
     compiled = aotdist.compile(lambda x: x * x.number, backend="fx")
     for word, number in (("a", 2), ("a", 3), ("b", 3), ("a", 2)):
