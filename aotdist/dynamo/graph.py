@@ -19,6 +19,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.dynamo.names import as_written, distinct
 from aotdist.dynamo.replay import Replay
 from aotdist.torch_seam.dynamo import dynamo_source, is_wrapped_number
+from aotdist.torch_seam.operators import HigherOrderOperator
 from aotdist.torch_seam.symbols import expression, hint, is_open
 
 Kind = Literal["tensors", "size", "integer", "float", "other"]
@@ -76,7 +77,7 @@ class DynamoGraph:
     """A graph, and what it takes.
 
     Args:
-        gm: the graph; the inputs that are floats are used as such in it.
+        gm: the graph.
         inputs: what the graph takes, in order.
         objects: what it was called with that is neither a tensor nor a constant.
     """
@@ -87,16 +88,11 @@ class DynamoGraph:
 
     @classmethod
     def of(cls, gm: GraphModule) -> DynamoGraph:
-        """Read a graph that Dynamo handed to its backend; it is changed where it reads floats."""
+        """Read a graph that Dynamo handed to its backend."""
         nodes = gm.graph.find_nodes(op="placeholder")
         names = distinct(as_written(dynamo_source(node) or str(node.target)) for node in nodes)
         sizes = _first_places([node.meta.get("example_value") for node in nodes])
-        inputs = tuple(_input(name, node, sizes) for name, node in zip(names, nodes, strict=True))
-        for node, each in zip(nodes, inputs, strict=True):
-            if each.kind == "float":
-                _use_as_number(node)
-        gm.recompile()
-        return cls(gm, inputs)
+        return cls(gm, tuple(_input(name, node, sizes) for name, node in zip(names, nodes, strict=True)))
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """The arguments of a call of the graph by name: tensors, and constants."""
@@ -181,17 +177,14 @@ def _input(name: str, node: Node, places: Mapping[str, SizePlace]) -> Input:
         return Input(name, "integer") if place is None else Input(name, "size", place=place)
     if not _is_of_tensors(example):
         return Input(name, "other")
-    if is_wrapped_number(node) and all(_is_item(user) for user in node.users):
+    if is_wrapped_number(node) and all(_reads_number(user) for user in node.users):
         return Input(name, "float")
     dims = tuple(frozenset(dim for dim, _ in _open_sizes(tensor)) for tensor in _tensors(example))
     return Input(name, "tensors", dims)
 
 
-def _is_item(node: Node) -> bool:
+def _reads_number(node: Node) -> bool:
+    """Whether a node uses a number that is passed as a tensor as what it is, or a body does that it calls."""
+    if isinstance(node.target, HigherOrderOperator):
+        return True
     return node.op == "call_method" and node.target == "item"
-
-
-def _use_as_number(node: Node) -> None:
-    for item in list(node.users):
-        item.replace_all_uses_with(node)
-        node.graph.erase_node(item)

@@ -12,6 +12,8 @@ from aotdist.capture.annotations import set_current_line, set_current_module
 from aotdist.capture.origins import line_of_stack
 from aotdist.dynamo.names import path_of_module
 from aotdist.torch_seam.dynamo import is_data_assignment, lowers_version
+from aotdist.torch_seam.operators import HigherOrderOperator
+from aotdist.torch_seam.trees import pytree
 
 
 class Replay(Interpreter):
@@ -54,8 +56,17 @@ class Replay(Interpreter):
                 return Replay(body).run(*given)
             case torch.ops.higher_order.autograd_function_apply if "saved_for_backward_idx" in kwargs:
                 return _applied(*args, **kwargs)
+            case HigherOrderOperator():
+                given = pytree.tree_map_only(GraphModule, lambda body: Replay(body).run, (args, kwargs))
+                return super().call_function(target, *given)
             case _:
                 return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method; a number that Dynamo takes for a tensor, to read it there, is there already."""
+        if target == "item" and isinstance(args[0], float):
+            return args[0]
+        return super().call_method(target, args, kwargs)
 
 
 def _module_of(node: Node) -> str:

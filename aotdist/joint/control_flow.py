@@ -73,12 +73,14 @@ class ControlFlow:
             return (true_fn if pred else false_fn)(*given)
         _check_predicate(pred)
         flat, spec = pytree.tree_flatten(tuple(given))
-        distinct = list({id(t): t for t in flat}.values())
+        distinct = list({id(t): t for t in flat if isinstance(t, torch.Tensor)}.values())
         place = {id(t): k for k, t in enumerate(distinct)}
 
         def body(name: str, fn: Callable[..., Any]) -> Body:
             def call(*tensors: torch.Tensor) -> Any:
-                return fn(*pytree.tree_unflatten([tensors[place[id(t)]] for t in flat], spec))
+                # Dynamo hands over the numbers too that a branch closes over.
+                values = [tensors[place[id(leaf)]] if id(leaf) in place else leaf for leaf in flat]
+                return fn(*pytree.tree_unflatten(values, spec))
 
             operands = [Operand(f"operands[{k}]", t) for k, t in enumerate(distinct)]
             return self._body(name, call, operands, training=torch.is_grad_enabled())
@@ -94,13 +96,23 @@ class ControlFlow:
         more: Sequence[Any],
     ) -> Any:
         _refuse_transforms("while_loop")
-        number = next((value for value in (*carried, *more) if not isinstance(value, torch.Tensor)), None)
+        number = next((value for value in carried if not isinstance(value, torch.Tensor)), None)
         if number is not None:
             raise refusal(f"`while_loop` carries the number {number}", "carry a tensor: `torch.tensor(n)`")
         # A tensor may be carried twice, or closed over too, and differ after a step: each is one of its own.
-        own = [Operand(f"carried[{k}]", tensor.view_as(tensor)) for k, tensor in enumerate((*carried, *more))]
-        test = self._body("while_loop.cond_fn", cond_fn, own, training=False)
-        step = self._body("while_loop.body_fn", body_fn, own, training=False)
+        given = [*carried, *more]
+        places = [k for k, value in enumerate(given) if isinstance(value, torch.Tensor)]
+        own = [Operand(f"carried[{k}]", given[k].view_as(given[k])) for k in places]
+
+        def with_numbers(fn: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*tensors: torch.Tensor) -> Any:
+                at = dict(zip(places, tensors, strict=True))
+                return fn(*(at.get(k, value) for k, value in enumerate(given)))
+
+            return call
+
+        test = self._body("while_loop.cond_fn", with_numbers(cond_fn), own, training=False)
+        step = self._body("while_loop.body_fn", with_numbers(body_fn), own, training=False)
         operands = list({id(o.tensor): o for body in (test, step) for o in body.operands()}.values())
         _refuse_gradients(operands)
         _check_loop(own[: len(carried)], test, step)

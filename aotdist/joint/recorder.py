@@ -77,6 +77,10 @@ class _Tracer(PythonKeyTracer):
         return node
 
 
+class SymbolsInside(Exception):
+    """A body has symbolic sizes: the program is traced again, with numbers."""
+
+
 class Recorder:
     """Records what is done to its arguments. Use as a context manager, then call `graph`.
 
@@ -292,7 +296,7 @@ class Recorder:
         if self.unbacked is not None and depends_on_data(number):
             return self.unbacked.node_of(number)
         if self._within is not None:
-            raise NotImplementedError("a function handed to an operator (a branch of `cond`) has some")
+            raise SymbolsInside("a function handed to an operator (a branch of `cond`) has some")
         slot = Slot("size", spelled)
         return self._arguments.get(slot) or self._placeholder(slot, number)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._higher_order_ops.while_loop import while_loop
+from torch.utils.checkpoint import checkpoint
 
 from tests.dynamo.comparison import same_as_eager
 
@@ -55,3 +57,24 @@ def test_numbers_that_depend_on_data():
     calls = [(lambda n=n: (leaf(6), torch.tensor(n))) for n in (3, 1, 6)]
     made = same_as_eager(lambda x, n: (x[x > 0].exp().sum() * n.item(), x[: n.item()]), *calls)
     assert [len(region.artifacts) for region in made] == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*is compiled for the sizes at hand")
+def test_numbers_that_a_body_takes():
+    """A checkpoint and a branch get as operands what they close over: floats as tensors, sizes as numbers."""
+    floats = [(lambda n=n: (leaf(4), n)) for n in (0.1, 0.7, 0.9)]
+    same_as_eager(lambda x, rate: checkpoint(lambda y: (y * rate).sin(), x, use_reentrant=False), *floats)
+
+    def branching(pred, x, y, n):
+        return torch.cond(pred, lambda x: x.sum() * n + y.sum(), lambda x: x.sum() - y.sum(), (x,))
+
+    sizes = [(lambda n=n: (torch.tensor(n > 3), leaf(n, 4), leaf(6, n), n)) for n in (3, 5)]
+    same_as_eager(branching, *sizes, dynamic=True)
+
+    def looping(x, y):
+        start = torch.tensor(0)
+        with torch.no_grad():
+            return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * y.size(0)), (start, x))[1]
+
+    rows = [(lambda n=n: (leaf(4), leaf(n, 2))) for n in (3, 5)]
+    same_as_eager(looping, *rows, dynamic=True)
