@@ -48,6 +48,7 @@ from aotdist.torch_seam.autograd import (
     run_accumulating_backward,
     run_backward,
 )
+from aotdist.torch_seam.tensors import heard_of
 
 End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
@@ -192,7 +193,7 @@ class Backward:
             tensors, first = zip(*starts, strict=True)
             stack.enter_context(self.shown())
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env))
-            found = run(tensors, wanted, first, retain_graph=retain_graph)
+            found = heard_of(run(tensors, wanted, first, retain_graph=retain_graph))
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):
             if grad is not None:

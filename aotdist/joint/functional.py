@@ -50,6 +50,7 @@ from aotdist.torch_seam.operators import (
 )
 from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
 from aotdist.torch_seam.symbols import are_equal
+from aotdist.torch_seam.tensors import heard_of, is_unheard
 from aotdist.torch_seam.trees import pytree
 
 _TO_SPARSE = frozenset({"aten::_to_sparse", "aten::_to_sparse.sparse_dim"})
@@ -117,6 +118,9 @@ class Functionalisation(FunctionalTensorMode):
 
     def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator by rules of ours, or by PyTorch's mode; what it writes keeps its layout."""
+        if any(map(is_unheard, args)):
+            with self:
+                return func(*heard_of(args), **kwargs)
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         _refuse_unknown_results(func, args, kwargs)
@@ -320,8 +324,10 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
     if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
         return functools.partial(_polygamma, *args)
     if func is _TO_COPY and not isinstance(args[0], torch.Tensor):
-        # `vmap` gives a number the dtype that it has beside a batch of single elements.
-        return functools.partial(torch.full, (), args[0], dtype=kwargs["dtype"])
+        # `vmap` gives a number the dtype that it has beside a batch of single elements, and its product with
+        # zeros that have no memory is looked up on the device `meta`.
+        options = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+        return functools.partial(torch.full, (), args[0], **options)
     if func is _SQUEEZE_DIM and isinstance(args[0], FunctionalTensor) and is_symbolic(args[0].shape):
         # On a fake with symbols it recurses until the process dies (torch 2.13).
         return functools.partial(_SQUEEZE_DIMS, args[0], [args[1]])

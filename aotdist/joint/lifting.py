@@ -31,6 +31,7 @@ from aotdist.torch_seam.control_flow import IS_LEFT_ALIGNED, PACK
 from aotdist.torch_seam.functional import FunctionalTensor, rebind
 from aotdist.torch_seam.modes import class_functions_are_on
 from aotdist.torch_seam.operators import HigherOrderOperator
+from aotdist.torch_seam.tensors import heard_of
 from aotdist.torch_seam.trees import pytree
 
 _GRAD: Any = torch.Tensor.grad
@@ -163,7 +164,8 @@ class Lifting(TorchFunctionMode):
             made = func(*swapped_args, **{**swapped_kwargs, "requires_grad": False})
             return self._require_grad(made)
         if instead is None:
-            return func(*swapped_args, **swapped_kwargs)
+            result = func(*swapped_args, **swapped_kwargs)
+            return heard_of(result) if func in _RUN_BACKWARD else result
         with self._guises.off(self._guises.among(swapped_args)):
             result = instead(*swapped_args, **swapped_kwargs)
         return self._guises.show(result)

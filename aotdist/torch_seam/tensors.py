@@ -3,8 +3,9 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -56,6 +57,22 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def is_unheard(value: object) -> bool:
+    """Whether a value is a view of zeros without memory, which formulas of autograd make (`sgn`).
+
+    PyTorch views those by its own kernels above all modes, so that no trace hears of it.
+    """
+    return type(value) is torch.Tensor and value._is_zerotensor()
+
+
+def heard_of(values: Sequence[Any] | None) -> Any:
+    """`values`, with zeros that modes hear of in the place of those that are unheard."""
+    return values and tuple(
+        torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_unheard(v) else v
+        for v in values
+    )
 
 
 def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:

@@ -97,6 +97,30 @@ def test_one_output_of_several() -> None:
     assert torch.equal(*second)
 
 
+def _grad_inside(x: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(x.view(2, 2).abs().sum(), x, create_graph=True)
+    return grad * x
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x.view(2, 2).abs(),
+        lambda x: (x * -2).abs(),
+        lambda x: F.linear(x, torch.ones(1, 4), torch.ones(1)).abs(),
+        _grad_inside,
+    ],
+)
+def test_zeros_without_memory(program: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As autograd makes them for the gradient of `sgn`; their views are PyTorch's own affair."""
+    second = []
+    for fn in (program, aotdist.compile(program, backend="fx")):
+        x = torch.tensor([1.0, -2.0, 0.0, float("inf")], requires_grad=True)
+        (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        second += torch.autograd.grad((grad * grad + grad * x).sum(), x)
+    assert torch.equal(*(grad.view(torch.int32) for grad in second))
+
+
 class OfInput(torch.autograd.Function):
     """Saves its input; the history of what it saved goes on."""
 
