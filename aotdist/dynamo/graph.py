@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 from aotdist.capture.constants import is_constant
 from aotdist.dynamo.names import as_written, distinct
 from aotdist.dynamo.replay import Replay
-from aotdist.torch_seam.dynamo import dynamo_source, is_wrapped_number
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.dynamo import dynamo_source, is_of_hooks, is_wrapped_number
 from aotdist.torch_seam.operators import HigherOrderOperator
 from aotdist.torch_seam.symbols import expression, hint, is_open
 
@@ -88,7 +89,11 @@ class DynamoGraph:
 
     @classmethod
     def of(cls, gm: GraphModule) -> DynamoGraph:
-        """Read a graph that Dynamo handed to its backend."""
+        """Read a graph that Dynamo handed to its backend.
+
+        Raises:
+            UnsupportedProgram: it has hooks, which differ from call to call.
+        """
         nodes = gm.graph.find_nodes(op="placeholder")
         names = distinct(as_written(dynamo_source(node) or str(node.target)) for node in nodes)
         sizes = _first_places([node.meta.get("example_value") for node in nodes])
@@ -175,6 +180,12 @@ def _input(name: str, node: Node, places: Mapping[str, SizePlace]) -> Input:
     if isinstance(example, torch.SymInt):
         place = places.get(expression(example))
         return Input(name, "integer") if place is None else Input(name, "size", place=place)
+    if is_of_hooks(example):
+        raise UnsupportedProgram(
+            "Dynamo compiles a hook together with the program that registers it, for a compiled backward",
+            stage="capture",
+            fix="call the program before `compile_backward()`: Dynamo breaks the graph at the hook then",
+        )
     if not _is_of_tensors(example):
         return Input(name, "other")
     if is_wrapped_number(node) and all(_reads_number(user) for user in node.users):

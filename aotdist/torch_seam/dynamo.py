@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.fx.experimental._backward_state import BackwardState
 
 from aotdist.torch_seam.inductor import TracingContext
 
@@ -36,6 +37,11 @@ def is_wrapped_number(placeholder: torch.fx.Node) -> bool:
     """Whether an input of a graph of Dynamo's is a Python number that is passed as a tensor."""
     argument = placeholder.meta.get("grapharg")
     return argument is not None and argument.pass_arg_as_tensor
+
+
+def is_of_hooks(example: Any) -> bool:
+    """Whether an input of a graph of Dynamo's brings the hooks that a call registers."""
+    return isinstance(example, BackwardState)
 
 
 def is_data_assignment(node: torch.fx.Node) -> bool:

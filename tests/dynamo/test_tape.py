@@ -189,3 +189,23 @@ def test_outside_nothing_is_compiled(made):
 def test_refused(how: dict[str, Any], says: str):
     with pytest.raises(aotdist.BadSettings, match=says), aotdist.compile_backward(**how):
         pass
+
+
+def test_a_hook_that_dynamo_compiles_is_refused():
+    def program(x, scale):
+        y = x.sin()
+        y.register_hook(lambda grad: grad * scale)
+        return y.exp().sum()
+
+    with pytest.raises(Exception, match=r"hook together .*\n.*\n.* before `compile_backward\(\)`") as raised:
+        with aotdist.compile_backward(**FX):
+            compiled(program)(torch.randn(3, requires_grad=True), 2)
+    assert isinstance(raised.value.inner_exception, aotdist.UnsupportedProgram)
+    grads = []
+    for call in (program, compiled(program)):
+        x = torch.linspace(0, 1, 3, requires_grad=True)
+        loss = call(x, 2)
+        with aotdist.compile_backward(**FX):
+            loss.backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
