@@ -28,6 +28,7 @@ from aotdist.runtime.tangent import tangent_like
 from aotdist.subclasses.protocol import recipe_of
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import users_modes_off
+from aotdist.torch_seam.symbols import symbols_in
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class DoubleBackwardCompiler:
         """
         found = next((made for made in self._made if made.takes(arrived)), None)
         if found is None:
-            if tuple(self.symbols):
+            if any(map(symbols_in, self.symbols)):  # others are numbers by now
                 obstacle = self.node.obstacle or "gradients are of other kinds than the results"
                 raise no_double_backward(f"{obstacle}, and sizes are symbolic")
             with alone(), users_modes_off():

@@ -121,6 +121,20 @@ def test_zeros_without_memory(program: Callable[[torch.Tensor], torch.Tensor]) -
     assert torch.equal(*(grad.view(torch.int32) for grad in second))
 
 
+def test_symbolic_sizes_that_the_program_settles() -> None:
+    second = []
+    settings = aotdist.Settings(dynamic=True)
+    for fn in (_settled, aotdist.compile(_settled, backend="fx", settings=settings)):
+        x = torch.linspace(-2, 2, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        second += torch.autograd.grad(grad.sum(), x)
+    assert torch.equal(*second)
+
+
+def _settled(x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x.view(2, 2))
+
+
 class OfInput(torch.autograd.Function):
     """Saves its input; the history of what it saved goes on."""
 
