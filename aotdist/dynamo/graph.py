@@ -19,7 +19,12 @@ from aotdist.capture.constants import is_constant
 from aotdist.dynamo.names import as_written, distinct
 from aotdist.dynamo.replay import Replay
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.dynamo import dynamo_source, is_of_hooks, is_wrapped_number
+from aotdist.torch_seam.dynamo import (
+    dynamo_source,
+    grad_mode_left_by,
+    is_of_hooks,
+    is_wrapped_number,
+)
 from aotdist.torch_seam.operators import HigherOrderOperator
 from aotdist.torch_seam.symbols import expression, hint, is_open
 
@@ -80,11 +85,13 @@ class DynamoGraph:
     Args:
         gm: the graph.
         inputs: what the graph takes, in order.
+        left_grad_mode: what gradients are switched to for whatever follows, or None.
         objects: what it was called with that is neither a tensor nor a constant.
     """
 
     gm: GraphModule
     inputs: tuple[Input, ...]
+    left_grad_mode: bool | None
     objects: Objects = field(default_factory=Objects)
 
     @classmethod
@@ -97,7 +104,8 @@ class DynamoGraph:
         nodes = gm.graph.find_nodes(op="placeholder")
         names = distinct(as_written(dynamo_source(node) or str(node.target)) for node in nodes)
         sizes = _first_places([node.meta.get("example_value") for node in nodes])
-        return cls(gm, tuple(_input(name, node, sizes) for name, node in zip(names, nodes, strict=True)))
+        inputs = tuple(_input(name, node, sizes) for name, node in zip(names, nodes, strict=True))
+        return cls(gm, inputs, grad_mode_left_by(gm))
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """The arguments of a call of the graph by name: tensors, and constants."""
@@ -124,7 +132,8 @@ class DynamoGraph:
 
     def run(self, **named: Any) -> Any:
         """Run the graph node by node, while it is captured or because nothing is to be compiled."""
-        return Replay(self.gm).run(*(self._value(each, named) for each in self.inputs))
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # see `left_grad_mode`
+            return Replay(self.gm).run(*(self._value(each, named) for each in self.inputs))
 
     def _argument(self, kind: Kind, value: Any) -> Any:
         match kind:

@@ -51,7 +51,10 @@ class Region(Compiled):
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the artifact that fits, making one if there is none."""
-        return super().__call__(**self._graph.named(inputs))
+        results = super().__call__(**self._graph.named(inputs))
+        if self._graph.left_grad_mode is not None:
+            torch.set_grad_enabled(self._graph.left_grad_mode)
+        return results
 
     def compile_for(self, inputs: Sequence[Any]) -> None:
         """Compile for a call with these inputs, without calling."""

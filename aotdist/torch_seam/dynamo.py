@@ -44,6 +44,12 @@ def is_of_hooks(example: Any) -> bool:
     return isinstance(example, BackwardState)
 
 
+def grad_mode_left_by(gm: torch.fx.GraphModule) -> bool | None:
+    """What a graph of Dynamo's leaves `torch.set_grad_enabled` at; None if it never switches it."""
+    nodes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    return nodes[-1].args[0] if nodes else None
+
+
 def is_data_assignment(node: torch.fx.Node) -> bool:
     """Whether a node of Dynamo's is `x.data = y`: a `set_` that is taken back from the version counter."""
     return node.target is torch.Tensor.set_ and any(lowers_version(user.target) for user in node.users)

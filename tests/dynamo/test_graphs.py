@@ -154,6 +154,23 @@ def test_wrappers():
     same_as_eager(lambda x, y: (x * y + 1).sum(0), make)
 
 
+def test_gradients_stay_switched_off(made):
+    """Dynamo leaves it to the graph."""
+
+    def program(x):
+        y = x * x
+        torch.set_grad_enabled(False)
+        return y, y.clone(), y
+
+    for call in (program, compiled(program)):
+        y, copied, again = call(leaf(3))
+        found = torch.is_grad_enabled(), y.requires_grad, copied.requires_grad, again is y
+        torch.set_grad_enabled(True)
+        assert found == (False, True, False, True)
+    (region,) = made()
+    assert len(region.artifacts) == 1
+
+
 def test_a_checkpoint_may_write_what_it_closes_over():
     """Dynamo passes that to the checkpoint like any other argument."""
 
