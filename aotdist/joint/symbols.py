@@ -194,7 +194,8 @@ class Symbols:
                 )
         conditions = tuple((measure, expression(number)) for measure, number in self._conditions)
         symbols = tuple((name, measure) for _, name, measure in self._symbols)
-        return Sizes(symbols, conditions, *map(tuple, guards_of(self._env)))
+        names = {*dict(symbols), *(count.name for count in self._counts)}
+        return Sizes(symbols, conditions, *map(tuple, guards_of(self._env, names)))
 
 
 def symbolic_strides(

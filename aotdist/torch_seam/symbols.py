@@ -3,7 +3,7 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
@@ -284,16 +284,23 @@ def least_of(number: torch.SymInt) -> int | None:
     return int(lower) if lower.is_Integer else None
 
 
-def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
-    """What was decided by symbols, as Python conditions: without what follows from others, and all of it."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+def guards_of(env: ShapeEnv, names: Collection[str]) -> tuple[list[str], list[str]]:
+    """What was decided by symbols, as Python conditions: without what follows from others, and all of it.
+
+    Args:
+        env: keeps it; one of the user's has symbols of other tensors, too.
+        names: of the symbols.
+    """
     from torch.utils._sympy.numbers import int_oo
     from torch.utils._sympy.printers import PythonPrinter
+
+    def is_known(found: Any) -> bool:
+        return all(str(symbol) in names for symbol in found.free_symbols)
 
     doprint = PythonPrinter().doprint
     kept: dict[str, None] = {}
     for symbol, bounds in env.var_to_range.items():
-        if free_unbacked_symbols(symbol):
+        if not is_known(symbol) or not is_known(env.replace(symbol)):
             continue
         if symbol in env.replacements:
             kept[f"{symbol} == {doprint(env.replace(symbol))}"] = None
@@ -302,11 +309,12 @@ def guards_of(env: ShapeEnv) -> tuple[list[str], list[str]]:
             kept[f"{bounds.lower} <= {symbol}"] = None
         if bounds.upper != int_oo and not bounds.upper.is_infinite:
             kept[f"{symbol} <= {bounds.upper}"] = None
-    for guard in env.guards:
-        left = env.replace(guard.expr)
-        if str(left) != "True" and str(env.bound_sympy(left).lower) != "True":
+    guards = [guard.expr for guard in env.guards if is_known(guard.expr)]
+    for guard in guards:
+        left = env.replace(guard)
+        if is_known(left) and str(left) != "True" and str(env.bound_sympy(left).lower) != "True":
             kept[doprint(left)] = None
-    return list(kept), list(dict.fromkeys(doprint(guard.expr) for guard in env.guards))
+    return list(kept), list(dict.fromkeys(map(doprint, guards)))
 
 
 def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:

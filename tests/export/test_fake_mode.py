@@ -155,6 +155,15 @@ def test_a_compiled_step_runs_on_fake_tensors():
     assert module[0].weight.grad.shape == (60_000, 60_000)
 
 
+def test_symbols_of_tensors_that_a_call_is_not_given_are_not_asked_for():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x, y = _symbolic(mode, torch.randn(4, 3), 0), _symbolic(mode, torch.randn(7, 3), 0)
+    compiled = aotdist.compile(lambda x: x.sin().view(-1, 3), backend="fx")
+    for given in (x, y):
+        assert compiled(given).shape == given.shape
+    assert len(compiled.artifacts) == 1
+
+
 def test_machine_code_for_fake_tensors_is_refused():
     with FakeTensorMode():
         module, x = Linear(), torch.empty(2, 3)
