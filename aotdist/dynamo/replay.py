@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from aotdist.capture.annotations import set_current_line, set_current_module
 from aotdist.capture.origins import line_of_stack
 from aotdist.dynamo.names import path_of_module
-from aotdist.torch_seam.dynamo import is_data_assignment, lowers_version
+from aotdist.torch_seam.dynamo import is_data_assignment, lowers_version, reads_version, sets_versions
 from aotdist.torch_seam.operators import HigherOrderOperator
+from aotdist.torch_seam.tensors import set_versions
 from aotdist.torch_seam.trees import pytree
 
 
@@ -48,6 +49,10 @@ class Replay(Interpreter):
         """Call a function; what Dynamo made an operator of that only marks a region is called as it was."""
         if lowers_version(target):  # what it would take back was not counted
             return args[0]
+        if reads_version(target):  # beneath a stand-in, the operator would find another counter
+            return args[0]._version
+        if sets_versions(target):
+            return set_versions(*map(tuple, args))
         match target:
             case torch.ops.higher_order.tag_activation_checkpoint:
                 return _checkpointed(*args, **kwargs)

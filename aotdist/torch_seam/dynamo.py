@@ -60,6 +60,16 @@ def lowers_version(target: Any) -> bool:
     return getattr(target, "__name__", "") == "_lower_version_count_by_1"
 
 
+def reads_version(target: Any) -> bool:
+    """Whether a function in a graph of Dynamo's is `x._version`."""
+    return getattr(target, "__name__", "") == "_tensor_version.default"
+
+
+def sets_versions(target: Any) -> bool:
+    """Whether a function in a graph of Dynamo's gives tensors the versions that they had."""
+    return getattr(target, "__name__", "") == "_unsafe_set_version_counter.default"
+
+
 def dynamo_locks() -> tuple[threading.RLock, ...]:
     """What a thread holds while Dynamo compiles in it; nothing before Dynamo is loaded."""
     frames: Any = sys.modules.get("torch._dynamo.convert_frame")

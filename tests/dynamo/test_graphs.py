@@ -185,6 +185,25 @@ def test_a_checkpoint_may_write_what_it_closes_over():
     assert len(region.artifacts) == 1
 
 
+@pytest.mark.parametrize("times", [0, 2])
+def test_version_counters_are_read_and_put_back(times: int):
+    def program(x):
+        y = x + 2
+        before = y._version
+        y[1] = 2
+        with torch.autograd._unsafe_preserve_version_counter(x):
+            x.add_(1)
+        return y, y._version - before
+
+    def make() -> tuple[torch.Tensor, ...]:
+        x = torch.randn(3)
+        for _ in range(times):
+            x.add_(1)
+        return (x,)
+
+    same_as_eager(program, make, make)
+
+
 @pytest.mark.parametrize("kind", ["plain", "leaf", "TwoTensor"])
 def test_data_is_assigned(kind: str):
     """Of a tensor that nobody has written: its version counter stays 0, as in eager."""
