@@ -20,8 +20,9 @@ mixed precision, `join()`, and where a parameter has hooks, which are to see wha
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Generator, Hashable, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -83,14 +84,7 @@ class _DataParallelRule:
         return root in self._replicas or any(isinstance(m, DistributedDataParallel) for m in root.modules())
 
     def check(self, root: nn.Module) -> None:
-        for path, module in root.named_modules():
-            if isinstance(module, DistributedDataParallel):
-                raise UnsupportedProgram(
-                    f"`{path or '(root)'}` is a DistributedDataParallel module inside of what is compiled",
-                    stage="capture",
-                    fix="compile the model before it is wrapped, or the DDP module itself, "
-                    "`aotdist.compile(ddp_model)`, and call it from uncompiled code",
-                )
+        return None
 
     def flags(self, root: nn.Module) -> Hashable:
         replica = self._replicas.get(root)
@@ -101,9 +95,9 @@ class _DataParallelRule:
 
     def capturing(self, root: nn.Module, annotate: Annotate) -> AbstractContextManager[None]:
         replica = self._replicas.get(root)
-        if replica is None or not replica.reducing:
-            return nullcontext()
-        return _reduced_parameters(root, replica, annotate)
+        if replica is None:
+            return _refused_forwards(root)
+        return _reduced_parameters(root, replica, annotate) if replica.reducing else nullcontext()
 
     def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:
         return ()
@@ -135,6 +129,37 @@ class _Reduce(torch.autograd.Function):
             scaled = grad * (1.0 / ctx.group.size())
             reduced = _c10d.wait_tensor(_c10d.all_reduce(scaled, "sum", ctx.group.group_name))
         return reduced, None, None, None
+
+
+@contextmanager
+def _refused_forwards(root: nn.Module) -> Generator[None]:
+    """Raise where a DDP module in `root` is called; one that only hangs there is no part of the program."""
+    inside = [(path, m) for path, m in root.named_modules() if isinstance(m, DistributedDataParallel)]
+    with ExitStack() as stack:
+        for path, module in inside:
+            stack.enter_context(_forward_of(module, functools.partial(_refuse_call, path)))
+        yield
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., None]) -> Generator[None]:
+    attributes = vars(module)
+    before = {"forward": attributes["forward"]} if "forward" in attributes else {}
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+        attributes.update(before)
+
+
+def _refuse_call(path: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedProgram(
+        f"`{path or '(root)'}` is a DistributedDataParallel module inside of what is compiled",
+        stage="capture",
+        fix="compile the model before it is wrapped, or the DDP module itself, "
+        "`aotdist.compile(ddp_model)`, and call it from uncompiled code",
+    )
 
 
 @contextmanager

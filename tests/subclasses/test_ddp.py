@@ -178,10 +178,43 @@ def surroundings_case() -> None:
         assert same_bits(eager(batch(2)), compiled(batch(2)))
     with pytest.raises(UnsupportedProgram, match="DistributedDataParallel"):
         aotdist.compile(lambda x: eager(x), backend="fx")(batch(0))
+    assert "forward" not in vars(eager)
 
 
 def test_around_training(world2: World) -> None:
     world2.run(surroundings_case)
+
+
+class Redirected(nn.Module):
+    """Calls a method of a model by the forward of DDP around it, as Lightning's Fabric does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.ddp = model, DistributedDataParallel(model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def loss_instead(x: torch.Tensor) -> torch.Tensor:
+            del self.model.forward
+            return self.model(x).square().mean()
+
+        self.model.forward = loss_instead
+        return self.ddp(x)
+
+
+def redirected_case() -> None:
+    """What is compiled reaches the DDP module that it is called by."""
+    models = [seeded(lambda: nn.Linear(5, 3)) for _ in range(2)]
+    aotdist.compile(models[1], backend="fx")
+    eager, compiled = (Redirected(model) for model in models)
+    for step in range(2):
+        losses = [model(batch(step)) for model in (eager, compiled)]
+        for loss in losses:
+            loss.backward()
+        assert same_bits(*losses) and not different_grads(eager, compiled)
+
+
+def test_called_through_ddp(world2: World) -> None:
+    world2.run(redirected_case)
 
 
 def transformed_case() -> None:
