@@ -353,7 +353,8 @@ def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _
 
 def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
     for source, owner in reached.owners:
-        yield _container(source.attribute("__dict__", source.path), vars(owner))
+        if isinstance(vars(owner), dict):  # `list[int]` shows its class's, and takes no assignments
+            yield _container(source.attribute("__dict__", source.path), vars(owner))
     for source, container in reached.containers:
         yield _container(source, container)
     watched = {id(held) for _, held in (*reached.containers, *reached.owners)}

@@ -17,6 +17,7 @@ from tests.semantics.observation import Scene, same_as_eager
 
 TOTAL = torch.zeros(3)
 LAST = None
+NUMBERS = list[int]
 
 
 class Stateful(nn.Module):
@@ -60,6 +61,7 @@ STEPS = {
     "an attribute, with a view of an input": lambda m, x: assign(m, "last", x[1:]),
     "an attribute, with a tuple": lambda m, x: assign(m, "last", (x * 2, {"x": x, "n": 3})),
     "two names for one tensor": lambda m, x: (assign(m, "last", x * 2), assign(m, "also", m.last)),
+    "an attribute, in a program with a generic alias": lambda m, x: assign(m, "last", NUMBERS([1]) and x * 2),
     "an item of a list": lambda m, x: m.cache.__setitem__(0, m.cache[0] + x),
     "a list that is emptied and filled": lambda m, x: (m.cache.clear(), m.cache.append(x * m.weight)),
     "every item of a list": lambda m, x: m.cache.__setitem__(slice(None), [c + x for c in m.cache]),
