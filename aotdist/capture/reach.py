@@ -36,7 +36,7 @@ from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.python_random import is_python_generator
 from aotdist.capture.reached import Reached, is_tensor, items_of, keys_of
 from aotdist.capture.readers import is_array, reader_of
-from aotdist.capture.source import Source, Spot
+from aotdist.capture.source import Source, Spot, keeper_of
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 from aotdist.torch_seam.modules import is_parametrized
 
@@ -369,7 +369,10 @@ class _Walk:
             else:  # as optimizers keep their state; keys are the same ones if they are there, and as many
                 number = source.applied(len, f"the number of items of {source.path}")
                 self.constants.append((number, len(value)))
-            yield from ((source.item_at(position, key), value[key]) for position, key in enumerate(keys))
+            cls = keeper_of(value)
+            for position, key in enumerate(keys):
+                item = value[key] if cls is None else cls.__getitem__(value, key)
+                yield source.item_at(position, key, cls), item
 
     def _attributes(self, named: _Named) -> Iterator[tuple[Source, Any]]:
         """The attributes of `named.value` whose names were met since it was last asked."""

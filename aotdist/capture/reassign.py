@@ -22,7 +22,7 @@ from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_trace
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.library_modules import OF_EVERY_MODULE
 from aotdist.capture.reached import Reached
-from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source
+from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
@@ -44,7 +44,7 @@ class _Dictionary:
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of every entry that is another object now, or gone."""
-        for position, (key, value) in enumerate(list(self.held.items())):
+        for position, (key, value) in enumerate(kept_by(self.held).items()):
             before = self.before.get(key, ABSENT)
             if value is not before:
                 yield self._place(position, key), before, value
@@ -54,9 +54,9 @@ class _Dictionary:
 
     def _place(self, position: int, key: Any) -> Source:
         if not isinstance(key, str):
-            return self.source.item_at(position, key)
+            return self.source.item_at(position, key, keeper_of(self.held))
         path = self.source.path
-        return self.source.item(key, f"{path}.{key}" if path else key)
+        return self.source.item(key, f"{path}.{key}" if path else key, keeper_of(self.held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class _List:
         """As for `_Dictionary`; items that were appended are one place, as is a list that lost some."""
         count = len(self.before)
         if len(self.held) == count:
-            for position, (before, value) in enumerate(zip(self.before, list(self.held), strict=True)):
+            for position, (before, value) in enumerate(zip(self.before, kept_by(self.held), strict=True)):
                 if value is not before:
-                    yield self.source.item(position), before, value
+                    yield self.source.item(position, cls=keeper_of(self.held)), before, value
             return
         if len(self.held) > count and all(map(operator.is_, self.before, self.held)):
             yield self.source.items_from(count), ABSENT, self.held[count:]
@@ -379,8 +379,8 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
     else:
         place = Source(source.path, Held(source, container))
     if isinstance(container, dict):
-        return _Dictionary(place, container, dict(container))
-    return _List(place, container, list(container))
+        return _Dictionary(place, container, kept_by(container))
+    return _List(place, container, kept_by(container))
 
 
 def _hold(place: Source, value: Any) -> None:

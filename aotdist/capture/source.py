@@ -23,9 +23,16 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """The step `[key]`; tensors are keys by what object they are."""
+    """The step `[key]`; tensors are keys by what object they are.
+
+    Args:
+        key: the key, or the position.
+        cls: the class whose methods get and set what is kept there, where those of the container's own class
+            do something else; see `keeper_of`.
+    """
 
     key: Any
+    cls: type[Any] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Item):
@@ -41,6 +48,28 @@ class Applied:
     """The step `function(_)`: what a container holds, as one constant."""
 
     function: Callable[[Any], Any]
+
+
+def keeper_of(container: Any) -> type[Any] | None:
+    """The class that gets the items of a list, a tuple or a dictionary as they are kept.
+
+    None if its own class does.
+    """
+    kept = next(
+        (kind.__getitem__ for kind in (dict, list, tuple) if isinstance(container, kind)),
+        type(container).__getitem__,
+    )
+    if type(container).__getitem__ is kept:
+        return None
+    return next(cls for cls in type(container).__mro__ if cls.__getitem__ is kept)
+
+
+def kept_by(container: Any) -> Any:
+    """What a list or a dictionary keeps, in another one."""
+    cls: Any = keeper_of(container)
+    if isinstance(container, dict):
+        return dict(container if cls is None else cls.items(container))
+    return list(container if cls is None else cls.__iter__(container))
 
 
 _WHOLE = slice(None)
@@ -122,14 +151,14 @@ class Source:
             path or (f"{self.path}.{name}" if self.path else name), self.root, (*self.steps, Attribute(name))
         )
 
-    def item(self, key: Any, path: str | None = None) -> Source:
+    def item(self, key: Any, path: str | None = None, cls: type[Any] | None = None) -> Source:
         """The place `self[key]`."""
-        return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key)))
+        return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key, cls)))
 
-    def item_at(self, position: int, key: Any) -> Source:
+    def item_at(self, position: int, key: Any, cls: type[Any] | None = None) -> Source:
         """The same; a key that is a tensor has a name by its position among the keys."""
         is_tensor = isinstance(key, torch.Tensor)
-        return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]" if is_tensor else None)
+        return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]" if is_tensor else None, cls)
 
     def whole_list(self) -> Source:
         """All items of the list at `self`."""
@@ -176,6 +205,8 @@ class Source:
             match step:
                 case Attribute(name=name):
                     value = getattr(value, name)
+                case Item(key=key, cls=type() as cls):
+                    value = cls.__getitem__(value, key)
                 case Item(key=key):
                     value = value[key]
                 case Applied(function=function):
@@ -195,8 +226,8 @@ class Source:
         match last:
             case Attribute(name=name):
                 setattr(owner, name, value)
-            case Item(key=key):
-                owner[key] = value
+            case Item(key=key, cls=cls):
+                (cls or type(owner)).__setitem__(owner, key, value)
             case Applied():
                 raise TypeError(f"{self.path} is computed, not a place")
 
@@ -206,8 +237,8 @@ class Source:
         match last:
             case Attribute(name=name):
                 delattr(owner, name)
-            case Item(key=key):
-                del owner[key]
+            case Item(key=key, cls=cls):
+                (cls or type(owner)).__delitem__(owner, key)
             case Applied():
                 raise TypeError(f"{self.path} is computed, not a place")
 
@@ -245,6 +276,8 @@ class Source:
                 case Attribute(name=name):
                     is_named = name.isidentifier() and not keyword.iskeyword(name)
                     text = f"{text}.{name}" if is_named else f"getattr({text}, {name!r})"
+                case Item(key=key, cls=type() as cls):
+                    text = f"{bind(cls.__name__, cls)}.__getitem__({text}, {_literal(key, bind)})"
                 case Item(key=key):
                     text += f"[{_literal(key, bind)}]"
                 case Applied(function=function):
@@ -252,6 +285,26 @@ class Source:
                     name = "type" if function is type else bind(function.__name__, function)
                     text = f"{name}({text})"
         return text
+
+    def assignment(self, value: str, bind: Callable[[str, Any], str], *, adds: bool = False) -> str:
+        """Python source that puts there what an expression gives, or adds it; `bind` as for `expression`."""
+        there = self.expression(bind)
+        match self.steps[-1]:
+            case Item(key=key, cls=type() as cls):
+                owner, key = self.owner().expression(bind), _literal(key, bind)
+                new = f"{there} + {value}" if adds else value
+                return f"{bind(cls.__name__, cls)}.__setitem__({owner}, {key}, {new})"
+            case _:
+                return f"{there} {'+=' if adds else '='} {value}"
+
+    def deletion(self, bind: Callable[[str, Any], str]) -> str:
+        """Python source that lets nothing be there; `bind` as for `expression`."""
+        match self.steps[-1]:
+            case Item(key=key, cls=type() as cls):
+                owner, key = self.owner().expression(bind), _literal(key, bind)
+                return f"{bind(cls.__name__, cls)}.__delitem__({owner}, {key})"
+            case _:
+                return f"del {self.expression(bind)}"
 
 
 def held_in(places: Iterable[Source]) -> list[Held]:

@@ -253,7 +253,7 @@ def print_return(
     for source, constant in returned.constants:
         printer.line(_assignment(source, _own(printer, constant), bind))
     for source in returned.deleted:
-        printer.line(f"del {source.expression(bind)}")
+        printer.line(source.deletion(bind))
     for idx, path in returned.replaced:
         printer.line(f"{variables[idx]}{path} = {next(names)}  # is replaced")
     printer.line(f"return {result}")
@@ -269,7 +269,7 @@ def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
 def _assignment(source: Source, value: str, bind: Callable[[str, Any], str]) -> str:
     if source.is_grown_list:
         return f"{source.whole().expression(bind)}.extend({value})  # {source.path} grows"
-    return f"{source.expression(bind)} = {value}  # {source.path} is reassigned"
+    return f"{source.assignment(value, bind)}  # {source.path} is reassigned"
 
 
 def print_changes(printer: Printer, changes: BackwardChanges) -> None:
@@ -285,7 +285,7 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
         values = ", ".join(_own(printer, item) for item in items)
         printer.line(f"{place.expression(bind)}.extend([{values}])  # {place.path} grows")
     for place, step in changes.added:
-        printer.line(f"{place.expression(bind)} += {step}  # {place.path} is counted in")
+        printer.line(f"{place.assignment(str(step), bind, adds=True)}  # {place.path} is counted in")
     for place, value in changes.assigned:
         printer.line(_assignment(place, _own(printer, value), bind))
     for place in changes.deleted:

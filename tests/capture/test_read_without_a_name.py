@@ -137,6 +137,56 @@ def test_special_methods_of_a_module():
     assert torch.equal(model(X), X * 9)
 
 
+class Doubled(dict[str, Any]):
+    """Gives other items than it keeps."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key) * 2
+
+
+class DoubledList(list[Any]):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) * 2
+
+
+class Instances(collections.OrderedDict[str, Any]):
+    """Gives a new object at each look, as transformers' activations do."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Kept(nn.Module):
+    """Reads, writes and deletes items of containers that get them by methods of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Doubled(scale=torch.ones(2), power=2, steps=0)
+        self.items = DoubledList([torch.ones(2), 3])
+        self.activations = Instances(relu=nn.ReLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (
+            self.activations["relu"](x) * self.table["scale"] ** self.table["power"]
+            + self.items[0] * self.items[1]
+        )
+        self.table["scale"], self.items[0] = self.table["scale"] + x, x * 3
+        self.table["steps"] = self.table.get("steps") + 1
+        self.table.pop("once", None)
+        return y
+
+
+def test_items_that_a_container_keeps_and_gives_otherwise():
+    eager, model = Kept(), Kept()
+    aotdist.compile(model, backend="fx")
+    for step in range(5):
+        if step == 2:
+            for each in (eager, model):
+                each.table["scale"], each.table["once"] = torch.ones(2), 1
+        assert torch.equal(model(X * step), eager(X * step))
+        assert str(model.table) == str(eager.table) and str(model.items) == str(eager.items)
+
+
 @dataclass
 class Log:
     """Generated methods compare fields: they are not what a program reads."""
