@@ -147,7 +147,7 @@ def _cache(environ: Mapping[str, str]) -> Iterator[Finding]:
         what, fix = "it is switched off: every process compiles", "unset AOTDIST_CACHE_BYTES"
         yield Finding("cache", "limited", what, fix)
     elif complaint is not None:
-        way = "`chmod 700` it" if folder.path.is_dir() else "move away what is there"
+        way = "`chmod 700` it" if "chmod" in complaint else "move away what is there"
         yield Finding("cache", "broken", complaint, f"{way}, or set AOTDIST_CACHE_FOLDER to another")
     elif not os.access(_there(folder.path), os.W_OK):
         what, fix = f"{folder.path} cannot be written", "set AOTDIST_CACHE_FOLDER to a folder that can be"

@@ -83,9 +83,8 @@ class Folder:
             OSError: it cannot be read.
             CacheCorrupt: it is damaged, or not ours.
         """
-        descriptor = os.open(self._file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            known = os.fstat(descriptor)
+        with open(self._file(key), "rb", opener=_no_link) as file:
+            known = os.fstat(file.fileno())
             if not stat.S_ISREG(known.st_mode):
                 raise CacheCorrupt("it is no file", stage="cache")
             if not _is_owners_alone(known):
@@ -141,6 +140,8 @@ class Folder:
         if not stat.S_ISDIR(known.st_mode):
             is_file = stat.S_ISREG(known.st_mode)
             return f"the cache folder {self.path} is {'a file' if is_file else 'no folder'}"
+        if known.st_uid != os.geteuid():
+            return f"the cache folder {self.path} belongs to another user"
         if not _is_owners_alone(known):
             return f"the cache folder {self.path} can be written by others than you (`chmod 700` it)"
         return None
@@ -173,15 +174,22 @@ class Folder:
             total -= oldest.num_bytes
 
     def _files(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
-        """Files of the folder; others may remove some meanwhile."""
+        """Files of the folder, not folders in it; others may remove some meanwhile."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted(self.path.iterdir()):
                 if path.name.endswith(suffix) and (not suffix or not path.name.startswith(".")):
                     with contextlib.suppress(FileNotFoundError):
-                        yield path, path.lstat()
+                        known = path.lstat()
+                        if not stat.S_ISDIR(known.st_mode):
+                            yield path, known
 
     def _file(self, key: str) -> Path:
         return self.path / f"{key}{_SUFFIX}"
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file as `open` asks to, at once and not through a link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _is_owners_alone(known: os.stat_result) -> bool:

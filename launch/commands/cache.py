@@ -70,7 +70,12 @@ def _clear(folder: Folder) -> None:
     """Throw everything away; it is compiled again when it is needed."""
     entries = folder.listed()
     for each in entries:
-        folder.remove(each.key)
+        try:
+            folder.remove(each.key)
+        except OSError as error:
+            raise BadSettings(
+                str(error), fix="run this as the owner of the folder, where it can be written"
+            ) from error
     print(f"removed: {_total(folder, entries)}")
 
 

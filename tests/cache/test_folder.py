@@ -99,6 +99,12 @@ def test_an_entry_of_another_owner_is_ignored(folder: Folder, monkeypatch: pytes
         folder.checked(KEY)
 
 
+def test_a_folder_of_another_owner_is_not_used(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.keep(entry())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert str(folder.complaint()).endswith("belongs to another user")
+
+
 def group_may_write(path: Path) -> None:
     path.mkdir()
     path.chmod(0o770)
@@ -173,6 +179,15 @@ def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path: Path) -> No
     folder.keep(entry("d", 800))
     assert {each.key for each in folder.listed()} == {"a", "c", "d"}
     assert sum(each.num_bytes for each in folder.listed()) <= 3_000
+
+
+def test_a_folder_inside_is_left_alone(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "compiled", 3 * len(entry().packed()))
+    (folder.path / f"{'0' * 64}.entry").mkdir(parents=True)
+    folder.path.chmod(0o700)
+    for number in range(4):
+        folder.keep(entry(f"{number + 1:064}"))
+    assert len(folder.listed()) == 3 and (folder.path / f"{'0' * 64}.entry").is_dir()
 
 
 def test_what_is_larger_than_the_limit_is_not_kept(folder: Folder) -> None:

@@ -1,5 +1,6 @@
 """`aotdist cache` on a folder with two entries, one of them damaged."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,14 @@ def test_a_folder_that_is_not_used(folder: Folder, capsys: pytest.CaptureFixture
     folder.path.chmod(0o770)
     assert main(["cache", "ls"]) == 2
     assert "chmod 700" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(
+    folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["cache", "clear"]) == 2
+    assert "Permission denied" in capsys.readouterr().err and len(folder.listed()) == 2
