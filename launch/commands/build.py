@@ -58,7 +58,8 @@ def maker_named(name: str) -> Callable[[], Made]:
         BadSettings: there is none.
     """
     place, _, function = name.rpartition(":")
-    found: Any = getattr(_module(place), function, None) if place and function.isidentifier() else None
+    is_place = place.endswith(".py") or (place and not place.startswith("."))  # nothing to be relative to
+    found: Any = getattr(_module(place), function, None) if is_place and function.isidentifier() else None
     if not callable(found):
         raise BadSettings(
             f"MODEL is {name!r}, which names no function",

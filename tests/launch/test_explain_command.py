@@ -66,8 +66,9 @@ def test_what_makes_a_model_needs_no_arguments(command: str, capsys: pytest.Capt
     assert "`Linear` is called without arguments" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{file}:nothing"]) == 2
+@pytest.mark.parametrize("name", ["{file}:nothing", ".:make", ".models:make", ":make"])
+def test_a_model_that_is_not_there(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name.format(file=file)]) == 2
     assert "names no function" in capsys.readouterr().err
 
 
