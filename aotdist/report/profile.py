@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import tempfile
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
@@ -102,10 +105,11 @@ def profile(
             `trace-rank1.json.gz`.
 
     Raises:
-        BadSettings: `step` cannot be called, `steps` is less than 1, `warmup` less than 0, `path` is no JSON
-            file that can be written, or a profiler is at work.
+        BadSettings: `step` cannot be called, or needs arguments, `steps` is less than 1, `warmup` less than
+            0, `path` is no JSON file that can be written, or a profiler is at work.
     """
     _require(callable(step), f"cannot profile a {type(step).__name__}", "pass a function that takes a step")
+    _refuse_arguments(step)
     _require(type(steps) is int and steps >= 1, f"steps={steps!r} profiles nothing", "run at least one step")
     _require(
         type(warmup) is int and warmup >= 0, f"warmup={warmup!r} is no number of steps", "say 0 for none"
@@ -170,6 +174,19 @@ def _of_this_rank(path: Path) -> Path:
     own = path if is_alone else path.with_name(f"{stem}-rank{dist.get_rank()}{found}{ending}")
     refuse_unwritable(own)
     return own
+
+
+def _refuse_arguments(step: Callable[..., Any]) -> None:
+    called = step.forward if isinstance(step, nn.Module) else step
+    is_own = isinstance(called, types.FunctionType)  # what it wraps may take arguments that it gives
+    try:
+        inspect.signature(called, follow_wrapped=not is_own).bind()
+    except TypeError as error:
+        name = getattr(step, "__name__", type(step).__name__)
+        what = f"`{name}` is called without arguments: {error}"
+        _require(False, what, "pass `lambda: step(batch)`, or a function that takes the next batch itself")
+    except ValueError:  # a built-in function does not say what it takes
+        pass
 
 
 def _require(holds: bool, problem: str, fix: str) -> None:  # noqa: FBT001  # reads like an assertion

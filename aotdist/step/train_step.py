@@ -84,6 +84,7 @@ class TrainStep(Explained):
 
     def __init__(self, recipe: Recipe, make: Compiling) -> None:
         self._recipe = recipe
+        self.__signature__ = _behind_the_model(recipe.loss_fn)
         self._make = make
         self._names = {id(param): name for name, param in recipe.model.named_parameters()}
         self._varying = set(_VARYING)
@@ -276,3 +277,13 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.T
                 stage="capture",
                 fix="pass `clip` a function that does what they do, or use `aotdist.compile`",
             )
+
+
+def _behind_the_model(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    """What a step takes: what `loss_fn` takes besides the model."""
+    try:
+        first, *others = inspect.signature(loss_fn).parameters.values()
+    except ValueError:  # it says nothing of it, or takes nothing
+        first, others = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), []
+    takes_any = first.kind is inspect.Parameter.VAR_POSITIONAL
+    return inspect.Signature([first, *others] if takes_any else others)

@@ -1,5 +1,6 @@
 """Steps that are profiled: phases, modules, process groups, and a trace to open."""
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(wrong: dict[str, An
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(aotdist.errors.BadSettings, match="cannot profile a int"):
         aotdist.profile(3)
+
+
+def test_a_step_that_takes_a_batch_is_refused():
+    model = torch.nn.Linear(2, 2)
+    step = aotdist.train_step(model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters()))
+    compiled = aotdist.compile(lambda x: x, backend="fx")
+    for takes_batch, name in ((step, "TrainStep"), (compiled, "<lambda>"), (model, "Linear")):
+        with pytest.raises(
+            aotdist.errors.BadSettings, match=f"`{name}` is called without arguments: missing"
+        ):
+            aotdist.profile(takes_batch)
+    aotdist.profile(functools.wraps(compiled)(lambda: compiled(torch.ones(2))), steps=1)
 
 
 def test_one_profile_in_another_is_refused():
