@@ -87,6 +87,20 @@ def test_losses_are_those_of_the_script_without_it(options: dict[str, Any], tmp_
 
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_dynamo_may_capture(options: dict[str, Any], tmp_path: Path) -> None:
+    pair = [trainer(tmp_path, compiled=False, **options) for _ in range(2)]
+    pair[1].model.compile(backend="aotdist", options={"backend": "fx"})
+    for each in pair:
+        torch.manual_seed(1)
+        each.train()
+    assert losses(pair[0]) == losses(pair[1]) and aotdist.dynamo.regions()
+    assert numpy.array_equal(*(each.predict(rows()).predictions for each in pair))
+    torch._dynamo.reset()
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("default")
 def test_a_run_goes_on_from_what_is_saved(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
