@@ -171,7 +171,7 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
     Args:
         of_assumed: whether the gradients that it starts from are of the kinds that are assumed.
     """
-    with naming_failures():
+    with _noting_when(), naming_failures():
         try:
             yield
         except NotImplementedError as error:
@@ -192,6 +192,21 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
             if found := _DOES_NOT_FIT.match(str(error)):
                 raise _does_not_fit(found[1], error) from error
             raise
+
+
+@contextmanager
+def _noting_when() -> Generator[None]:
+    """An error of the user's code says why it comes now, and not when `backward()` is called."""
+    try:
+        yield
+    except AotdistError:
+        raise
+    except Exception as error:
+        error.add_note(
+            "aotdist traces the backward when it compiles a call: hooks and user-defined backwards run then. "
+            "Register a hook that depends on where `backward()` is called outside of what is compiled."
+        )
+        raise
 
 
 def _no_backward(error: Exception) -> UnsupportedProgram:

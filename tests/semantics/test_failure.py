@@ -280,3 +280,17 @@ def test_an_exception_that_carries_a_tensor_out_is_refused(in_args: bool) -> Non
 
     with pytest.raises(UnsupportedProgram, match=r"raises a Fault that carries a tensor[^$]*test_failure.py"):
         aotdist.compile(program, backend="fx")(torch.ones(2))
+
+
+def test_a_hook_that_raises_in_the_trace_says_so() -> None:
+    def hook(grad: torch.Tensor) -> None:
+        raise Fault("called outside of the library's own backward")
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        y.register_hook(hook)
+        return y.cos()
+
+    with pytest.raises(Fault, match="outside of the library") as caught:
+        aotdist.compile(program, backend="fx")(torch.ones(2, requires_grad=True))
+    assert caught.value.__notes__[0].startswith("aotdist traces the backward when it compiles a call")
