@@ -92,24 +92,6 @@ def test_errors_name_the_users_line_and_the_way_out():
     assert "clone" in str(found.value) and "While executing" not in str(found.value)
 
 
-@pytest.mark.parametrize(
-    ("option", "program"),
-    [
-        ("capture_scalar_outputs", lambda x: x * x.sum().item()),
-        ("capture_dynamic_output_shape_ops", lambda x: x[x > 0] * 2),
-    ],
-    ids=["scalars", "shapes"],
-)
-def test_what_reads_data_stays_outside_unless_dynamo_is_told_to_hand_it_over(option, program, monkeypatch):
-    x = torch.tensor([1.0, -2.0, 3.0])
-    assert torch.equal(compiled(program)(x), program(x))
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, option, True)
-    with pytest.raises(BackendCompilerFailed, match="data") as found:
-        compiled(program)(x)
-    assert isinstance(found.value.inner_exception, aotdist.UnsupportedProgram)
-
-
 def test_suppressed_errors_run_eagerly(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
     with pytest.raises(RuntimeError, match="more than one element"):  # eager's own
