@@ -123,8 +123,9 @@ _TYPICAL_SIZE = 1024
 
 def estimate(number: Any) -> Any:
     """As `hint`; a number that depends on data is taken to be a typical size."""
-    if not depends_on_data(number):
-        return hint(number)
+    known = hint(number)
+    if known is not None:
+        return known
     expr, env = number.node.expr, number.node.shape_env
     return int(expr.xreplace({one: hint(_number(env, one)) or _TYPICAL_SIZE for one in expr.free_symbols}))
 
