@@ -25,6 +25,14 @@ def test_train_step(ranks: int) -> None:
     assert len(losses) == 3 and graphs.startswith("2 graphs")
 
 
+@pytest.mark.ranks
+@ON_ONE_AND_ON_TWO
+def test_experts(ranks: int) -> None:
+    *losses, graphs = run("experts.py", ranks=ranks)
+    assert losses == run("experts.py", "--eager", ranks=ranks)
+    assert len(losses) == 3 and graphs == "1 graphs"
+
+
 @pytest.mark.sweep
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
