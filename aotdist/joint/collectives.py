@@ -80,6 +80,13 @@ def _all_to_all_single(
     return finished_work()
 
 
+def all_to_all_of_symbols(
+    output: torch.Tensor, source: torch.Tensor, receives: Sequence[Any], sends: Sequence[Any], group: str
+) -> None:
+    """`dist.all_to_all_single`, where how many rows go where depends on data."""
+    output.copy_(_functional.wait_tensor(_functional.all_to_all_single(source, receives, sends, group)))
+
+
 def _gathered(source: torch.Tensor, group: Any) -> torch.Tensor:
     """What all ranks give, one after the other, as rows of numbers."""
     return _functional.all_gather_into_tensor(source.reshape(-1), group_size_of(group), group_name_of(group))

@@ -3,6 +3,7 @@
 - `x[count.item()]` is a view at a position that PyTorch needs as a number: it is made by `select`.
 - `max` and `min` would compare: they become PyTorch's functions for symbolic numbers.
 - `torch._check` says what always holds: a call checks it, and says what the program says.
+- `dist.all_to_all_single` is given how many rows go where.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 
+from aotdist.joint import collectives
 from aotdist.joint.unbacked import Unbacked
 from aotdist.torch_seam.checks import hearing_of_checks_of_numbers
+from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import depends_on_data
 
@@ -81,5 +84,9 @@ _EXTREMES = Patch[bool]("extremes_to_be_recorded", _record_extremes)
 @contextmanager
 def followed(unbacked: Unbacked) -> Generator[None]:
     """What the program does inside with numbers that depend on data is recorded."""
-    with _EXTREMES.applied(True), hearing_of_checks_of_numbers(unbacked.require):
+    with (
+        _EXTREMES.applied(True),
+        hearing_of_checks_of_numbers(unbacked.require),
+        all_to_all_of_symbols(collectives.all_to_all_of_symbols),
+    ):
         yield

@@ -3,9 +3,9 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from aotdist.torch_seam.dtensor import forget_shardings
-from aotdist.torch_seam.patches import replaced
+from aotdist.torch_seam.patches import Patch, replaced
 
 
 def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
@@ -66,6 +66,42 @@ def default_store() -> Store | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+AllToAll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Sequence[Any], str], None]
+"""Writes what ranks send each other: where to, what is sent, the rows from each and to each, the group."""
+
+
+def all_to_all_of_symbols(does: AllToAll) -> AbstractContextManager[None]:
+    """`dist.all_to_all_single` of symbolic splits is done by `does`: PyTorch's function needs numbers."""
+    return _ALL_TO_ALL.applied(does)
+
+
+def _hook_all_to_all(hearing: bool) -> None:
+    if torch.distributed.is_available():
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            module.all_to_all_single = _all_to_all_single if hearing else _all_to_all_of_numbers
+
+
+_ALL_TO_ALL = Patch[AllToAll]("all_to_all_of_symbols", _hook_all_to_all)
+_all_to_all_of_numbers: Any = getattr(torch.distributed, "all_to_all_single", None)
+
+
+def _all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 (PyTorch's name)
+    output_split_sizes: Sequence[Any] | None = None,
+    input_split_sizes: Sequence[Any] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    does, receives, sends = _ALL_TO_ALL.value, output_split_sizes, input_split_sizes
+    is_symbolic = any(isinstance(rows, torch.SymInt) for rows in (*(receives or ()), *(sends or ())))
+    if does is None or not is_symbolic or receives is None or sends is None:
+        return _all_to_all_of_numbers(output, input, receives, sends, group, async_op)
+    group = torch.distributed.group.WORLD if group is None else group
+    does(output, input, receives, sends, group.group_name)
+    return finished_work() if async_op else None
 
 
 def group_name_of(group: Any) -> str:

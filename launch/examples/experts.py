@@ -14,17 +14,34 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
 import aotdist
 
 NUM_STEPS = 30
 WIDTH = 16
+
+
+class Exchanged(torch.autograd.Function):
+    """Rows that each rank sends to each; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, receives: list[int], sends: list[int]) -> Tensor:
+        """Shapes: (sum(sends), WIDTH) -> (sum(receives), WIDTH)."""
+        ctx.receives, ctx.sends = receives, sends
+        result = rows.new_empty(sum(receives), WIDTH)
+        dist.all_to_all_single(result, rows.contiguous(), receives, sends)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Shapes: (sum(receives), WIDTH) -> (sum(sends), WIDTH)."""
+        return Exchanged.apply(*grads, ctx.sends, ctx.receives), None, None
 
 
 class Experts(nn.Module):
@@ -40,11 +57,13 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (N, WIDTH) -> (N, WIDTH)."""
         weight, chosen = self.scores(x).softmax(-1).max(-1)
-        order, group = chosen.argsort(stable=True), dist.group.WORLD
-        counts = F.one_hot(chosen, self.scores.out_features).sum(0)
-        sends, receives = counts.tolist(), all_to_all_single(counts, None, None, group).tolist()
-        rows = all_to_all_single_autograd(x[order], receives, sends, group)
-        rows = all_to_all_single_autograd(self.expert(rows), sends, receives, group)
+        order = chosen.argsort(stable=True)
+        sent = F.one_hot(chosen, self.scores.out_features).sum(0)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        sends, receives = sent.tolist(), received.tolist()
+        rows = Exchanged.apply(x[order], receives, sends)
+        rows = Exchanged.apply(self.expert(rows), sends, receives)
         return x + torch.zeros_like(x).index_copy(0, order, rows) * weight[:, None]
 
 
