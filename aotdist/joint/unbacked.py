@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _ATEN = torch.ops.aten
 _ASSERT = _ATEN._assert_scalar.default
+_OTHER_NUMBERS = "numbers that depend on data are not as the program was compiled for"
+"""What a call says where an operator would go another way."""
 _MEASURES: Mapping[Any, Callable[..., Any]] = {
     "size": _ATEN.sym_size.int,
     "stride": _ATEN.sym_stride.int,
@@ -128,7 +130,7 @@ class Unbacked:
             spelled = str(expr)
             if spelled not in self._checked:
                 self._checked.add(spelled)
-                text = self._texts.get(spelled, f"Runtime assertion failed: {spelled}")
+                text = self._texts.get(spelled, f"{_OTHER_NUMBERS}: {spelled}")
                 node = self._graph.create_node("call_function", _ASSERT, (self._node(expr), text))
                 node.meta.update(self._stamp(), val=None, original_aten=_ASSERT)
 
