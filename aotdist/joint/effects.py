@@ -220,7 +220,10 @@ class Effects:
         )
 
     def _tell_numbers(self, outputs: NodeOutputs) -> tuple[tuple[str, NodeOutIdx], ...]:
-        """Return what tells the numbers that depend on data and are needed outside of the graph."""
+        """Return what tells the numbers that depend on data and are needed outside of the graph.
+
+        Which a backward needs is not known yet.
+        """
         recipes = [recipe_of(tensor) for tensor in outputs.tensors]
         if numbers_of_data([outputs.facts[idx] for idx in outputs.early]):
             raise UnsupportedProgram(
@@ -228,7 +231,10 @@ class Effects:
                 stage="joint",
                 fix="make the view afterwards",
             )
-        numbers = numbers_of_data([outputs.facts, outputs.order, recipes])
+        if self.recorder.unbacked is not None and self.training:
+            numbers = dict(self.recorder.unbacked.numbers)
+        else:
+            numbers = numbers_of_data([outputs.facts, outputs.order, recipes])
         return tuple(
             (name, outputs.add(Slot("output", name), self.recorder.told(number), history=False))
             for name, number in sorted(numbers.items())

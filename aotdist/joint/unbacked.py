@@ -52,6 +52,7 @@ class Unbacked:
 
     Attributes:
         copies: of tensors of one element that are read, by the nodes of these.
+        numbers: what has been read so far, by the names of the symbols.
 
     Args:
         env: keeps their symbols.
@@ -64,6 +65,7 @@ class Unbacked:
         self, env: ShapeEnv, graph: Graph, stamp: Callable[[], dict[str, Any]], size: Callable[[Any], Any]
     ) -> None:
         self.copies: dict[Node, FakeTensor] = {}
+        self.numbers: dict[str, Any] = {}
         self._env = env
         self._graph = graph
         self._stamp = stamp
@@ -100,7 +102,7 @@ class Unbacked:
         number = new_float_of_data(self._env)
         node = self._graph.create_node("call_function", function, args)
         node.meta["val"] = number
-        self._read[str(number.node.expr)] = self._as_number(node)
+        self._is_read(number.node.expr, self._as_number(node))
         return number
 
     def require(self, error: type[Exception], check: Callable[[], None], text: str) -> None:
@@ -139,7 +141,11 @@ class Unbacked:
             self._as_number(node)
         for symbol, path in node.meta.get("unbacked_bindings", {}).items():
             if (read := self._follow(node, path)) is not None:
-                self._read[str(symbol)] = read
+                self._is_read(symbol, read)
+
+    def _is_read(self, symbol: Any, node: Node) -> None:
+        self._read[str(symbol)] = node
+        self.numbers.update(symbols_of(symbol, self._env))
 
     def _follow(self, node: Node, path: Sequence[Any]) -> Node | None:
         """A node for the number at a path of what `node` returns; None where there is none for it."""

@@ -40,6 +40,7 @@ REFUSALS = (
     "is a view that an operator of lists with wrappers writes",
     "an operator of lists with wrappers writes a tensor after a view of it was made",
     "depends on a number, or a size, that is read off a tensor",
+    "the shape of the result of",
     "a view of an input, at a place that depends on data, is made before the input is written",
 )
 """What a random program may be refused for."""

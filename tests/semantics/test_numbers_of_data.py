@@ -148,6 +148,14 @@ def test_views_of_an_input_at_places_of_data() -> None:
     same_as_eager(by_counts(fn, requires_grad=False), backward=False)
 
 
+def test_gradients_that_meet_at_a_view_of_an_input() -> None:
+    def fn(x: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x[:, None]
+        return rows, x[:2] * rows.split([n.item(), 5 - n.item()])[1]
+
+    same_as_eager(by_counts(fn))
+
+
 def test_wrappers() -> None:
     def build() -> list[Scene]:
         masks = ([True, False, True, True, False], [False] * 5)
