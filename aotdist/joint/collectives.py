@@ -72,18 +72,18 @@ def _reduce_scatter_tensor(output: torch.Tensor, source: torch.Tensor, group: An
 def _all_to_all_single(
     output: torch.Tensor, source: torch.Tensor, group: Any, to: Sequence[int], of: Sequence[int], *_: Any
 ) -> Any:
-    size, name = group_size_of(group), group_name_of(group)
-    received, sent = (
+    size = group_size_of(group)
+    receives, sends = (
         splits or [tensor.shape[0] // size] * size for splits, tensor in ((to, output), (of, source))
     )
-    _write(output, _functional.all_to_all_single(source, received, sent, name))
+    all_to_all_single(output, source, receives, sends, group_name_of(group))
     return finished_work()
 
 
-def all_to_all_of_symbols(
+def all_to_all_single(
     output: torch.Tensor, source: torch.Tensor, receives: Sequence[Any], sends: Sequence[Any], group: str
 ) -> None:
-    """`dist.all_to_all_single`, where how many rows go where depends on data."""
+    """Write what ranks send each other; how many rows go where may depend on data."""
     output.copy_(_functional.wait_tensor(_functional.all_to_all_single(source, receives, sends, group)))
 
 

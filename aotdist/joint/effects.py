@@ -224,16 +224,19 @@ class Effects:
 
         Which a backward needs is not known yet.
         """
-        recipes = [recipe_of(tensor) for tensor in outputs.tensors]
+        unbacked = self.recorder.unbacked
+        if unbacked is None:
+            return ()
         if numbers_of_data([outputs.facts[idx] for idx in outputs.early]):
             raise UnsupportedProgram(
                 "a view of an input, at a place that depends on data, is made before the input is written",
                 stage="joint",
                 fix="make the view afterwards",
             )
-        if self.recorder.unbacked is not None and self.training:
-            numbers = dict(self.recorder.unbacked.numbers)
+        if self.training:
+            numbers = unbacked.numbers
         else:
+            recipes = [recipe_of(tensor) for tensor in outputs.tensors]
             numbers = numbers_of_data([outputs.facts, outputs.order, recipes])
         return tuple(
             (name, outputs.add(Slot("output", name), self.recorder.told(number), history=False))

@@ -222,13 +222,10 @@ class ProxyMode(ProxyTorchDispatchMode):
         if node not in copies:
             with self:
                 copies[node] = torch.ops.aten.clone.default(tensor)
-            self._node(copies[node]).meta["policy"] = "must_save"
+            copied = node_of(copies[node], self.tracer)
+            assert copied is not None, "it was recorded"
+            copied.meta["policy"] = "must_save"
         return copies[node]
-
-    def _node(self, tensor: FakeTensor) -> Node:
-        node = node_of(tensor, self.tracer)
-        assert node is not None
-        return node
 
     def _dispatch_with(
         self,

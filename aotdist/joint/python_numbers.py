@@ -34,7 +34,8 @@ def _is_open(number: Any) -> bool:
 def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """`tensor[index]`."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(map(_is_open, parts)) or any(isinstance(part, (torch.Tensor, list, tuple)) for part in parts):
+    others = (bool, torch.Tensor, list, tuple)
+    if not any(map(_is_open, parts)) or any(isinstance(part, others) for part in parts):
         return _GET_ITEM(tensor, index)
     dim, skipped = 0, tensor.dim() - sum(part is not None and part is not ... for part in parts)
     for part in parts:  # as eager does it: one dimension after the other
@@ -87,6 +88,6 @@ def followed(unbacked: Unbacked) -> Generator[None]:
     with (
         _EXTREMES.applied(True),
         hearing_of_checks_of_numbers(unbacked.require),
-        all_to_all_of_symbols(collectives.all_to_all_of_symbols),
+        all_to_all_of_symbols(collectives.all_to_all_single),
     ):
         yield

@@ -26,6 +26,7 @@ from aotdist.torch_seam.symbols import (
     checks_of,
     depends_on_data,
     new_float_of_data,
+    num_checks,
     spell,
     symbols_of,
     whole_of_truth,
@@ -73,6 +74,7 @@ class Unbacked:
         self._read: dict[str, Node] = {}
         self._computed: dict[str, Node] = {}
         self._texts: dict[str, str] = {}
+        self._num_checks = 0
         self._checked: set[str] = set()
 
     def meet(self, node: Node) -> None:
@@ -100,9 +102,7 @@ class Unbacked:
             args: numbers, and nodes of such.
         """
         number = new_float_of_data(self._env)
-        node = self._graph.create_node("call_function", function, args)
-        node.meta["val"] = number
-        self._is_read(number.node.expr, self._as_number(node))
+        self._is_read(number.node.expr, self._as_number(self._made(function, args, number)))
         return number
 
     def require(self, error: type[Exception], check: Callable[[], None], text: str) -> None:
@@ -127,14 +127,16 @@ class Unbacked:
         self._texts.update(dict.fromkeys(new, text))
 
     def check(self) -> None:
-        """Record what has to hold, if there is more of it by now."""
+        """Record what has to hold, if there is more of it by now: asked before every operator."""
+        if num_checks(self._env) == self._num_checks:
+            return
+        self._num_checks = num_checks(self._env)
         for expr in checks_of(self._env):
             spelled = str(expr)
             if spelled not in self._checked:
                 self._checked.add(spelled)
                 text = self._texts.get(spelled, f"{_OTHER_NUMBERS}: {spelled}")
-                node = self._graph.create_node("call_function", _ASSERT, (self._node(expr), text))
-                node.meta.update(self._stamp(), val=None, original_aten=_ASSERT)
+                self._made(_ASSERT, (self._node(expr), text), None)
 
     def _read_off(self, node: Node) -> None:
         if isinstance(node.meta.get("val"), SYMBOLIC):
@@ -153,13 +155,15 @@ class Unbacked:
             case []:
                 return node
             case ["ConvertIntKey"]:
-                return self._number(torch.sym_ite, (node, 1, 0), whole_of_truth(node.meta["val"]))
+                return self._as_number(
+                    self._made(torch.sym_ite, (node, 1, 0), whole_of_truth(node.meta["val"]))
+                )
             case [int() as position, *_]:
-                value = node.meta["val"][position]
-                return self._follow(self._number(operator.getitem, (node, position), value), path[1:])
+                picked = self._made(operator.getitem, (node, position), node.meta["val"][position])
+                return self._follow(picked, path[1:])
             case [measure, *dim] if measure in _MEASURES:
                 read = _MEASURES[measure]
-                return self._number(read, (node, *dim), read(node.meta["val"], *dim))
+                return self._as_number(self._made(read, (node, *dim), read(node.meta["val"], *dim)))
             case _:
                 return None
 
@@ -192,15 +196,15 @@ class Unbacked:
         yield made
         made += reversed(list(takewhile(lambda node: node is not before, reversed(self._graph.nodes))))
 
-    def _number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
+    def _made(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Node:
         node = self._graph.create_node("call_function", target, args)
-        node.meta["val"] = value
-        return self._as_number(node)
+        node.meta.update(self._stamp(), val=value, original_aten=target)
+        return node
 
     def _as_number(self, node: Node) -> Node:
-        node.meta.update(
-            {**self._stamp(), "original_aten": node.target, **node.meta, "policy": "must_recompute"}
-        )
+        """Let a node be made again rather than saved."""
+        stamp = {**self._stamp(), "original_aten": node.target}
+        node.meta.update({**stamp, **node.meta, "policy": "must_recompute"})
         return node
 
 

@@ -172,7 +172,11 @@ def _number(env: Any, symbol: Any) -> Any:
 
 def depends_on_data(number: Any) -> bool:
     """Whether a number is symbolic, and nobody knows it before the program has read it off a tensor."""
-    return isinstance(number, SYMBOLIC) and bool(unbacked_symbols(number))
+    if not isinstance(number, SYMBOLIC):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(number.node.expr))
 
 
 def surely_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -213,6 +217,11 @@ def spell(expr: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph
 def symbols_of(expr: Any, env: ShapeEnv) -> dict[str, torch.SymInt]:
     """The symbols of an expression, by name, each as a number."""
     return {str(symbol): _number(env, symbol) for symbol in expr.free_symbols}
+
+
+def num_checks(env: ShapeEnv) -> int:
+    """How often something was said to hold of numbers that depend on data."""
+    return env.num_deferred_runtime_asserts
 
 
 def checks_of(env: ShapeEnv) -> list[Any]:

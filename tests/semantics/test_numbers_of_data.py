@@ -170,6 +170,16 @@ def test_wrappers() -> None:
     same_as_eager(build)
 
 
+def test_what_tells_a_size_runs_once() -> None:
+    def fn(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        distinct, _ = torch.unique(keys, return_inverse=True)
+        return x.sum() * distinct.shape[0]
+
+    compiled = same_as_eager(by_counts(fn, ([1, 1, 2], [3, 3, 3])))
+    found = [node for graph in compiled.graphs[-1].values() for node in graph.graph.nodes]
+    assert [str(node.target) for node in found].count("aten._unique2.default") == 2  # joint, and forward
+
+
 def test_the_caller_may_write_what_was_read() -> None:
     def use(fn: Callable[..., Any]) -> list[torch.Tensor | None]:
         x, n = torch.ones(3, requires_grad=True), torch.tensor(4)
@@ -288,6 +298,11 @@ def test_a_position_that_is_not_there() -> None:
     compiled(torch.ones(5), torch.tensor(4))
     with pytest.raises(IndexError):
         compiled(torch.ones(5), torch.tensor(5))
+
+
+def test_a_position_beside_a_truth_is_refused() -> None:
+    with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
+        aotdist.compile(lambda x, n: x[n.item(), True], backend="fx")(torch.ones(5), torch.tensor(3))
 
 
 CHOICES: dict[str, Callable[..., Any]] = {
