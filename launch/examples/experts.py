@@ -78,14 +78,14 @@ def start() -> int:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", "tcp://localhost:0", rank=0, world_size=1)
     return dist.get_rank()
 
 
 def main(*, eager: bool) -> None:
     """Train; the first rank prints."""
     rank = start()
-    model = Experts(dist.get_world_size(), rank)
+    model: Any = Experts(dist.get_world_size(), rank)
     if not eager:
         aotdist.compile(model, backend="fx")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
