@@ -361,28 +361,53 @@ class Passages:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardWrite:
+    """An input that the backward wrote.
+
+    Args:
+        input: which.
+        bumps: by how much its version counter goes up.
+    """
+
+    input: PrimalIdx
+    bumps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """Some of the differentiable results, for which the backward was traced by itself.
 
     Args:
         outs: which.
         grads: the inputs that get a gradient then, and its recipe.
+        writes: the inputs that the backward writes then.
         kept: recipes of what user code in the backward keeps.
     """
 
     outs: tuple[NodeOutIdx, ...]
     grads: Mapping[PrimalIdx, Recipe]
+    writes: tuple[BackwardWrite, ...] = ()
     kept: tuple[Recipe, ...] = ()
 
-    def slots(self, ins: Row[PrimalIdx, Slot]) -> list[Slot]:
-        """The names of the results when only these outputs are differentiated; `ins` names the inputs."""
+    def slots(self, ins: Row[PrimalIdx, Slot], recipes: Row[PrimalIdx, Recipe]) -> list[Slot]:
+        """The names of the results when only these outputs are differentiated.
+
+        Args:
+            ins: names of the inputs.
+            recipes: how each of them is put together.
+        """
         suffix = f" from {','.join(map(str, self.outs))}"
         grads = [
             Slot("grad", ins[idx].path + suffix, inner)
             for idx, recipe in self.grads.items()
             for inner, _ in leaves(recipe)
         ]
-        return grads + kept_slots(self.kept, suffix)
+        writes = [
+            Slot("backward_write", ins[write.input].path + suffix, inner)
+            for write in self.writes
+            for inner, _ in leaves(recipes[write.input])
+        ]
+        return grads + writes + kept_slots(self.kept, suffix)
 
 
 def kept_slots(recipes: Sequence[Recipe], suffix: str = "") -> list[Slot]:
@@ -418,19 +443,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWrite:
-    """An input that the backward wrote.
-
-    Args:
-        input: which.
-        bumps: by how much its version counter goes up.
-    """
-
-    input: PrimalIdx
-    bumps: int
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything that one trace showed.
 
@@ -458,7 +470,8 @@ class Facts:
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
         arrived: inputs that get gradients, in the order in which these arrive in eager.
-        frees: whether autograd would free saved tensors after a backward, so that there is no other.
+        freed: results in whose histories autograd frees the same saved tensors after a backward, so that
+            there is no other backward of these; each such set once.
         early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
             `grad_fn` and `grad`, whether there is one.
@@ -485,7 +498,7 @@ class Facts:
     adds_layouts: bool = False
     related: bool = False
     arrived: tuple[PrimalIdx, ...] = ()
-    frees: bool = True
+    freed: frozenset[frozenset[NodeOutIdx]] = frozenset()
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     answers: tuple[Answer, ...] = ()

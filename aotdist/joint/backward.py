@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from aotdist.capture.in_backward import InBackward
 from aotdist.convention.metadata import takes_any_size
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Choice, NodeOut, kept_slots
+from aotdist.facts import NodeOut, kept_slots
 from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
@@ -319,8 +319,11 @@ def kept_results(recorder: Recorder, kept: Sequence[torch.Tensor]) -> list[Resul
 
 
 def choice_results(
-    recorder: Recorder, choice: Choice, ins: Row[PrimalIdx, Slot], computed: Computed
+    recorder: Recorder, slots: Sequence[Slot], computed: Computed, written: Sequence[Result]
 ) -> list[Result]:
-    """The gradients of a choice of results, and what user code keeps then."""
-    values = [recorder.value(plain) for tensor in computed.tensors() for plain in plain_tensors(tensor)]
-    return list(zip(choice.slots(ins), values, strict=True))
+    """What the backward of a choice of results computes, by the names that `Choice.slots` has for it."""
+    grads, kept = (
+        [recorder.value(plain) for tensor in tensors for plain in plain_tensors(tensor)]
+        for tensors in (computed.grads.values(), computed.kept)
+    )
+    return list(zip(slots, [*grads, *(node for _, node in written), *kept], strict=True))

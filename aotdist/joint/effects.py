@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +51,7 @@ from aotdist.joint.classes import Classes
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.data_writes import backward_writes, forward_writes
 from aotdist.joint.endings import endings, spent_results
-from aotdist.joint.failures import accumulated_inside
+from aotdist.joint.failures import accumulated_inside, written_without_others
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.layout_sums import LayoutSums
@@ -70,8 +70,20 @@ from aotdist.subclasses.protocol import (
     refuse_unknown_subclass,
     same_layout,
 )
-from aotdist.torch_seam.autograd import custom_functions, history_of, save_tensors
-from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
+from aotdist.torch_seam.autograd import (
+    custom_functions,
+    history_of,
+    saves_tensors,
+    sequence_nr,
+    tensors_by_node,
+)
+from aotdist.torch_seam.functional import (
+    data_writes,
+    functional_storage_id,
+    functional_value,
+    metadata_written,
+    storage_changes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +134,7 @@ class BackwardEffects:
         runs: runs the backward, again if need be.
         grads: the gradients that inputs get.
         arrived: the inputs that get gradients, in the order in which these arrived.
-        frees: see `Facts.frees`.
+        freed: see `Facts.freed`.
         writes: inputs that it wrote.
         storages: inputs whose storage it gave another size, see `Facts.backward_storages`.
         passages: which gradients pass tensors that the caller holds.
@@ -135,7 +147,7 @@ class BackwardEffects:
     runs: Backward
     grads: Mapping[PrimalIdx, torch.Tensor]
     arrived: tuple[PrimalIdx, ...]
-    frees: bool
+    freed: frozenset[frozenset[NodeOutIdx]]
     writes: tuple[BackwardWrite, ...]
     storages: tuple[tuple[PrimalIdx, int, int], ...]
     passages: Passages
@@ -263,7 +275,11 @@ class Effects:
         recorder, inputs, metadata = self.recorder, self.inputs, forward.metadata
         ends, fits = forward.ends(), not forward.is_rewritten
         functions = custom_functions([tensor for _, tensor in ends])
-        frees = save_tensors([tensor for _, tensor in ends])
+        by_node = {
+            node: frozenset(ends[position][0] for position in positions)
+            for node, positions in tensors_by_node([tensor for _, tensor in ends]).items()
+        }
+        freed = frozenset(behind for node, behind in by_node.items() if saves_tensors(node))
         sizes, num_changes = self.storages.sizes(), len(self.log.changes)
         counters = [(one.writes(), one.bumps()) for one in inputs.row()]
         forward_end = ForwardEnd.of(recorder, inputs.row()) if self.cuts and fits else None
@@ -273,8 +289,8 @@ class Effects:
         by_themselves = backward.choices() if self.cuts else []
         sums = LayoutSums()
         with waypoints.watched(recorder), sums if len(ends) > 1 else nullcontext():
-            with backward.noting_arrivals() as arrived:
-                whole = backward.run(retain_graph=may_run_later or bool(by_themselves))
+            with backward.noting_arrivals() as arrived, recorder.noting_writers() as writers:
+                whole = backward.run(retain_graph=may_run_later or len(ends) > 1)
         grads = whole.grads
         _refuse_accumulation(inputs.row())
         refuse_unfit(inputs.row(), grads, metadata.is_reshaped)
@@ -283,22 +299,26 @@ class Effects:
         writes, written = backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, inputs, in_python.replaced)
+        storages = tuple(self.storages.resized_since(sizes))
         if whole.kept and self.cuts and may_run_later:
             by_themselves = backward.some()
-        runs, choices, of_choices = self._trace_choices(backward, () if writes else by_themselves)
+        if writes and (forward_end is None or storages):
+            by_themselves = []
+        elif writes and not self._are_met_by_all(by_node, len(ends), writes, writers):
+            by_themselves = backward.some()
+        runs, choices, of_choices = self._trace_choices(forward, backward, by_themselves, writes, forward_end)
         results += of_choices
         if in_python.whole and may_run_later and not writes:
             self._check_repeatable(backward, {None: whole, **runs}, in_python)
         if forward_end is not None:
             forward_end.read_late(recorder, inputs.row(), writes)
-        storages = tuple(self.storages.resized_since(sizes))
         _refuse_changes_in_backward(inputs, self.log.changes[num_changes:])
         self.swaps.refuse_with(writes or storages)
         return BackwardEffects(
             runs=backward,
             grads=grads,
             arrived=tuple(dict.fromkeys(arrived)),
-            frees=frees,
+            freed=freed,
             writes=writes,
             storages=storages,
             passages=waypoints.passages(len(forward.node_outs)),
@@ -327,18 +347,57 @@ class Effects:
             views=forward.views_of_ends(),
         )
 
+    def _are_met_by_all(
+        self,
+        by_node: Mapping[Any, frozenset[NodeOutIdx]],
+        num_ends: int,
+        writes: Sequence[BackwardWrite],
+        writers: Set[tuple[int, int | None]],
+    ) -> bool:
+        """Whether the backward writes the same, from whichever of the results it starts.
+
+        Args:
+            by_node: the autograd nodes, each with the results that it is behind.
+            num_ends: the number of results.
+            writes: the inputs that the backward writes.
+            writers: see `Recorder.noting_writers`.
+        """
+        row = self.inputs.row()
+        memory = {functional_storage_id(plain) for write in writes for plain in row[write.input].plains}
+        numbers = {number for storage, number in writers if storage in memory}
+        return numbers <= {sequence_nr(node) for node, behind in by_node.items() if len(behind) == num_ends}
+
     def _trace_choices(
-        self, backward: Backward, by_themselves: Sequence[Chosen]
+        self,
+        forward: ForwardEffects,
+        backward: Backward,
+        by_themselves: Sequence[Chosen],
+        writes: Sequence[BackwardWrite],
+        forward_end: ForwardEnd | None,
     ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
-        """Run the backward of each choice of results: what it computes, of which kinds, and the values."""
+        """Run the backward of each choice of results: what it computes, of which kinds, and the values.
+
+        Each begins with what the inputs hold when the forward ends, if the whole backward has `writes`.
+        """
         runs: dict[Chosen, Computed] = {}
         choices: list[Choice] = []
         results: list[Result] = []
-        slots = self.inputs.row().map(lambda one: one.slot)
+        recorder, inputs = self.recorder, self.inputs
+        known = {write.input for write in writes}
         for chosen in by_themselves:
+            if writes and forward_end is not None:
+                forward_end.restore(inputs.row())
+            counters = [(one.writes(), one.bumps()) for one in inputs.row()]
             runs[chosen] = some = backward.run(chosen, retain_graph=True)
-            choices.append(Choice(chosen, *some.recipes()))
-            results += choice_results(self.recorder, choices[-1], slots, some)
+            row = inputs.row()
+            some_writes, written = backward_writes(recorder, row, counters, forward.metadata, self.storages)
+            for write in some_writes:
+                if write.input not in known:
+                    raise written_without_others(row[write.input].slot)
+            grads, kept = some.recipes()
+            choices.append(Choice(chosen, grads, some_writes, kept))
+            slots = choices[-1].slots(row.map(lambda one: one.slot), row.map(lambda one: one.recipe))
+            results += choice_results(recorder, slots, some, written)
         return runs, tuple(choices), results
 
     def _check_repeatable(
@@ -385,7 +444,7 @@ class Effects:
             choices=backward.choices,
             adds_layouts=backward.adds_layouts,
             arrived=backward.arrived,
-            frees=backward.frees,
+            freed=backward.freed,
             early=outputs.early,
             asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
             answers=tuple(self.recorder.answers.given),

@@ -282,6 +282,14 @@ def accumulated_inside(slot: Slot) -> UnsupportedProgram:
     )
 
 
+def written_without_others(slot: Slot) -> UnsupportedProgram:
+    """An error for a backward of some results that writes what the backward of all does not."""
+    return refusal(
+        f"the backward (a hook, an autograd function) writes `{slot}` only where a gradient is None",
+        fix="write it whichever gradients are None",
+    )
+
+
 def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
     """An error for a gradient of another dtype than the input has when the program's node takes it."""
     return UnsupportedProgram(

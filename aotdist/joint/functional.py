@@ -83,6 +83,8 @@ class Functionalisation(FunctionalTensorMode):
         self._laid_out: dict[int, FunctionalTensor] = {}
         self.strided = Strided(self)
         self.rebinding = Rebinding(self.strided)
+        self.on_write: Callable[[FunctionalTensor], None] | None = None
+        """Called with every tensor before an operator writes it."""
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
         """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes.
@@ -138,6 +140,7 @@ class Functionalisation(FunctionalTensorMode):
                 outs = self.rebinding.call_with_outs(func, args, kwargs)
             if outs is not None:
                 return outs[0] if len(outs) == 1 else tuple(outs)
+        self._tell_of_writes(func, args, kwargs)
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         special = self._special(func, args, kwargs) if beneath_wrappers else None
         result = self._functionalise(func, types, args, kwargs) if special is None else special()
@@ -151,6 +154,12 @@ class Functionalisation(FunctionalTensorMode):
         if getattr(func, "is_view", False):
             self._remember_viewed(args[0])
         return self.remember(result) if isinstance(result, FunctionalTensor) else result
+
+    def _tell_of_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.on_write is not None and is_operator(func):
+            for tensor in written_by(func, args, kwargs):
+                if isinstance(tensor, FunctionalTensor):
+                    self.on_write(tensor)
 
     def _remember_viewed(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, FunctionalTensor) or not is_functional_base(tensor):

@@ -41,7 +41,13 @@ from aotdist.subclasses.protocol import (
     refuse_unknown_subclass,
 )
 from aotdist.torch_seam.autograd import creation_meta, nodes_behind, set_creation_meta
-from aotdist.torch_seam.functional import FunctionalTensor, data_writes, part_of, second_shell
+from aotdist.torch_seam.functional import (
+    FunctionalTensor,
+    data_writes,
+    functional_value,
+    part_of,
+    second_shell,
+)
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import as_parameter, set_versions
 from aotdist.torch_seam.transforms import beneath_transforms
@@ -66,6 +72,7 @@ class StandIn:
         base: which stand-in it is made of, if it is made as a view.
         version: the version counter of `tensor` before the program ran.
         versions: those of what lies inside of it, in order.
+        met: what the plain tensors held then.
     """
 
     slot: Slot
@@ -80,6 +87,7 @@ class StandIn:
     base: PrimalIdx | None = None
     version: int = 0
     versions: tuple[int, ...] = ()
+    met: tuple[torch.Tensor, ...] = ()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -107,6 +115,22 @@ class StandIn:
     def writes(self) -> tuple[int, ...]:
         """How often each plain tensor of the input was written, also through what shares its memory."""
         return tuple(data_writes(plain) for plain in self.plains)
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """What each plain tensor holds."""
+        return tuple(map(functional_value, self.plains))
+
+    def counters(self) -> tuple[int, ...]:
+        """The version counters, of `tensor` and of what lies inside of it."""
+        return tuple(map(version_of, self._counted()))
+
+    def count_again_from(self, counters: Sequence[int]) -> None:
+        """Set the version counters."""
+        pairs = [(t, n) for t, n in zip(self._counted(), counters, strict=True) if not t.is_inference()]
+        set_versions(tuple(tensor for tensor, _ in pairs), tuple(number for _, number in pairs))
+
+    def _counted(self) -> list[torch.Tensor]:
+        return [self.tensor, *(inner for _, inner in self.opened.inside)]
 
 
 class Inputs:
@@ -307,8 +331,8 @@ def _counted_from_here(stand_in: StandIn) -> StandIn:
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
         set_versions((tensor,), (version_of(example),))
-    versions = tuple(version_of(inner) for _, inner in stand_in.opened.inside)
-    return replace(stand_in, version=version_of(tensor), versions=versions)
+    version, *versions = stand_in.counters()
+    return replace(stand_in, version=version, versions=tuple(versions), met=stand_in.values())
 
 
 def _again(example: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

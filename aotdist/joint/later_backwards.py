@@ -347,6 +347,7 @@ def _facts_of(
         grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in recipes.indices()),
         backward_writes=(),
         functions=tuple(functions),
+        freed=frozenset({frozenset(node_outs.indices())}),
     )
 
 

@@ -420,6 +420,22 @@ class Recorder:
         return len(self._tracer.graph.nodes)
 
     @contextlib.contextmanager
+    def noting_writers(self) -> Generator[set[tuple[int, int | None]]]:
+        """Which memory is written inside, by its storage, and by which autograd node, by its number.
+
+        Hooks run between nodes: of what they write the number is None.
+        """
+        found: set[tuple[int, int | None]] = set()
+        functionalisation = self._functionalisation
+        functionalisation.on_write = lambda tensor: found.add(
+            (functional_storage_id(tensor), running_node()[0])
+        )
+        try:
+            yield found
+        finally:
+            functionalisation.on_write = None
+
+    @contextlib.contextmanager
     def on_trial(self) -> Generator[None]:
         """What is recorded inside is taken out of the graph again; it was to be looked at."""
         nodes = self._tracer.graph.nodes

@@ -11,7 +11,7 @@ from aotdist.program import Graph, PrimalIdx, Row, Slot
 
 def without_choices(backward: Graph, facts: Facts, ins: Row[PrimalIdx, Slot]) -> Graph:
     """`backward` with the results of the whole alone; `ins` names the inputs."""
-    of_choices = {slot for choice in facts.choices for slot in choice.slots(ins)}
+    of_choices = {slot for choice in facts.choices for slot in choice.slots(ins, facts.recipes)}
     if not of_choices:
         return backward
     return returning(backward, [slot for slot in backward.outs if slot not in of_choices])

@@ -176,7 +176,9 @@ def backward_of(
         other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
         double_backward=None if double is None else DoubleBackward(node, double),
         shares=functools.cache(
-            functools.partial(Shares.of, region.split.backward, tangents, len(node.saved.sources))
+            functools.partial(
+                Shares.of, node.saved.freed, region.split.backward, tangents, len(node.saved.sources)
+            )
         ),
         in_python=in_python,
     )

@@ -6,7 +6,7 @@ The printed node runs the whole itself, and leaves the rest to `Backward`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.gate import caught_on_the_way, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
 from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, of_this_call, refusal
-from aotdist.runtime.plan import Grads, NodePlan
+from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
@@ -131,13 +131,13 @@ class Backward:
                 raise refusal(there.values(), CAUGHT)
             return self.other_kinds(ctx, there)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
-        recipes, in_parts = plan.grads, bool(caught) or is_watched(ctx)
+        chosen, in_parts = None, bool(caught) or is_watched(ctx)
         if missing and plan.adds_layouts and self.other_kinds is not None and not in_parts:
             return self.other_kinds(ctx, there)
         if in_parts:
             call, args = self._part(ctx, self.results, there, caught)
         else:
-            recipes = plan.choices.get(tuple(there), recipes)
+            chosen = plan.choices.get(tuple(there))
             call, args = self.reduced(missing) if missing else self.whole, self._saved(ctx, there)
             args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
             args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
@@ -145,8 +145,8 @@ class Backward:
             args += ctx.rng if plan.rng.draw else ()
         let_go(ctx, plan)
         results = iter(call(args))
-        grads = in_turn(recipes, results, joined)
-        self._write(ctx, list(itertools.islice(results, len(plan.backward_writes.bumps))))
+        grads = in_turn(plan.grads if chosen is None else chosen.grads, results, joined)
+        self._write(ctx, results, chosen)
         self.after()
         return tuple(grads), in_turn(of_this_call(ctx, changes.kept), results, joined)
 
@@ -154,7 +154,8 @@ class Backward:
         """The saved values; those that other gradients need, without these, are kept for them."""
         if not self.plan.saved.frees:
             return []
-        if len(there) == len(self.plan.tangents) or self.plan.backward_writes.plains:
+        writes = bool(self.plan.backward_writes.plains) and tuple(there) not in self.plan.choices
+        if len(there) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
         shares = self.shares()
         saved = saved_for(ctx, there, shares)
@@ -170,18 +171,28 @@ class Backward:
         symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
         return concrete(self.plan, symbols) if symbols else self.plan
 
-    def _write(self, ctx: Any, values: Sequence[torch.Tensor | None]) -> None:
-        """Write the inputs that the backward writes, in storages of the size that it leaves them."""
+    def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
+        """Write the inputs that the backward writes, in storages of the size that it leaves them.
+
+        Args:
+            ctx: the context.
+            results: of the graph, from the first new value on.
+            chosen: what the backward of these results was traced to write; if it was not, as the whole does.
+        """
         late = self.plan.backward_writes
         for plain, (_, num_bytes) in zip(ctx.resized if late.storages else (), late.storages, strict=True):
             resize_storage(plain, num_bytes)
-        for position, (value, bumps) in enumerate(zip(values, late.bumps, strict=True)):
+        writes = tuple(enumerate(late.bumps)) if chosen is None else chosen.writes
+        wrappers = (
+            tuple((k, n) for k, (_, n) in enumerate(late.wrappers)) if chosen is None else chosen.wrappers
+        )
+        values = list(itertools.islice(results, len(writes)))
+        for (position, bumps), value in zip(writes, values, strict=True):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
-            wrappers = ctx.bumped if late.wrappers else ()
-            for wrapper, (_, bumps) in zip(wrappers, late.wrappers, strict=True):
-                bump(wrapper, bumps)
+            for position, bumps in wrappers:
+                bump(ctx.bumped[position], bumps)
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""

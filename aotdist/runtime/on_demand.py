@@ -70,13 +70,15 @@ class OnDemand:
             choice = choice_without(self.facts, missing)
             with alone(), users_modes_off():
                 if choice is not None and self.emitter.backend.owns_cut:
-                    some = self._not_cut(linked(self.cut), choice.slots(self.ins), missing)
+                    some = self._not_cut(
+                        linked(self.cut), choice.slots(self.ins, self.facts.recipes), missing
+                    )
                     self._reduced[missing] = _picking(self._compiled(some), some.ins, self._given(missing))
                     return self._reduced[missing]
                 if choice is None:
                     some = without_choices(self.by_choice, self.facts, self.ins)
                 else:
-                    some = returning(self.by_choice, choice.slots(self.ins))
+                    some = returning(self.by_choice, choice.slots(self.ins, self.facts.recipes))
                 some = without_tangents(some, missing, any_strides=self._loose)
                 self._reduced[missing] = self._compiled(some)
         return self._reduced[missing]

@@ -14,7 +14,7 @@ from aotdist.convention.mutation import PlainWrites
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions
-from aotdist.facts import Facts, NodeOut, Passages, Waypoint
+from aotdist.facts import Choice, Facts, NodeOut, Passages, Waypoint
 from aotdist.joint.trace import Traced
 from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import Gate
@@ -58,12 +58,14 @@ class Saved:
         sources: where each saved argument of the graph comes from.
         slots: the names of these arguments.
         wrappers: the wrappers that saved values lie in.
-        frees: whether there is one backward only, see `Facts.frees`; else nothing is saved.
+        freed: see `Facts.freed`.
+        frees: whether there is one backward only of some results; else nothing is saved.
     """
 
     sources: tuple[SavedInput | SavedResult, ...]
     slots: tuple[Slot, ...]
     wrappers: SavedWrappers
+    freed: frozenset[frozenset[NodeOutIdx]]
     frees: bool
 
 
@@ -104,6 +106,21 @@ class BackwardWrites:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """What the backward of some results, traced by itself, returns.
+
+    Args:
+        grads: recipes of the gradients.
+        writes: which of `BackwardWrites.plains` it writes, by position, and how many writes to count.
+        wrappers: which of `BackwardWrites.wrappers`, by position, and how many writes to count.
+    """
+
+    grads: Row[PrimalIdx, Recipe | None]
+    writes: tuple[tuple[int, int], ...]
+    wrappers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OnTheWay:
     """Gradients that pass tensors which the caller holds.
 
@@ -134,8 +151,8 @@ class NodePlan:
         obstacle: why the backward graph cannot be differentiated, if so.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
-        choices: `grads` of a backward of some outputs alone, by these; of each choice of outputs for which it
-            was traced by itself.
+        choices: the backward of some outputs alone, by these; of each choice of outputs for which it was
+            traced by itself.
         adds_layouts: whether for any other choice the backward is more than a part of the whole, see `Facts`.
         backward_writes: what the backward writes of the inputs.
         on_the_way: which gradients pass tensors that the caller holds.
@@ -153,7 +170,7 @@ class NodePlan:
     obstacle: str | None
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
-    choices: Mapping[tuple[NodeOutIdx, ...], Row[PrimalIdx, Recipe | None]]
+    choices: Mapping[tuple[NodeOutIdx, ...], ChoicePlan]
     adds_layouts: bool
     backward_writes: BackwardWrites
     on_the_way: OnTheWay
@@ -237,7 +254,7 @@ def node_plan(
         obstacle=obstacle,
         tangents=tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable),
         grads=facts.grads,
-        choices={choice.outs: Row(map(choice.grads.get, facts.grads.indices())) for choice in facts.choices},
+        choices={choice.outs: _choice(choice, facts) for choice in facts.choices},
         adds_layouts=facts.adds_layouts,
         backward_writes=_backward_writes(facts, traced.program.ins, split),
         on_the_way=OnTheWay(
@@ -263,7 +280,7 @@ def _saved(traced: Traced, plans: Plans, split: Split, outs: Row[NodeOutIdx, Nod
         for slot in split.saved
     )
     wrappers = SavedWrappers.of(facts, plans, split, traced.program.ins, outs)
-    return Saved(sources, split.saved, wrappers, frees=facts.frees or bool(sources))
+    return Saved(sources, split.saved, wrappers, facts.freed, frees=bool(facts.freed or sources))
 
 
 def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> BackwardWrites:
@@ -281,6 +298,19 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         wrappers=tuple((w.input, w.bumps) for w in facts.backward_writes if w.input in wrapped),
         storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
+    )
+
+
+def _choice(choice: Choice, facts: Facts) -> ChoicePlan:
+    counts = {write.input: write.bumps for write in choice.writes}
+    wrapped = [w.input for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)]
+    plains = [write.input for write in facts.backward_writes for _ in leaves(facts.recipes[write.input])]
+    return ChoicePlan(
+        grads=Row(map(choice.grads.get, facts.grads.indices())),
+        writes=tuple(
+            (k, 0 if idx in wrapped else counts[idx]) for k, idx in enumerate(plains) if idx in counts
+        ),
+        wrappers=tuple((k, counts[idx]) for k, idx in enumerate(wrapped) if idx in counts),
     )
 
 

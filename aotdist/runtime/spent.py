@@ -21,21 +21,28 @@ from aotdist.torch_seam.autograd import keeps_graph
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the backward of each result computes with.
+    """What the backwards of results have in common.
 
     Args:
-        nodes: operations on gradients that need a value of the forward: in eager, of nodes that save some.
-        saved: positions of the saved values among them, and of those that they are made of.
+        freed: see `Facts.freed`.
+        saved: for each result, positions of the saved values that its backward computes with.
     """
 
-    nodes: Mapping[NodeOutIdx, frozenset[Node]]
+    freed: frozenset[frozenset[NodeOutIdx]]
     saved: Mapping[NodeOutIdx, frozenset[int]]
 
     @classmethod
-    def of(cls, backward: Graph, tangents: Mapping[NodeOutIdx, Sequence[Slot]], num_saved: int) -> Shares:
+    def of(
+        cls,
+        freed: frozenset[frozenset[NodeOutIdx]],
+        backward: Graph,
+        tangents: Mapping[NodeOutIdx, Sequence[Slot]],
+        num_saved: int,
+    ) -> Shares:
         """Those of a backward.
 
         Args:
+            freed: see `Facts.freed`.
             backward: its first arguments are the saved values.
             tangents: names of the gradients of each result.
             num_saved: how many values are saved.
@@ -43,23 +50,20 @@ class Shares:
         arguments = backward.named_placeholders()
         gradients = {node for slot, node in arguments.items() if slot.role in GRADIENT_ROLES}
         position = {node: k for k, node in enumerate(list(arguments.values())[:num_saved])}
-        from_gradients: set[Node] = set()
+        from_gradients = _reached_from(gradients, backward)
         made_of: dict[Node, frozenset[int]] = {}
         for node in backward.gm.graph.nodes:
-            if node in gradients or not from_gradients.isdisjoint(node.all_input_nodes):
-                from_gradients.add(node)
             inputs = (made_of[each] for each in node.all_input_nodes if each not in from_gradients)
             made_of[node] = frozenset({position[node]} if node in position else ()).union(*inputs)
-        nodes: dict[NodeOutIdx, frozenset[Node]] = {}
+        saved: dict[NodeOutIdx, frozenset[int]] = {}
         for idx, slots in tangents.items():
             reached = _reached_from({arguments[slot] for slot in slots}, backward)
-            nodes[idx] = frozenset(node for node in reached if made_of[node])
-        saved = {idx: frozenset[int]().union(*map(made_of.__getitem__, of)) for idx, of in nodes.items()}
-        return cls(nodes, saved)
+            saved[idx] = frozenset[int]().union(*map(made_of.__getitem__, reached))
+        return cls(freed, saved)
 
     def are_apart(self, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
-        """Whether no operation on gradients of `one` is one on gradients of `other` as well."""
-        return all(self.nodes[a].isdisjoint(self.nodes[b]) for a in one for b in other)
+        """Whether the backward of `one` frees nothing that the backward of `other` needs."""
+        return all(together.isdisjoint(one) or together.isdisjoint(other) for together in self.freed)
 
 
 def _reached_from(starts: set[Node], graph: Graph) -> set[Node]:
@@ -106,7 +110,7 @@ def keep_for_others(
         return
     rest: Rest | None = getattr(ctx, "rest", None)
     spent = frozenset(arrived) | (frozenset() if rest is None else rest.spent)
-    if not any(idx not in spent and shares.are_apart(spent, [idx]) for idx in shares.nodes):
+    if not any(idx not in spent and shares.are_apart(spent, [idx]) for idx in shares.saved):
         ctx.rest = Rest(spent, None)
     elif rest is None:
         # Without their history: a saved result would keep its own node alive.

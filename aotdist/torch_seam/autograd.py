@@ -196,13 +196,20 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return _nodes_from([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
 
 
-def save_tensors(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a node in the history of `tensors` has saved some, which one backward frees for the next."""
-    return any(map(_saves_tensors, nodes_behind(tensors)))
+def tensors_by_node(tensors: Sequence[torch.Tensor]) -> dict[Any, frozenset[int]]:
+    """The autograd nodes in the history of `tensors`, each with the positions of those that it is behind."""
+    found: dict[Any, frozenset[int]] = {}
+    for position, tensor in enumerate(tensors):
+        for node in nodes_behind([tensor]):
+            found[node] = found.get(node, frozenset()) | {position}
+    return found
 
 
-def _saves_tensors(node: Any) -> bool:
-    """Read raw: what a checkpoint saved is computed again when it is asked for."""
+def saves_tensors(node: Any) -> bool:
+    """Whether an autograd node has saved tensors, which one backward frees for the next.
+
+    They are read raw: what a checkpoint saved is computed again when it is asked for.
+    """
     for name in _names_of_saved(type(node)):
         raw = getattr(node, name)
         if any(saved.data is not None for saved in (raw if isinstance(raw, tuple) else (raw,))):
