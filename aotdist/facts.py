@@ -354,10 +354,12 @@ class Passages:
         waypoints: in the order in which the program made them.
         levels: of each node output, one more than the position of the last waypoint that its gradient meets,
             or 0.
+        raised: node outputs of a higher level: autograd comes to them before waypoints that they do not meet.
     """
 
     waypoints: tuple[Waypoint, ...]
     levels: Row[NodeOutIdx, int]
+    raised: frozenset[NodeOutIdx] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,6 +474,7 @@ class Facts:
         arrived: inputs that get gradients, in the order in which these arrive in eager.
         freed: results in whose histories autograd frees the same saved tensors after a backward, so that
             there is no other backward of these; each such set once.
+        heard: differentiable node outputs, in the order in which autograd calls their hooks in eager.
         early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
             `grad_fn` and `grad`, whether there is one.
@@ -499,6 +502,7 @@ class Facts:
     related: bool = False
     arrived: tuple[PrimalIdx, ...] = ()
     freed: frozenset[frozenset[NodeOutIdx]] = frozenset()
+    heard: tuple[NodeOutIdx, ...] = ()
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     answers: tuple[Answer, ...] = ()

@@ -85,8 +85,7 @@ def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[t
     written = [
         (idx, s)
         for idx, s in row.enumerate()
-        if (s.whole or not s.derived)
-        and (any(s.writes()) or (is_wrapper(s.tensor) and s.bumps() and metadata.has_new_history(idx, s)))
+        if (s.whole or not s.derived) and (any(s.writes()) or _is_written_as_a_copy(idx, s, metadata))
     ]
     named: dict[int, list[torch.Tensor]] = defaultdict(list)
     for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
@@ -95,6 +94,12 @@ def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[t
     for plain in (plain for _, s in written for plain in plain_tensors(s.example) if not may_repeat(plain)):
         once[storage_id(plain)].append(plain)
     return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _has_another_name(s, named, once)]
+
+
+def _is_written_as_a_copy(idx: PrimalIdx, stand_in: StandIn, metadata: Metadata) -> bool:
+    """Whether a wrapper got a history by a write that its data shows nothing of."""
+    written = is_wrapper(stand_in.tensor) and stand_in.bumps() > metadata.counted(idx)
+    return written and metadata.has_new_history(idx, stand_in)
 
 
 def _has_another_name(

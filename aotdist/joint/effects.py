@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,25 +12,23 @@ import torch
 
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
-from aotdist.convention.changes import Change, resize_storage
+from aotdist.convention.changes import INVERSES, Change, resize_storage
 from aotdist.convention.naming import NAMED
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
+    Action,
     BackwardWrite,
     Choice,
     DataWritten,
     Facts,
-    Fresh,
     InputFact,
     IsInput,
+    MetadataWrite,
     NodeOut,
-    OutputView,
     Passages,
     Untouched,
-    ViewOfInput,
     ViewOfIntermediate,
-    ViewOfOutput,
 )
 from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import find_arrivals
@@ -52,6 +50,7 @@ from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.data_writes import backward_writes, forward_writes
 from aotdist.joint.endings import endings, spent_results
 from aotdist.joint.failures import accumulated_inside, written_without_others
+from aotdist.joint.held import held_tensors
 from aotdist.joint.inputs import Inputs, StandIn
 from aotdist.joint.late import ForwardEnd
 from aotdist.joint.layout_sums import LayoutSums
@@ -61,8 +60,8 @@ from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
-from aotdist.joint.waypoints import HeldTensor, Waypoints
-from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.joint.waypoints import Waypoints
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import numbers_of_data
 from aotdist.subclasses.protocol import (
     leaves,
@@ -124,6 +123,26 @@ class ForwardEffects:
         """What is made of a result outside, where it may get a gradient."""
         pairs = zip(self.outs, self.outputs.facts, strict=True)
         return [out for out, fact in pairs if isinstance(fact, ViewOfIntermediate) and out.requires_grad]
+
+    def heard(self) -> tuple[NodeOutIdx, ...]:
+        """See `Facts.heard`: autograd takes the node that was made last first."""
+        ends = sorted(self.ends(), key=lambda end: sequence_nr(end[1].grad_fn), reverse=True)
+        return tuple(idx for idx, _ in ends)
+
+    def only_reshapes(self) -> bool:
+        """Whether inputs at most show their elements in another way."""
+        written = {idx for idx, fact in self.writes.enumerate() if isinstance(fact, DataWritten)}
+
+        def is_harmless(act: Action) -> bool:
+            if not isinstance(act, MetadataWrite):
+                return isinstance(act, int)
+            is_ending = act.number < 0
+            reshapes = act.op in INVERSES and act.grad
+            return is_ending or (
+                reshapes and isinstance(act.target, IsInput) and act.target.input not in written
+            )
+
+        return all(map(is_harmless, self.outputs.order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +302,8 @@ class Effects:
         sizes, num_changes = self.storages.sizes(), len(self.log.changes)
         counters = [(one.writes(), one.bumps()) for one in inputs.row()]
         forward_end = ForwardEnd.of(recorder, inputs.row()) if self.cuts and fits else None
-        held = _held(forward, inputs.row()) if self.cuts and fits and is_linear(ends) else []
+        can_hold = self.cuts and (fits or forward.only_reshapes()) and is_linear(ends)
+        held = held_tensors(forward.outs, forward.outputs, forward.writes, inputs.row()) if can_hold else []
         waypoints = Waypoints(held, ends)
         backward = self._backward_from(forward, ends, in_python)
         by_themselves = backward.choices() if self.cuts else []
@@ -330,8 +350,8 @@ class Effects:
 
     def _backward_from(self, forward: ForwardEffects, ends: Sequence[End], in_python: InBackward) -> Backward:
         """What runs autograd from the differentiable results."""
-        fits = not forward.is_rewritten
-        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
+        follows = not forward.is_rewritten or forward.only_reshapes()
+        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if follows else {}
         wanted = forward.metadata.gradient_ends(self.inputs.row())
         asked = self.classes.are_asked_in_backward(self._starts(forward))
         shown = functools.partial(self.classes.shown, asked=asked)
@@ -445,6 +465,7 @@ class Effects:
             adds_layouts=backward.adds_layouts,
             arrived=backward.arrived,
             freed=backward.freed,
+            heard=forward.heard(),
             early=outputs.early,
             asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
             answers=tuple(self.recorder.answers.given),
@@ -467,34 +488,6 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
         resized = data_writes(plain) and functional_value(plain).size() != leaf.size
         if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
             raise refuse(stand_in, "in a way that is not repeated outside")
-
-
-def _held(forward: ForwardEffects, row: Row[PrimalIdx, StandIn]) -> list[HeldTensor]:
-    """What the caller will hold of the differentiable tensors."""
-    outputs = forward.outputs
-    held = [
-        HeldTensor(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
-        for idx in sorted(outputs.with_history)
-        if outputs.slots[idx].role == "output"
-    ]
-    for idx, fact in forward.writes.enumerate():
-        if isinstance(fact, DataWritten) and fact.differentiable:
-            held.append(HeldTensor(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
-    held += _held_views(row)
-    for position, (out, fact) in enumerate(zip(forward.outs, outputs.facts, strict=True)):
-        is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
-        if is_view and out.grad_fn is not None:
-            held.append(HeldTensor(f"out[{position}]", OutputView(OutIdx(position)), None, out))
-    return held
-
-
-def _held_views(row: Row[PrimalIdx, StandIn]) -> Iterator[HeldTensor]:
-    """Inputs that are made again as views, and have the history of their base since it was written."""
-    written = {id(one.tensor) for one in row if not one.derived and one.bumps()}
-    for idx, stand_in in row.enumerate():
-        view = stand_in.tensor
-        if stand_in.derived and id(view._base) in written and history_of(view) is not None:
-            yield HeldTensor(str(stand_in.slot), IsInput(idx), None, view)
 
 
 def _runs_alike(backward: Backward, recorder: Recorder, choice: Chosen | None, first: Computed) -> bool:

@@ -135,14 +135,18 @@ class Metadata:
             return int(written)  # nobody counts for a stand-in then; the real tensor is written once
         return stand_in.bumps()
 
+    def counted(self, idx: PrimalIdx) -> int:
+        """By how much these writes let the version counter of an input go up."""
+        return sum(change.bumps for change in self.changes.get(idx, ()))
+
     def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> Counter[PrimalIdx]:
         """By how much those go up once more, when these writes are repeated; a view has that of its base."""
         found: Counter[PrimalIdx] = Counter()
-        for idx, changes in self.changes.items():
+        for idx in self.changes:
             base = row[idx].base
             counts = idx if base is None else base
             if not (row[counts].derived or row[counts].tensor.is_inference()):
-                found[counts] += sum(change.bumps for change in changes)
+                found[counts] += self.counted(idx)
         return found
 
     def gradient_ends(

@@ -7,7 +7,7 @@ its backward in one go. A gate costs a call 8 us.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -34,7 +34,14 @@ from aotdist.runtime.caught_gradients import CaughtGradients
 from aotdist.runtime.hooks import shield
 from aotdist.runtime.plan import Grads
 from aotdist.subclasses.protocol import Wrapper
-from aotdist.torch_seam.autograd import backward_task, hooks_of, node_base, runs_in_backward
+from aotdist.torch_seam.autograd import (
+    backward_task,
+    has_several_results,
+    hooks_of,
+    hooks_of_gradient,
+    node_base,
+    runs_in_backward,
+)
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
 """What happens outside of the node: an input is written, results pass a gate, an output is made, or ended."""
@@ -42,11 +49,10 @@ Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataW
 
 def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[Step, ...]:
     """What happens outside of the node: a gate comes after the waypoints that it sends pieces to."""
-    # A program that writes metadata has no gates: all that is done is to make outputs, and to end them.
     order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
-    endings = [action for action in plans.epilogue.order if isinstance(action, MetadataWrite)]
-    made: list[OutIdx] = []
-    steps: list[Step] = []
+    endings = [act for act in plans.epilogue.order if isinstance(act, MetadataWrite) and act.number < 0]
+    steps = _reshaping(plans)
+    made = [idx for idx in steps if isinstance(idx, int)]
 
     def make(below: int, until: OutIdx) -> None:
         for idx in order[: order.index(until) + 1]:
@@ -65,6 +71,34 @@ def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[S
         steps.append(gate)
     steps += _writes(plans, passages, written, len(passages.waypoints))
     return (*steps, *(idx for idx in order if idx not in made), *endings)
+
+
+def _reshaping(plans: Plans) -> list[Step]:
+    """What shows inputs in another way, and the views of these inputs that are made before.
+
+    A program with gates writes no other metadata.
+    """
+    order = plans.epilogue.order
+    writes = [act for act in order if isinstance(act, MetadataWrite) and act.number >= 0]
+    targets = [write.target for write in writes]
+    reshaped = {target.input for target in targets if isinstance(target, IsInput)}
+    before = order[: order.index(writes[-1]) + 1] if writes else ()
+    return [
+        act
+        for act in before
+        if act in writes or (isinstance(act, int) and _viewed_input(act, plans) in reshaped)
+    ]
+
+
+def _viewed_input(idx: OutIdx, plans: Plans) -> PrimalIdx | None:
+    """The input that an output is, or is a view of."""
+    match plans.epilogue.outputs[idx]:
+        case IsInput(input=source) | ViewOfInput(base=source):
+            return source
+        case ViewOfOutput(base=base):
+            return _viewed_input(base, plans)
+        case _:
+            return None
 
 
 def _writes(plans: Plans, passages: Passages, above: int, up_to: int) -> list[Step]:
@@ -145,6 +179,10 @@ class _Watch:
 
 Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
 """The pieces that a gate sends, given the node's context and all gradients that have arrived."""
+
+
+def _without(arrived: Grads, raised: Collection[NodeOutIdx]) -> Grads:
+    return {idx: grad for idx, grad in arrived.items() if idx not in raised}
 
 
 def _asked_for() -> bool:
@@ -232,6 +270,11 @@ class Gates:
                 return outs.make(out)
 
 
+def _has_no_hooks(point: torch.Tensor) -> bool:
+    """Whether nobody's hooks are lost if a waypoint gets others, and none are put in another order."""
+    return hooks_of_gradient(point) is None and not has_several_results(point)
+
+
 def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
     """A function that leads results through a gate.
 
@@ -240,10 +283,13 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
     """
     num_outs, order = len(gate.outs), gates.in_order()
     is_last = gate == order[-1]
-    shielded = [idx for idx in gate.outs if idx in gates.shielded]
+    shielded = [idx for idx in gates.shielded if idx in gate.outs]
     below = {position for other in order[: order.index(gate)] for position, _ in other.pieces}
-    # By position, so that of a waypoint with several pieces one hook catches the gradient.
-    met = {position: k for k, (position, _) in enumerate(gate.pieces) if position in gates.met - below}
+    # By position: of a waypoint with several pieces one hook catches the gradient.
+    first = {position: k for k, (position, _) in enumerate(gate.pieces) if position not in below}
+    met = {position: k for position, k in first.items() if position in gates.met}
+    # A gate that has nothing for one of its waypoints still leads to it.
+    to_shield = [k for position, k in first.items() if not isinstance(gates.place(position), Fresh)]
 
     class Passed(node_base()):
         @staticmethod
@@ -265,12 +311,13 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
             sent = [None] * len(gate.pieces)
             if passing.is_watched:
                 sent = gates.pieces(ctx.node, gate, passing.arrived)
-            elif gates.met and gates.takes(ctx.node, passing.arrived):
+            elif gates.met and gates.takes(ctx.node, _without(passing.arrived, gates.passages.raised)):
                 passing.caught.open()
             return (None, None, None, None, *arrived.values(), *sent)
 
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:
         token, earlier = (None, None) if before is None else before
+        shield(*filter(_has_no_hooks, (points[k] for k in to_shield)))
         watch = _Watch(points, earlier)
         node = values[gate.outs[0]].grad_fn
         if earlier is None:

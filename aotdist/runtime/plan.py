@@ -156,6 +156,7 @@ class NodePlan:
         adds_layouts: whether for any other choice the backward is more than a part of the whole, see `Facts`.
         backward_writes: what the backward writes of the inputs.
         on_the_way: which gradients pass tensors that the caller holds.
+        heard: see `Facts.heard`.
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
     """
@@ -174,6 +175,7 @@ class NodePlan:
     adds_layouts: bool
     backward_writes: BackwardWrites
     on_the_way: OnTheWay
+    heard: tuple[NodeOutIdx, ...]
     views: frozenset[int]
     rng: RngPlan
 
@@ -213,8 +215,12 @@ class NodePlan:
         return [idx for idx, grad in self.grads.enumerate() if grad is None and examples[idx].requires_grad]
 
     def with_siblings(self) -> list[NodeOutIdx]:
-        """Results in the caller's hands that have hooks of their own: the differentiable ones of several."""
+        """Results in the caller's hands that have hooks of their own: the differentiable ones of several.
+
+        They are in the order in which their hooks are to be called.
+        """
         found = self.differentiable()
+        found.sort(key=lambda idx: self.heard.index(idx) if idx in self.heard else len(found))
         return [idx for idx in found if self.outs[idx].slot.role == "output"] if len(found) > 1 else []
 
     def differentiable(self) -> list[NodeOutIdx]:
@@ -262,6 +268,7 @@ def node_plan(
             totals={w.value: total for w, total in totals.values() if w.value is not None},
             met={k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
         ),
+        heard=facts.heard,
         views=result_views(split.forward),
         rng=plans.rng,
     )
