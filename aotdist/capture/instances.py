@@ -34,6 +34,7 @@ _CODE = (
     types.ModuleType,
     functools.partial,
     torch.optim.Optimizer,
+    torch.Generator,
     DeviceMesh,
     ProcessGroup,
 )
@@ -49,7 +50,7 @@ class GivenObject:
 
 
 def is_code(value: Any) -> bool:
-    """Whether a call is specialised on which object it is: modules, functions, optimizers, meshes."""
+    """Whether a call is specialised on which object it is: modules, functions, generators, meshes."""
     return isinstance(value, _CODE)
 
 

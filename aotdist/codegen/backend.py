@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted, Kind
 from aotdist.codegen.fx import FxBackend, print_graph
+from aotdist.codegen.generators import name_generators
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.provenance import write_stack_traces
@@ -138,6 +139,7 @@ def hand_over(gm: GraphModule) -> None:
     write_stack_traces(gm)
     keep_for_backward(gm)
     detach_what_is_written(gm)
+    name_generators(gm)
 
 
 def boxed(compiled: Callable[..., Any], compiler: Compiler) -> BoxedCall:

@@ -14,6 +14,7 @@ from aotdist.api import disable
 from aotdist.codegen.backend import CallableBackend, boxed, hand_over
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
+from aotdist.codegen.generators import name_generators
 from aotdist.codegen.write_back import copy_back, new_values
 from aotdist.convention.version import all_uncounted
 from aotdist.functorch.convention import Order, flat_results, joint_module, named_as_theirs
@@ -62,6 +63,7 @@ class FunctorchBackend:
         if not order.tangents:
             return replace(joint, gm=named_as_theirs(joint.gm))
         module = joint_module(joint, order)
+        name_generators(module)
         vals = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         count = len(order.primals)
         halves = self.partition_fn(

@@ -205,6 +205,21 @@ def test_random_numbers_are_drawn_once(partition):
 
 
 @each_partition
+def test_a_generator_of_the_users_is_drawn_from(partition):
+    generator, x = torch.Generator(), leaf(4, 5)
+
+    def fn(x, generator):
+        return x * torch.rand(5, generator=generator) * torch.rand(4, 1, generator=generator)
+
+    seen = []
+    for call in (ours.aot_function(fn, ours.nop, partition_fn=partition), fn):
+        generator.manual_seed(3)
+        out = call(x, generator)
+        seen.append([out, *torch.autograd.grad(out.sum(), x), generator.get_state()])
+    assert all(map(torch.equal, *seen))
+
+
+@each_partition
 def test_arguments_that_share_memory_are_written(partition):
     def fn(x, a, b):
         a.add_(1)

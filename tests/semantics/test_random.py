@@ -182,6 +182,32 @@ def test_a_generator_of_the_users_moves_as_in_eager():
     same_as_eager(build, calls=3)
 
 
+def test_a_generator_among_the_arguments():
+    """In a container, too; each is a compilation of its own."""
+
+    def program(x, noise, sources):
+        noise.normal_(generator=sources["noise"])
+        return (x + noise) * torch.rand(5, generator=sources["mask"])
+
+    def build():
+        one, other = (torch.Generator().manual_seed(seed) for seed in (3, 4))
+        layouts = ((one, other), (other, one), (one, one), (one, other))
+        return [
+            Scene(program, (leaf(), torch.zeros(6, 5), {"noise": noise, "mask": mask}))
+            for noise, mask in layouts
+        ]
+
+    same_as_eager(build, compilations=3)
+
+
+def test_a_compiler_of_the_users_is_given_a_generator():
+    def build():
+        generator = torch.Generator().manual_seed(3)
+        return Scene(lambda x: x * torch.rand(5, generator=generator), (leaf(),))
+
+    same_as_eager(build, calls=2, backend=lambda gm, examples: gm.forward)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_the_default_generator_may_be_named(again):
     """What a checkpoint computes again has the numbers that it had."""
