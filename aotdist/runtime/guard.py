@@ -64,3 +64,13 @@ def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) 
         for a, b in itertools.combinations(positions, 2)
         if a < len(written)
     )
+
+
+def are_outside(others: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> bool:
+    """Whether none of `others` shares memory with the tensors that lie in a span.
+
+    The span itself is on a storage of its own, which `no_overlap` takes for other memory.
+    """
+    storage = storage_id(members[0])
+    near = [other for other in others if storage_id(other) == storage]
+    return not any(share_memory(member, other) for member in members for other in near)

@@ -26,7 +26,7 @@ from aotdist.convention.version import bump, rewind
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
 from aotdist.runtime.fit import MISS, Fit
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.guard import no_overlap, place_in_storage, tensor_check
+from aotdist.runtime.guard import are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import heard_in_turn, shield
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
@@ -350,7 +350,7 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
     conditions += _conditions_of_autograd(fit)
     conditions += _storage_conditions(printer, fit)
     if fit.written:
-        conditions.append(_overlap_condition(printer, fit))
+        conditions += _overlap_conditions(printer, fit)
     if fit.with_history:
         conditions.append(_alone_condition(printer, fit))
     conditions += _conditions_on_data(printer, fit)
@@ -437,7 +437,8 @@ def _alone_condition(printer: Printer, fit: Fit) -> str:
     return f"{printer.bind('are_written_alone', are_written_alone)}({', '.join(given)})"
 
 
-def _overlap_condition(printer: Printer, fit: Fit) -> str:
+def _overlap_conditions(printer: Printer, fit: Fit) -> Iterator[str]:
+    """That no more inputs share memory with one that is written than did at capture."""
     names = fit.primal_variables()
     plains = Row[PrimalIdx, Sequence[str]](
         print_plains(recipe, name) for recipe, name in zip(fit.recipes, names, strict=True)
@@ -445,4 +446,12 @@ def _overlap_condition(printer: Printer, fit: Fit) -> str:
     apart = dict(fit.plains_apart(plains))
     written = [plain for idx in fit.written for plain in apart[idx]]
     others = [plain for idx, found in apart.items() if idx not in fit.written for plain in found]
-    return f"{printer.bind('no_overlap', no_overlap)}({sequence(written)}, {sequence(others)})"
+    yield f"{printer.bind('no_overlap', no_overlap)}({sequence(written)}, {sequence(others)})"
+    elsewhere = [plain for idx, found in apart.items() if not fit.bases.is_span(idx) for plain in found]
+    spans = [base for base in fit.bases.bases if isinstance(base, Span)]
+    for span in reversed(spans):
+        members = [plains[fit.bases.place(member)][member.leaf] for member in span.members]
+        if elsewhere:
+            are = printer.bind("are_outside", are_outside)
+            yield f"{are}({sequence(elsewhere)}, {sequence(members)})"
+        elsewhere += members

@@ -281,6 +281,29 @@ def test_a_parameter_tied_since_the_first_call() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_what_lay_apart_comes_to_lie_in_memory_that_others_share() -> None:
+    """Beside two that always share memory; and two pairs, of one tensor since."""
+
+    def program(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> list[torch.Tensor]:
+        a.mul_(2)
+        c.add_(1)
+        return [b * 1, d * 1]
+
+    def build(make: Callable[..., torch.Tensor]) -> list[Scene]:
+        x, y, z = (make(4, 4) for _ in range(3))
+        layouts = [
+            (x[:2], x[1:3], y[:2], z[1:3]),
+            (x[:2], x[1:3], x[2:], z[1:3]),
+            (x[:2], x[1:3], y[:2], x[2:]),
+            (x[:2], x[1:3], y[:2], y[1:3]),
+            (x[:2], x[1:3], x[2:], x[:3]),
+        ]
+        return [Scene(program, layouts[which]) for which in (0, 1, 0, 2, 0, 3, 4, 3)]
+
+    for make in (plain, two):
+        same_as_eager(lambda make=make: build(make), compilations=5)
+
+
 def test_each_layout_of_the_memory_of_wrappers_is_a_signature_of_its_own() -> None:
     compiled = aotdist.compile(lambda a, b: (a.add_(1), b * 2)[1], backend="fx")
 
