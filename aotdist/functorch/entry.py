@@ -145,12 +145,12 @@ class AotModule(nn.Module):
         super().__init__()
         self.orig_module = mod
         self._compiled = compiled
-        self._named_params = dict(mod.named_parameters(remove_duplicate=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled call."""
-        buffers = dict(self.orig_module.named_buffers(remove_duplicate=False))  # the program may assign them
-        return self._compiled(self._named_params, buffers, *args, **kwargs)
+        """Run the compiled call, with what the module has now: all of it may be assigned, and tied."""
+        params = dict(self.orig_module.named_parameters(remove_duplicate=False))
+        buffers = dict(self.orig_module.named_buffers(remove_duplicate=False))
+        return self._compiled(params, buffers, *args, **kwargs)
 
 
 def _named_state(mod: nn.Module) -> list[tuple[str, torch.Tensor]]:

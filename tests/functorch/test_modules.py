@@ -179,6 +179,24 @@ def test_what_is_assigned_to_a_buffer_stays(compiled):
         assert torch.equal(mod.inner.calls, eager.inner.calls)
 
 
+def test_parameters_may_be_replaced_and_tied():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (nn.Parameter(torch.full((2,), value)) for value in (2.0, 3.0))
+
+        def forward(self, x):
+            return x * self.one.exp() * self.other
+
+    eager, mod = Pair(), Pair()
+    for call, model in ((eager, eager), (ours.aot_module(mod, ours.nop), mod)):
+        for other in (model.other, nn.Parameter(torch.ones(2)), model.one, nn.Parameter(torch.zeros(2))):
+            model.other = other
+            call(torch.ones(2)).sum().backward()
+    for expected, found in zip(eager.parameters(), mod.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
 def test_a_simplified_module_returns_something_flat():
     for library, kind in ((ours, UnsupportedProgram), (theirs, RuntimeError)):
         with pytest.raises(kind):
