@@ -301,7 +301,7 @@ class _DifferentiableParts:
 
     def _compiled(self, graph: Graph) -> BoxedCall:
         emitter, artifacts = self._emitter, list[Artifact]()
-        settings = replace(emitter.settings, dynamic=False)  # its sizes are constants of the call
+        settings = replace(emitter.settings, dynamic=False)
         run = as_function(graph)
         run.__name__ = f"gradients of {emitter.name}"
 
@@ -309,7 +309,10 @@ class _DifferentiableParts:
             result = call_fitting(artifacts, tuple(given), {})
             if result is MISS:
                 call = UserCall(run, run, tuple(given), {})
-                artifacts.append(compile_call(call, emitter.backend, settings, earlier=artifacts))
+                # Its sizes are constants of the call, also those that an argument carries a mark for.
+                artifacts.append(
+                    compile_call(call, emitter.backend, settings, earlier=artifacts, symbolic=False)
+                )
                 result = artifacts[-1].call(tuple(given), {})
             return result
 

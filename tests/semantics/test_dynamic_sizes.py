@@ -199,6 +199,24 @@ def test_marked_dimensions() -> None:
         assert len(compiled.artifacts) == count
 
 
+def test_gradients_of_gradients_of_what_is_marked() -> None:
+    """Their program is compiled for the sizes of a call, though it is given the tensor with the mark."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.new_ones(4, 2)).tanh().square().sum()
+
+    compiled = aotdist.compile(program, backend="fx")
+    for rows in (3, 5):
+        second = []
+        x = torch.randn(rows, 4, requires_grad=True)
+        aotdist.mark_dynamic(x, 0)
+        for fn in (program, compiled):
+            (grad,) = torch.autograd.grad(fn(x), x, create_graph=True)
+            second += torch.autograd.grad(grad.square().sum(), x)
+        assert torch.equal(*second)
+    assert len(compiled.artifacts) == 1
+
+
 def test_pytorchs_marks_are_seen() -> None:
     x = torch.randn(8, 4)
     torch._dynamo.mark_dynamic(x, 0)
