@@ -445,6 +445,19 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultWrite:
+    """A tensor that the program made, and returns, and that the backward wrote.
+
+    Args:
+        out: which of the node's.
+        bumps: by how much its version counter goes up.
+    """
+
+    out: NodeOutIdx
+    bumps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything that one trace showed.
 
@@ -458,6 +471,7 @@ class Facts:
         recipes: how each input is put together from plain tensors.
         grads: for each input, the recipe of its gradient, or None when it gets none.
         backward_writes: inputs that the backward wrote.
+        result_writes: results of the node's own that it wrote.
         rewinds: inputs, and how many of the writes that their version counters show are writes of metadata:
             counted by the region, which saves inputs as they are after all writes, and again when repeated.
         switched_on: inputs that the program lets require grad.
@@ -507,6 +521,7 @@ class Facts:
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     answers: tuple[Answer, ...] = ()
     numbers: tuple[tuple[str, NodeOutIdx], ...] = ()
+    result_writes: tuple[ResultWrite, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""

@@ -86,11 +86,11 @@ Role = Literal[
 - `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
 - `total`: the whole gradient of a waypoint (`aotdist.facts.Waypoint`): as a result, what arrives there; as an
     argument, what goes on from there.
-- `buffer`: what an input that the backward writes holds when the backward begins.
+- `buffer`: what an input, or a result, that the backward writes holds when the backward begins.
 - `rng`: seed and offset of all random numbers, last among the arguments.
 - `grad`: gradient with respect to a `primal`.
 - `piece`: a summand of the gradient of a waypoint.
-- `backward_write`: the new value of an input that the backward wrote.
+- `backward_write`: the new value of an input, or of a result, that the backward wrote.
 - `kept`: what user code in the backward (a hook) keeps.
 """
 

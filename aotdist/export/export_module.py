@@ -91,9 +91,11 @@ def refuse_writes(traced: ExportTrace, *, joint: bool) -> None:
         UnsupportedProgram: naming what is written.
     """
     facts, primals = traced.trace.facts, traced.primals()
-    for write in facts.backward_writes:
+    late = [traced.trace.program.ins[write.input] for write in facts.backward_writes]
+    late += [facts.node_outs[write.out].slot for write in facts.result_writes]
+    for slot in late:
         raise UnsupportedProgram(
-            f"`{traced.trace.program.ins[write.input]}` is written by the backward",
+            f"`{slot}` is written by the backward",
             stage="export",
             fix="write it in the forward, or export without `trace_joint`",
         )

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from aotdist.convention.memory import covers, may_repeat
-from aotdist.facts import BackwardWrite, DataWritten, InputFact, Untouched
+from aotdist.convention.version import version_of
+from aotdist.facts import BackwardWrite, DataWritten, InputFact, NodeOut, ResultWrite, Untouched
 from aotdist.joint.backward import Result
 from aotdist.joint.classify import NodeOutputs
 from aotdist.joint.inputs import StandIn
@@ -16,9 +17,10 @@ from aotdist.joint.metadata import Metadata, detached_and_written, written_aroun
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.strided import Strided
-from aotdist.program import PrimalIdx, Row, Slot
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors
 from aotdist.torch_seam.autograd import is_leaf_with_grad
+from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_storage_id
 from aotdist.torch_seam.tensors import storage_id
 
 
@@ -148,4 +150,38 @@ def backward_writes(
         plains = metadata.plains_as_before(idx, stand_in)
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
+    return tuple(writes), results
+
+
+def counts_of_results(
+    tensors: Sequence[torch.Tensor], row: Row[PrimalIdx, StandIn]
+) -> Row[NodeOutIdx, tuple[tuple[int, ...], int]]:
+    """How often each of the node's results was written, and its version; zeros for memory of inputs."""
+    of_inputs = {functional_storage_id(plain) for one in row for plain in one.plains}
+
+    def counts(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+        plains = [plain for plain in plain_tensors(tensor) if isinstance(plain, FunctionalTensor)]
+        if any(functional_storage_id(plain) in of_inputs for plain in plains):
+            return (), 0
+        return tuple(map(data_writes, plains)), version_of(tensor)
+
+    return Row(map(counts, tensors))
+
+
+def result_writes(
+    recorder: Recorder,
+    node_outs: Row[NodeOutIdx, NodeOut],
+    tensors: Sequence[torch.Tensor],
+    before: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
+    after: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
+) -> tuple[tuple[ResultWrite, ...], list[Result]]:
+    """Results of the node's that the backward wrote, and their new values."""
+    writes: list[ResultWrite] = []
+    results: list[Result] = []
+    for idx, out in node_outs.enumerate():
+        (counts, version), (counted, counted_version) = after[idx], before[idx]
+        if counts != counted:
+            writes.append(ResultWrite(idx, version - counted_version))
+            for (inner, _), plain in zip(leaves(out.recipe), plain_tensors(tensors[idx]), strict=True):
+                results.append((Slot("backward_write", out.slot.path, inner), recorder.value(plain)))
     return tuple(writes), results

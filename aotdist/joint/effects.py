@@ -27,6 +27,7 @@ from aotdist.facts import (
     MetadataWrite,
     NodeOut,
     Passages,
+    ResultWrite,
     Untouched,
     ViewOfIntermediate,
 )
@@ -47,7 +48,7 @@ from aotdist.joint.backward import (
 )
 from aotdist.joint.classes import Classes
 from aotdist.joint.classify import NodeOutputs, classify
-from aotdist.joint.data_writes import backward_writes, forward_writes
+from aotdist.joint.data_writes import backward_writes, counts_of_results, forward_writes, result_writes
 from aotdist.joint.endings import endings, spent_results
 from aotdist.joint.failures import accumulated_inside, written_without_others
 from aotdist.joint.held import held_tensors
@@ -155,6 +156,7 @@ class BackwardEffects:
         arrived: the inputs that get gradients, in the order in which these arrived.
         freed: see `Facts.freed`.
         writes: inputs that it wrote.
+        result_writes: results that it wrote.
         storages: inputs whose storage it gave another size, see `Facts.backward_storages`.
         passages: which gradients pass tensors that the caller holds.
         choices: choices of results for which it was traced by itself.
@@ -168,6 +170,7 @@ class BackwardEffects:
     arrived: tuple[PrimalIdx, ...]
     freed: frozenset[frozenset[NodeOutIdx]]
     writes: tuple[BackwardWrite, ...]
+    result_writes: tuple[ResultWrite, ...]
     storages: tuple[tuple[PrimalIdx, int, int], ...]
     passages: Passages
     choices: tuple[Choice, ...]
@@ -301,7 +304,9 @@ class Effects:
         freed = frozenset(behind for node, behind in by_node.items() if saves_tensors(node))
         sizes, num_changes = self.storages.sizes(), len(self.log.changes)
         counters = [(one.writes(), one.bumps()) for one in inputs.row()]
-        forward_end = ForwardEnd.of(recorder, inputs.row()) if self.cuts and fits else None
+        tensors = forward.outputs.tensors
+        of_results = counts_of_results(tensors, inputs.row())
+        forward_end = ForwardEnd.of(recorder, inputs.row(), tensors) if self.cuts and fits else None
         can_hold = self.cuts and (fits or forward.only_reshapes()) and is_linear(ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes, inputs.row()) if can_hold else []
         waypoints = Waypoints(held, ends)
@@ -317,29 +322,33 @@ class Effects:
         slots = inputs.row().map(lambda one: one.slot)
         results = grad_results(recorder, slots, grads) + waypoints.results(recorder)
         writes, written = backward_writes(recorder, inputs.row(), counters, metadata, self.storages)
-        written += kept_results(recorder, whole.kept)
+        made, made_results = result_writes(
+            recorder, forward.node_outs, tensors, of_results, counts_of_results(tensors, inputs.row())
+        )
+        written += made_results + kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, inputs, in_python.replaced)
         storages = tuple(self.storages.resized_since(sizes))
         if whole.kept and self.cuts and may_run_later:
             by_themselves = backward.some()
-        if writes and (forward_end is None or storages):
+        if made or (writes and (forward_end is None or storages)):
             by_themselves = []
         elif writes and not self._are_met_by_all(by_node, len(ends), writes, writers):
             by_themselves = backward.some()
         runs, choices, of_choices = self._trace_choices(forward, backward, by_themselves, writes, forward_end)
         results += of_choices
-        if in_python.whole and may_run_later and not writes:
+        if in_python.whole and may_run_later and not (writes or made):
             self._check_repeatable(backward, {None: whole, **runs}, in_python)
         if forward_end is not None:
-            forward_end.read_late(recorder, inputs.row(), writes)
+            forward_end.read_late(recorder, inputs.row(), writes, forward.node_outs, made)
         _refuse_changes_in_backward(inputs, self.log.changes[num_changes:])
-        self.swaps.refuse_with(writes or storages)
+        self.swaps.refuse_with(writes or made or storages)
         return BackwardEffects(
             runs=backward,
             grads=grads,
             arrived=tuple(dict.fromkeys(arrived)),
             freed=freed,
             writes=writes,
+            result_writes=made,
             storages=storages,
             passages=waypoints.passages(len(forward.node_outs)),
             choices=choices,
@@ -470,6 +479,7 @@ class Effects:
             asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
             answers=tuple(self.recorder.answers.given),
             numbers=forward.numbers,
+            result_writes=backward.result_writes,
         )
 
 

@@ -1,4 +1,4 @@
-"""What the backward finds in the inputs that it writes: what they hold when it runs, not after the forward.
+"""What the backward reads of what it writes: what that holds when it runs, not after the forward.
 
 With `retain_graph=True` a backward runs twice, and the second run meets what the first one wrote.
 """
@@ -11,36 +11,43 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.facts import BackwardWrite
+from aotdist.facts import BackwardWrite, NodeOut, ResultWrite
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.recorder import Recorder
-from aotdist.program import PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import leaves
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
 from aotdist.torch_seam.functional import functional_value, is_functional_base, replace_functional_value
+from aotdist.torch_seam.operators import OpOverload, makes_views
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnd:
-    """What each input holds once the forward is over.
+    """What each input, and each result, holds once the forward is over.
 
     Args:
         nodes: of each input that has memory of its own, the nodes of what is beneath it.
         values: of each input, the values of what is beneath it.
         counters: of each input, its version counters.
+        results: the nodes of what is beneath each result.
     """
 
     nodes: dict[PrimalIdx, list[Node]]
     values: list[Sequence[torch.Tensor]]
     counters: list[Sequence[int]]
+    results: Row[NodeOutIdx, list[Node]]
 
     @classmethod
-    def of(cls, recorder: Recorder, row: Row[PrimalIdx, StandIn]) -> ForwardEnd:
+    def of(
+        cls, recorder: Recorder, row: Row[PrimalIdx, StandIn], results: Sequence[torch.Tensor]
+    ) -> ForwardEnd:
         """Read it off, now."""
         own = [(idx, one) for idx, one in row.enumerate() if not (one.derived or one.spans)]
+        beneath = (list(map(recorder.value, plain_tensors(result))) for result in results)
         return cls(
             {idx: [recorder.value(plain) for plain in one.plains] for idx, one in own},
             [one.values() for one in row],
             [one.counters() for one in row],
+            Row(beneath),
         )
 
     def restore(self, row: Row[PrimalIdx, StandIn]) -> None:
@@ -58,18 +65,45 @@ class ForwardEnd:
             stand_in.count_again_from(counts)
 
     def read_late(
-        self, recorder: Recorder, row: Row[PrimalIdx, StandIn], writes: Sequence[BackwardWrite]
+        self,
+        recorder: Recorder,
+        row: Row[PrimalIdx, StandIn],
+        writes: Sequence[BackwardWrite],
+        node_outs: Row[NodeOutIdx, NodeOut],
+        result_writes: Sequence[ResultWrite],
     ) -> None:
-        """Let the backward read new arguments of the graph in the place of inputs that it writes."""
+        """Let the backward read new arguments of the graph in the place of what it writes."""
         for write in writes:
             stand_in = row[write.input]
             before = self.nodes.get(write.input, [])
             if write.input >= len(self.values):  # the backward is the first to meet it
                 names = (Slot("primal", stand_in.slot.path, inner) for inner, _ in leaves(stand_in.recipe))
                 before = [recorder.placeholder(name) for name in names]
-            for node, (inner, leaf) in zip(before, leaves(stand_in.recipe), strict=bool(before)):
-                fake = recorder.fake_like(leaf, node.meta["val"].device)
-                held = recorder.value(recorder.argument(Slot("buffer", stand_in.slot.path, inner), fake))
-                for user in list(node.users):
-                    if user.meta.get("phase") == "backward":
-                        user.replace_input_with(node, held)
+            if before:
+                _read_late(recorder, stand_in.slot.path, stand_in.recipe, before)
+        for write in result_writes:
+            out = node_outs[write.out]
+            _read_late(recorder, out.slot.path, out.recipe, self.results[write.out])
+
+
+def _read_late(recorder: Recorder, path: str, recipe: Recipe, before: Sequence[Node]) -> None:
+    for node, (inner, leaf) in zip(before, leaves(recipe), strict=True):
+        fake = recorder.fake_like(leaf, node.meta["val"].device)
+        held = recorder.value(recorder.argument(Slot("buffer", path, inner), fake))
+        first = next((n for n in node.graph.nodes if n.meta.get("phase") == "backward"), None)
+        if first is not None:
+            _read_instead(node, held, first)
+
+
+def _read_instead(node: Node, held: Node, first: Node) -> None:
+    """Let the backward (from `first` on) read `held` for `node`, and its views for those of `node`."""
+    for user in list(node.users):
+        if user.meta.get("phase") == "backward":
+            user.replace_input_with(node, held)
+        elif isinstance(user.target, OpOverload) and makes_views(user.target) and user.args[0] is node:
+            with node.graph.inserting_before(first):
+                view = node.graph.node_copy(user, lambda read: held if read is node else read)
+            view.meta["phase"] = "backward"
+            _read_instead(user, view, first)
+            if not view.users:
+                node.graph.erase_node(view)

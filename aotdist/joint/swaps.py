@@ -120,7 +120,7 @@ class Swaps:
             UnsupportedProgram: it writes something, and tensors are swapped.
         """
         if written and self._swapped:
-            raise _refuse("and the backward writes an input")
+            raise _refuse("and the backward writes a tensor")
 
 
 def _refuse(how: str) -> UnsupportedProgram:

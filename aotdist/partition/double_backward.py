@@ -142,7 +142,7 @@ def _obstacle(
     if functions:
         return f"it runs the autograd function `{functions[0]}`"
     if any(slot.role == "backward_write" for slot in joint.outs):
-        return "its backward writes an input"
+        return "its backward writes a tensor"
     for node in joint.gm.graph.nodes:
         if node not in needed:
             continue

@@ -154,7 +154,7 @@ class Backward:
         """The saved values; those that other gradients need, without these, are kept for them."""
         if not self.plan.saved.frees:
             return []
-        writes = bool(self.plan.backward_writes.plains) and tuple(there) not in self.plan.choices
+        writes = bool(self.plan.backward_writes.bumps) and tuple(there) not in self.plan.choices
         if len(there) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
         shares = self.shares()
@@ -172,7 +172,7 @@ class Backward:
         return concrete(self.plan, symbols) if symbols else self.plan
 
     def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
-        """Write the inputs that the backward writes, in storages of the size that it leaves them.
+        """Write what the backward writes, inputs in storages of the size that it leaves them.
 
         Args:
             ctx: the context.
@@ -182,10 +182,11 @@ class Backward:
         late = self.plan.backward_writes
         for plain, (_, num_bytes) in zip(ctx.resized if late.storages else (), late.storages, strict=True):
             resize_storage(plain, num_bytes)
-        writes = tuple(enumerate(late.bumps)) if chosen is None else chosen.writes
-        wrappers = (
-            tuple((k, n) for k, (_, n) in enumerate(late.wrappers)) if chosen is None else chosen.wrappers
-        )
+        if chosen is None:
+            writes = tuple(enumerate(late.bumps))
+            wrappers = tuple((k, n) for k, (_, n) in enumerate((*late.wrappers, *late.outs)))
+        else:
+            writes, wrappers = chosen.writes, chosen.wrappers
         values = list(itertools.islice(results, len(writes)))
         for (position, bumps), value in zip(writes, values, strict=True):
             if value is not None:

@@ -67,8 +67,10 @@ def make_node(
             ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
-            ctx.written = [plains[idx] for idx in late.plains]
+            # Not the results themselves: each holds the node, and would be held by it.
+            ctx.written = [plains[idx] for idx in late.plains] + [values[k].detach() for k in late.results]
             ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
+            ctx.bumped += [counter_of(outs[idx]) for idx, _ in late.outs]
             ctx.resized = [plains[idx] for idx, _ in late.storages]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)

@@ -87,20 +87,24 @@ class KeptInputs:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWrites:
-    """What the backward writes of the inputs.
+    """What the backward writes of the inputs, and of what the node returns.
 
     Args:
         plains: plain inputs; their new values follow the gradients.
-        bumps: for each of `plains`, how many writes to count.
-        wrappers: wrappers around them, and number of writes to count.
+        results: results of the forward graph, whose new values follow those.
+        bumps: for each of `plains`, then of `results`, how many writes to count.
+        wrappers: wrappers around plain inputs, and number of writes to count.
+        outs: wrappers around results, likewise.
         storages: plain inputs whose storage gets another size, and its bytes.
-        read: arguments of the backward graph, after the tangents, that are inputs as they are when it runs:
-            for each its position in `plains`.
+        read: arguments of the backward graph, after the tangents, that are inputs or results as they are
+            when it runs: for each its position in `plains`, or behind these in `results`.
     """
 
     plains: tuple[PlainIdx, ...]
+    results: tuple[int, ...]
     bumps: tuple[int, ...]
     wrappers: tuple[tuple[PrimalIdx, int], ...]
+    outs: tuple[tuple[NodeOutIdx, int], ...]
     storages: tuple[tuple[PlainIdx, int], ...]
     read: Mapping[Slot, int]
 
@@ -154,7 +158,7 @@ class NodePlan:
         choices: the backward of some outputs alone, by these; of each choice of outputs for which it was
             traced by itself.
         adds_layouts: whether for any other choice the backward is more than a part of the whole, see `Facts`.
-        backward_writes: what the backward writes of the inputs.
+        backward_writes: what the backward writes.
         on_the_way: which gradients pass tensors that the caller holds.
         heard: see `Facts.heard`.
         views: forward results that are made as views, see `result_views`.
@@ -297,12 +301,24 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         for write in facts.backward_writes
         for plain, (inner, _) in zip(plains[write.input], leaves(facts.recipes[write.input]), strict=True)
     ]
-    names = [slot for _, _, slot in written]
+    position = {slot: at for at, slot in enumerate(split.forward.outs)}
+    results = [
+        (write, position[Slot(out.slot.role, out.slot.path, inner)], Slot("buffer", out.slot.path, inner))
+        for write, out in ((write, facts.node_outs[write.out]) for write in facts.result_writes)
+        for inner, _ in leaves(out.recipe)
+    ]
+    names = [slot for _, _, slot in (*written, *results)]
     wrapped = {w.input for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)}
+    outs = {w.out for w in facts.result_writes if isinstance(facts.node_outs[w.out].recipe, Wrapper)}
     return BackwardWrites(
         plains=tuple(plain for _, plain, _ in written),
-        bumps=tuple(0 if write.input in wrapped else write.bumps for write, _, _ in written),
+        results=tuple(at for _, at, _ in results),
+        bumps=(
+            *(0 if write.input in wrapped else write.bumps for write, _, _ in written),
+            *(0 if write.out in outs else write.bumps for write, _, _ in results),
+        ),
         wrappers=tuple((w.input, w.bumps) for w in facts.backward_writes if w.input in wrapped),
+        outs=tuple((w.out, w.bumps) for w in facts.result_writes if w.out in outs),
         storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
     )

@@ -238,10 +238,12 @@ def _print_forward(
         if symbols or told:
             printer.line("ctx.symbols = symbols")
         late = plan.backward_writes
-        if late.plains:
-            printer.line(f"ctx.written = {sequence([plains[idx] for idx in late.plains])}")
-        if late.wrappers:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in late.wrappers])}")
+        if late.bumps:
+            made = [f"{_values(plan.writes, plan.views)[k]}.detach()" for k in late.results]
+            printer.line(f"ctx.written = {sequence([*(plains[idx] for idx in late.plains), *made])}")
+        if late.wrappers or late.outs:
+            made = [f"{printer.bind('counter_of', counter_of)}(o{idx})" for idx, _ in late.outs]
+            printer.line(f"ctx.bumped = {sequence([*(names[idx] for idx, _ in late.wrappers), *made])}")
         if late.storages:
             printer.line(f"ctx.resized = {sequence([plains[idx] for idx, _ in late.storages])}")
         printer.line("ctx.set_materialize_grads(False)")
@@ -363,7 +365,8 @@ def _print_backward(
         printer.line(f"{resize}(ctx.resized[{offset}], {num_bytes})")
     for offset, bumps in enumerate(plan.backward_writes.bumps):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, (_, bumps) in enumerate(plan.backward_writes.wrappers):
+    wrapped = (*plan.backward_writes.wrappers, *plan.backward_writes.outs)
+    for offset, (_, bumps) in enumerate(wrapped):
         printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))

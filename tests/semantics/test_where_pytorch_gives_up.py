@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import aotdist
 from tests.semantics.makers import leaf, non_leaf, plain, two
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Scene, assert_both_give_the_same, same_as_eager
+from tests.semantics.observation import Scene, assert_both_give_the_same, observe, same_as_eager
 
 WRITTEN_AND_RETURNED: dict[str, Callable[..., Any]] = {
     "sin_": lambda x, w: x.sin_(),
@@ -180,6 +180,45 @@ def test_a_leaf_buffer_and_views_of_it(mesh: DeviceMesh, kind: str) -> None:
 def test_metadata_writes_of_subclasses(program: Any) -> None:
     """DTensor has few of these operators itself; see `test_metadata_writes.py`."""
     same_as_eager(lambda: Scene(program, (two().requires_grad_() * 1.5,)))
+
+
+class Stash(torch.autograd.Function):
+    """Its backward reads and writes what its forward returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.stash = x.detach() * 2
+        ctx.mark_non_differentiable(ctx.stash)
+        return x * 3, ctx.stash
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.stash.mul_(2).add_(grads[0])
+        return grads[0] * ctx.stash
+
+
+def stashed_by_a_hook(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x * 3
+    alias = y.detach()
+    y.register_hook(lambda grad: (alias[1:].add_(1), grad)[1])
+    return y * 2, alias.t()
+
+
+@pytest.mark.parametrize("program", [Stash.apply, stashed_by_a_hook], ids=["a function", "a hook"])
+@pytest.mark.parametrize("kind", ["plain", "two", "dtensor"])
+def test_a_returned_tensor_is_written_in_backward(mesh: DeviceMesh, kind: str, program: Any) -> None:
+    """By each backward once, and what the caller wrote in between is found there."""
+    makers = {"plain": plain, "two": two, "dtensor": lambda: sharded(mesh, plain())}
+    seen = []
+    for call in (program, aotdist.compile(program, backend="fx")):
+        torch.manual_seed(0)
+        x = makers[kind]().requires_grad_()
+        y, stash = call(x)
+        for _ in range(2):
+            y.backward(torch.ones_like(y), retain_graph=True)
+            seen.append((observe({"x": x, "grad": x.grad, "stash": stash}), stash._version))
+            stash.mul_(3)
+    assert seen[:2] == seen[2:]
 
 
 def test_double_backward() -> None:
