@@ -250,7 +250,7 @@ class CompiledModule(Compiled):
 
 
 class ContainerCall:
-    """The call of a module that runs its own forward around a compiled one (DDP).
+    """The call of a module that runs its own forward around a compiled one (DDP, Fabric's wrapper).
 
     Args:
         container: the module that is called; not kept alive.
@@ -297,7 +297,7 @@ def compile(
     only its call is compiled. `.source`, `.graphs` and `.explain()` are on the result.
 
     Args:
-        target: an `nn.Module` (plain, FSDP2, tensor parallel, DDP) or any callable.
+        target: an `nn.Module` (plain, FSDP2, tensor parallel, in DDP or Fabric) or any callable.
         backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where there is a C++ compiler, and
             for graphs that it compiles; else `fx`), `triton` (kernels of our own, for GPUs), or a function
             `(graph_module, fake_arguments)` that returns a callable.
@@ -342,13 +342,7 @@ def _calling(target: Any, make: Maker) -> Any:
     """What is called for `target`, which is a module in place or a function of its own."""
     if not isinstance(target, nn.Module):
         return CompiledFunction(target, make)
-    container = container_rule(target)
-    if container is None:
-        _compile_in_place(target, make)
-    else:
-        rule, contained = container
-        call = ContainerCall(target, rule, _compile_in_place(contained, make))
-        set_compiled_call(target, call)
+    _compile_in_place(target, make)
     return target
 
 
@@ -378,6 +372,13 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
 
 
 def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
+    """Set the call of a module, or of what a container contains (there may be one in another)."""
+    container = container_rule(module)
+    if container is not None:
+        rule, contained = container
+        compiled = _compile_in_place(contained, make)
+        set_compiled_call(module, ContainerCall(module, rule, compiled))
+        return compiled
     module_rules(module)
     refuse_script("", module)  # one that was traced has a call of its own, which would not become ours
     call = CompiledModule(module, make)

@@ -56,6 +56,7 @@ class _DataParallelRule:
     """See `ModuleRule` and `ContainerRule` in `aotdist.subclasses.protocol`."""
 
     name = "ddp"
+    communicates = True
 
     def __init__(self) -> None:
         self._replicas: WeakKeyDictionary[nn.Module, _Replica] = WeakKeyDictionary()

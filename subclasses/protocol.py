@@ -7,7 +7,7 @@ frozen description of how; it is part of an artifact's signature.
 
 A *module rule* says how a module that communicates in hooks (FSDP2) is captured: its hooks are
 replaced, while tracing, by collectives that land in the graph. A *container rule* knows a module
-(DDP) that cannot be captured, but whose child can.
+(DDP, Fabric's wrapper) that cannot be captured, but whose child can.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _SPECIALISTS = (
     "aotdist.subclasses.dtensor",
     "aotdist.subclasses.fsdp",
     "aotdist.subclasses.ddp",
+    "aotdist.subclasses.fabric",
     "aotdist.subclasses.sparse24",
 )
 
@@ -322,7 +323,13 @@ class ModuleRule(Protocol):
 
 
 class ContainerRule(Protocol):
-    """How a module is compiled that goes on to run its own forward around what it contains."""
+    """How a module is compiled that goes on to run its own forward around what it contains.
+
+    Attributes:
+        communicates: whether that forward, or a hook of it, does: no program holds such a module.
+    """
+
+    communicates: bool
 
     def contained(self, module: nn.Module) -> nn.Module | None:
         """What to compile in the place of `module`; None if the rule does not speak for it."""
@@ -408,6 +415,12 @@ def container_rule(module: nn.Module) -> tuple[ContainerRule, nn.Module] | None:
         if rule is not None and contained is not None:
             return rule, contained
     return None
+
+
+def communicates_around(module: nn.Module) -> bool:
+    """Whether `module` communicates in a forward of its own, around what it contains (DDP)."""
+    container = container_rule(module)
+    return container is not None and container[0].communicates
 
 
 def tangent_recipe(recipe: Recipe) -> Recipe:

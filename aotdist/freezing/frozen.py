@@ -23,7 +23,7 @@ from aotdist.freezing.program import Steps, frozen_program
 from aotdist.freezing.state import FrozenState
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings, settings_of
-from aotdist.subclasses.protocol import container_rule, module_rules
+from aotdist.subclasses.protocol import communicates_around, module_rules
 from aotdist.torch_seam.trees import pytree
 
 
@@ -158,7 +158,7 @@ def freeze(
     """
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # not for the untyped
         raise BadSettings(f"cannot freeze a {type(module).__name__}", stage="freeze", fix="pass a module")
-    if container_rule(module) is not None or module_rules(module):
+    if communicates_around(module) or module_rules(module):
         raise UnsupportedProgram(
             f"this {type(module).__name__} communicates in hooks: what it has is spread over ranks",
             stage="freeze",

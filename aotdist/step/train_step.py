@@ -21,7 +21,7 @@ from aotdist.step.gradients import GivesGradients
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import MakesState, Now, StepProgram
 from aotdist.step.recipe import Clip, Recipe
-from aotdist.subclasses.protocol import container_rule
+from aotdist.subclasses.protocol import communicates_around
 from aotdist.torch_seam.autograd import has_grad_hooks
 from aotdist.torch_seam.optimizers import has_scaled, note_step, optimizer_hooks, scaler_rules, scaler_state
 
@@ -249,7 +249,7 @@ def _check(recipe: Recipe) -> None:
             f"{type(optimizer).__name__} needs a closure: it runs the model several times in a step",
             fix="use `aotdist.compile` for the model, and the optimizer as it is",
         )
-    if container_rule(recipe.model) is not None:
+    if communicates_around(recipe.model):
         raise BadSettings(
             f"the model is wrapped in {type(recipe.model).__name__}, which reduces gradients by itself",
             fix="shard the model with `fully_shard`, or use `aotdist.compile`",

@@ -29,7 +29,7 @@ from aotdist.store.archive import FORMAT, Manifest, save, version_of
 from aotdist.store.ranks import merged
 from aotdist.store.record import written
 from aotdist.store.values import Json
-from aotdist.subclasses.protocol import container_rule, module_rules
+from aotdist.subclasses.protocol import communicates_around, module_rules
 from aotdist.torch_seam.groups import fake_world
 from aotdist.torch_seam.modules import uncompiled_call
 from aotdist.torch_seam.operators import OpOverload
@@ -222,7 +222,7 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
     target, args, kwargs = called_by(example)
     run = target
     if isinstance(target, nn.Module):
-        if container_rule(target) is not None:
+        if communicates_around(target):
             raise UnsupportedProgram(
                 f"a {type(target).__name__} runs its own forward around what is compiled",
                 stage="store",
