@@ -108,6 +108,8 @@ class Scalars:
     ) -> float | None:
         """A token for the number in a tensor; None if Python has no number for it that could be traced.
 
+        Of a condition it is the answer: the program chooses by it.
+
         Args:
             arguments: of the operator that reads it.
             tensor: the tensor.
@@ -115,6 +117,8 @@ class Scalars:
             root: holds the constants of the graph.
         """
         self._create, self.root = create, root
+        if tensor.dtype is torch.bool:
+            return self.answer(self._number(_READ, arguments, bool))
         kind = _KINDS.get(tensor.dtype)
         if kind is None:
             return None
@@ -367,7 +371,7 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
     def recording(*args: Any, **kwargs: Any) -> Any:
         numbers: Iterable[Any] = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         traced = next((number for number in numbers if isinstance(number, _Number)), None)
-        if traced is None or kwargs:
+        if traced is None or kwargs or any(isinstance(number, torch.Tensor) for number in numbers):
             return function(*args, **kwargs)
         return traced.scalars.apply(function, tuple(numbers))
 

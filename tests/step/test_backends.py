@@ -17,6 +17,7 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
+    "Adafactor with a tensor": lambda params: torch.optim.Adafactor(params, lr=torch.tensor(0.05)),
     "Counting": optimizers.Counting,
 }
 

@@ -99,6 +99,12 @@ def test_learning_rate_that_is_a_tensor() -> None:
     assert len(step.graphs) == 1
 
 
+def test_way_that_is_chosen_by_a_learning_rate_that_is_a_tensor() -> None:
+    """`Adafactor` takes the smaller one of it and of what follows from the step count."""
+    pair = Pair.of(made("Adafactor", {"lr": torch.tensor(0.45)}))
+    assert len(train(pair, num_steps=8).graphs) == 2
+
+
 def test_groups_with_hyperparameters_of_their_own() -> None:
     def grouped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [param for param in params if param.dim() > 1]
