@@ -289,6 +289,22 @@ An entry of the compile cache is damaged, or others may have written it. A call 
 compiles the program anew. `aotdist cache verify` lists such entries, `aotdist cache clear` removes them
 ([cache.md](cache.md)).
 
+## BadCheckpoint
+
+The trainer has no checkpoint to resume from: all are damaged, or of another model. The message says of each
+what is wrong, or names the first parameter that differs. Give the options of the run that saved it, or start
+another run ([checkpoints.md](checkpoints.md)).
+
+## CheckpointFailed
+
+The last checkpoint of a run of the trainer could not be written, because the disk is full, say; the message
+names the one before it, which is whole. Make room, and resume the run with `--resume FOLDER`.
+
+## TrainingDiverged
+
+The loss of a run of the trainer is no longer a number. Resume from the last checkpoint with a lower
+`--optim.lr`, more `--optim.warmup-steps` or a smaller `--optim.clip-norm`.
+
 ## InternalError
 
 A bug in aotdist. Please report it with the program. `aotdist.disable` runs the function eagerly until then.

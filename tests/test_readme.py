@@ -20,8 +20,21 @@ dist.destroy_process_group()
 """
 
 
+# The other two say what they need: a model and what it is trained with.
+AROUND_A_LOOP = """
+import torch, aotdist
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+loss_fn = lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y)
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+loader = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
+loss = loss_fn(model, *loader[0])
+{}
+"""
+
+
 def test_examples_are_short() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 5
     assert all(len(example.splitlines()) <= 16 for example in EXAMPLES)
 
 
@@ -39,3 +52,15 @@ def test_fsdp2(tmp_path: Path) -> None:
 def test_tensor_parallel(tmp_path: Path) -> None:
     example = EXAMPLES[2].replace("@aotdist.compile", "@fx")
     run(AROUND_TENSOR_PARALLEL.format(example), tmp_path, ranks=2)
+
+
+@pytest.mark.slow
+def test_whole_step(tmp_path: Path) -> None:
+    assert run(AROUND_A_LOOP.format(EXAMPLES[3] + "print(step.explain())"), tmp_path).startswith("train_step")
+
+
+@pytest.mark.slow
+def test_behind_dynamo(tmp_path: Path) -> None:
+    shown = "compiled(torch.ones(6, 4))\nprint([region.name for region in aotdist.dynamo.regions()])"
+    printed = run(AROUND_A_LOOP.format(EXAMPLES[4] + shown), tmp_path)
+    assert "backward" in printed and "forward" in printed

@@ -1,7 +1,10 @@
 """The pages whose blocks are one script run as they stand, and print what they say they print."""
 
+import argparse
 import dataclasses
+import importlib
 import re
+import shlex
 from collections.abc import Generator
 from pathlib import Path
 
@@ -10,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 import aotdist
+from aotdist.launch.commands import bench, build, cache, doctor, explain, train
+from aotdist.launch.commands.main import main
+from aotdist.launch.config import parse_options
 from aotdist.passes.order import PASS_NAMES
 from tests.house.tree import ROOT
 from tests.pages import python_blocks, run
@@ -76,3 +82,28 @@ def test_every_pass_and_setting_is_on_their_page() -> None:
     page = (DOCS / "passes.md").read_text()
     names = [field.name for field in dataclasses.fields(aotdist.Settings)] + list(PASS_NAMES)
     assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_every_error_has_its_section() -> None:
+    for module in ("saver", "manifest"):
+        importlib.import_module(f"aotdist.launch.checkpoints.{module}")
+    importlib.import_module("aotdist.launch.loop")
+    headings = re.findall(r"^## (\w+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert {kind.__name__ for kind in aotdist.AotdistError.__subclasses__()} <= {*headings}
+
+
+COMMAND = r"^(?:\$ )?aotdist ((?:train|build|explain|bench|cache|doctor)\b[^#\n]*)"
+COMMANDS = [
+    pytest.param(words, id=f"{page.stem}: {words}")
+    for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+    for words in re.findall(COMMAND, page.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_are_understood(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    understood: list[argparse.Namespace] = []
+    for command in (train, build, explain, bench, cache, doctor):
+        monkeypatch.setattr(command, "_run", understood.append)
+    assert main(shlex.split(re.sub(r"--resume \S+", "", words))) == 0  # it would look for the run
+    parse_options(understood[0].more, speaks=False)
