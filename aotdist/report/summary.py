@@ -24,7 +24,7 @@ class GraphSummary:
 
     Args:
         name: `joint`, `forward`, `backward` or `inference`.
-        num_nodes: operations, placeholders and the output not counted.
+        num_operations: nodes, placeholders and the output not counted.
         collectives: its collectives, in order.
         fusion: its kernels and what was left to the library, from a backend that writes its own.
         recordings: what became of its calls, if it is recorded as a CUDA graph.
@@ -32,7 +32,7 @@ class GraphSummary:
     """
 
     name: str
-    num_nodes: int
+    num_operations: int
     collectives: tuple[Collective, ...]
     fusion: Fusion | None
     recordings: Recordings | None
@@ -117,11 +117,11 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
 
 
 def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSummary:
-    num_nodes = sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
+    num_operations = sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
     if emitted is None:
-        return GraphSummary(name, num_nodes, collectives(graph), None, None, from_cache=False)
+        return GraphSummary(name, num_operations, collectives(graph), None, None, from_cache=False)
     fusion = emitted.fusion() if emitted.fusion else None
     recordings = emitted.recordings() if emitted.recordings else None
     return GraphSummary(
-        name, num_nodes, collectives(graph), fusion, recordings, from_cache=emitted.from_cache
+        name, num_operations, collectives(graph), fusion, recordings, from_cache=emitted.from_cache
     )

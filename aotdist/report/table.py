@@ -37,10 +37,10 @@ def _artifact(summary: ArtifactSummary) -> Iterator[RenderableType]:
 
 def _graphs(summary: ArtifactSummary) -> Table:
     table = Table("graph", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("nodes", justify="right")
+    table.add_column("operations", justify="right")
     table.add_column("collectives")
     for graph in summary.graphs:
-        table.add_row(graph.name, f"{graph.num_nodes:,}", Text(collectives_text(graph) or "none"))
+        table.add_row(graph.name, f"{graph.num_operations:,}", Text(collectives_text(graph) or "none"))
     return table
 
 

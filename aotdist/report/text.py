@@ -24,7 +24,8 @@ def render(report: Report) -> str:
 def _artifact(summary: ArtifactSummary) -> str:
     lines = [f"{summary.name} · {summary.kind} · {summary.backend}"]
     for graph in summary.graphs:
-        lines.append(f"  {graph.name:<10}{graph.num_nodes:>7,} nodes  {collectives_text(graph)}".rstrip())
+        count = f"{graph.num_operations:>7,} operations"
+        lines.append(f"  {graph.name:<10}{count}  {collectives_text(graph)}".rstrip())
         lines += [f"    {line}" for line in kernel_lines(graph)]
     lines += [f"  {name}: {text}" for name, text in named_facts(summary)]
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in summary.seconds.items())
@@ -44,7 +45,7 @@ def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
         yield conversion, ", ".join(paths)
     passes = [record for record in summary.passes if record.nodes_before != record.nodes_after]
     if passes:
-        changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,}" for r in passes)
+        changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,} nodes" for r in passes)
         yield "passes", ", ".join(changes)
 
 
