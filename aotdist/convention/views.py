@@ -134,7 +134,7 @@ class Views:
         """Let a tensor be no view."""
         self._entries.pop(id(tensor), None)
 
-    def is_given(self, view: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def note_given(self, view: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Note how an input is made of another that it is a view of to autograd."""
         self._given[id(view)] = view
         self.keep_first_steps(view, (ViewStep(make, (), serial=-1),))

@@ -40,11 +40,11 @@ class Answers:
         self._there: dict[Node, tuple[PrimalIdx, int]] = {}
         self._reals: dict[Node, torch.Tensor] = {}
 
-    def is_there(self, node: Node, at: PrimalIdx, leaf: int, real: torch.Tensor) -> None:
-        """A plain tensor of an input is there before a call.
+    def note_data(self, node: Node, at: PrimalIdx, leaf: int, real: torch.Tensor) -> None:
+        """Note that the data of a plain tensor of an input exists before a call.
 
         Args:
-            node: what stands for it.
+            node: stands for the plain tensor.
             at: the input.
             leaf: which of its plain tensors.
             real: the plain tensor.

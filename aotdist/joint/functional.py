@@ -174,7 +174,7 @@ class Functionalisation(FunctionalTensorMode):
         if torch.is_inference_mode_enabled():
             keep_bases_of_views(self, [*args, *kwargs.values()])
         if getattr(func, "is_view", False) and isinstance(args[0], FunctionalTensor):
-            self.strided.is_viewed(args[0])
+            self.strided.note_owner(args[0])
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except AotdistError:

@@ -180,7 +180,7 @@ class Inputs:
             for (inner, _), fake in zip(leaves(recipe), fakes, strict=True)
         ]
         if is_real(example) and not example.requires_grad:
-            self._recorder.is_there(at, functionals, plain_tensors(example))
+            self._recorder.note_data(at, functionals, plain_tensors(example))
         base = self._views.get(at)
         if base is not None:
             return replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)
@@ -196,7 +196,7 @@ class Inputs:
             if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
             if is_own:
-                self._recorder.strided.is_of_input(plain, stand_in.example, real)
+                self._recorder.strided.note_input(plain, stand_in.example, real)
 
     def _give_guise(self, stand_in: StandIn) -> None:
         """Let the user's code see the class and the attributes of the example."""

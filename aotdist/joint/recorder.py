@@ -246,19 +246,19 @@ class Recorder:
         track(fake, node, self._tracer)
         return self._functionalisation.remember(functional(fake))
 
-    def is_there(
+    def note_data(
         self, at: PrimalIdx, arguments: Sequence[FunctionalTensor], reals: Sequence[torch.Tensor]
     ) -> None:
-        """An input is there before a call: where calls are asked again, the program may choose by its data.
+        """Note that an input's data exists before a call: with `finds_out`, the program may choose by it.
 
         Args:
             at: the input.
-            arguments: those of the graph for its plain tensors.
+            arguments: the graph's arguments for its plain tensors.
             reals: the plain tensors.
         """
         if self._finds_out:
             for leaf, (argument, real) in enumerate(zip(arguments, reals, strict=True)):
-                self.answers.is_there(self.value(argument), at, leaf, real)
+                self.answers.note_data(self.value(argument), at, leaf, real)
 
     def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset, which become arguments when they are first asked for."""

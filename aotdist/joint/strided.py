@@ -86,7 +86,7 @@ class Strided:
         if is_whole:
             self._whole.add(key)
 
-    def is_of_input(self, plain: FunctionalTensor, example: torch.Tensor, real: torch.Tensor) -> None:
+    def note_input(self, plain: FunctionalTensor, example: torch.Tensor, real: torch.Tensor) -> None:
         """Note that a plain tensor stands for `real`, which is one of those beneath the input `example`."""
         self._inputs[functional_storage_id(plain)] = example, real
 
@@ -104,8 +104,8 @@ class Strided:
         key = functional_storage_id(plain)
         return self._made_around.get(key, False) if history else key in self._made_around
 
-    def is_viewed(self, tensor: FunctionalTensor) -> None:
-        """Note the owner of a memory, of which a view is made."""
+    def note_owner(self, tensor: FunctionalTensor) -> None:
+        """Note that a tensor of which a view is made owns its memory, if it does."""
         key = functional_storage_id(tensor)
         if key not in self._owners and is_functional_base(tensor):
             with self._mode:
@@ -130,7 +130,7 @@ class Strided:
 
         def make_in_place() -> torch.Tensor:
             # PyTorch's own would leave nobody who shows all of the memory.
-            self.is_viewed(tensor)
+            self.note_owner(tensor)
             rebind(tensor, make())
             return tensor
 

@@ -137,7 +137,7 @@ def trace(
             inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
         ]
         for view, make in inputs.made_again():
-            log.views.is_given(view, make)
+            log.views.note_given(view, make)
         stack.enter_context(symbols.counting(counts))
         stack.enter_context(view_mode)
         stack.enter_context(hearing_of_swaps(swaps.hear))

@@ -102,7 +102,7 @@ class Unbacked:
             args: numbers, and nodes of such.
         """
         number = new_float_of_data(self._env)
-        self._is_read(number.node.expr, self._as_number(self._made(function, args, number)))
+        self._note_read(number.node.expr, self._as_number(self._made(function, args, number)))
         return number
 
     def require(self, error: type[Exception], check: Callable[[], None], text: str) -> None:
@@ -143,9 +143,9 @@ class Unbacked:
             self._as_number(node)
         for symbol, path in node.meta.get("unbacked_bindings", {}).items():
             if (read := self._follow(node, path)) is not None:
-                self._is_read(symbol, read)
+                self._note_read(symbol, read)
 
-    def _is_read(self, symbol: Any, node: Node) -> None:
+    def _note_read(self, symbol: Any, node: Node) -> None:
         self._read[str(symbol)] = node
         self.numbers.update(symbols_of(symbol, self._env))
 
