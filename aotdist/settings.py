@@ -13,7 +13,7 @@ import hashlib
 import os
 import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -156,7 +156,7 @@ class Settings:
             BadSettings: a variable names no setting or its value does not parse.
         """
         options: dict[str, Any] = {}
-        parsers = {f.name: _PARSERS[f.name] for f in dataclasses.fields(cls)}
+        parsers = {name: _PARSERS[hint] for name, hint in _hints().items()}
         for variable, text in environ.items():
             if not variable.startswith("AOTDIST_"):
                 continue
@@ -279,23 +279,13 @@ def _parse_names(text: str) -> frozenset[str]:
     return frozenset(part.strip() for part in text.split(",") if part.strip())
 
 
-_PARSERS: dict[str, Any] = {
-    "partition": str,
-    "bucket_bytes": int,
-    "loss_chunk_bytes": int,
-    "disabled_passes": _parse_names,
-    "max_artifacts": int,
-    "rank_timeout_s": float,
-    "verify": _parse_bool,
-    "dynamic": _parse_bool,
-    "validate_guards": _parse_bool,
-    "backward_autocast": str,
-    "functional_rng": _parse_bool,
-    "emulate_casts": _parse_bool,
-    "tune_kernels": _parse_bool,
-    "cache_folder": str,
-    "cache_bytes": int,
-    "cuda_graphs": _parse_bool,
-    "is_compiling": _parse_bool,
-    "report_side_effects": _parse_bool,
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: _parse_bool,
+    int: int,
+    int | None: int,
+    float: float,
+    str: str,
+    PartitionPolicy: str,
+    frozenset[str]: _parse_names,
 }
+"""How the text of an environment variable becomes a setting, by the setting's annotation."""
