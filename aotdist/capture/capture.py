@@ -231,9 +231,7 @@ class Captured:
 
 
 def environment_of(
-    target: Any,
-    arguments: Sequence[tuple[Source, torch.Tensor]] = (),
-    code: Iterable[tuple[str, Any]] = (),
+    target: Any, arguments: Sequence[tuple[Source, torch.Tensor]], code: Iterable[tuple[str, Any]]
 ) -> Environment:
     """What `target`, a module or any callable, reaches, given tensors as `arguments`, and `code` by name.
 

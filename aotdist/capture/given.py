@@ -84,9 +84,9 @@ class GivenContainers:
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        objects: Sequence[tuple[str, Any]] = (),
+        objects: Sequence[tuple[str, Any]],
         *,
-        apart: bool = True,
+        apart: bool,
     ) -> None:
         self._apart = apart
         self.positions = {id(each): position for position, (_, each) in enumerate(objects)}

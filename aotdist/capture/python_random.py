@@ -21,7 +21,7 @@ def is_python_generator(value: Any) -> bool:
 
 
 @contextmanager
-def no_python_random(own: Iterable[tuple[str, Any]] = ()) -> Generator[None]:
+def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
     """Refuse what is drawn inside from generators of Python's and NumPy's, and put them back.
 
     Args:

@@ -50,9 +50,7 @@ _LIBRARY_CONTAINERS = (collections.UserDict, collections.UserList, collections.C
 
 
 def reach(
-    target: Any,
-    arguments: Iterable[tuple[Source, torch.Tensor]] = (),
-    code: Iterable[tuple[str, Any]] = (),
+    target: Any, arguments: Iterable[tuple[Source, torch.Tensor]], code: Iterable[tuple[str, Any]]
 ) -> Reached:
     """Walk a function, a module or another callable; see the docstring of this file.
 

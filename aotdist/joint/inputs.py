@@ -19,7 +19,7 @@ import torch
 
 from aotdist.convention.naming import with_history_of
 from aotdist.convention.swapping import Exchange
-from aotdist.convention.synthetic_base import NO_BASES, BasePlan
+from aotdist.convention.synthetic_base import BasePlan
 from aotdist.convention.version import version_of
 from aotdist.convention.views import Opened
 from aotdist.errors import UnsupportedProgram
@@ -136,7 +136,7 @@ class StandIn:
 class Inputs:
     """Makes and remembers stand-ins; a tensor met twice has one."""
 
-    def __init__(self, recorder: Recorder, symbols: Symbols, bases: BasePlan = NO_BASES) -> None:
+    def __init__(self, recorder: Recorder, symbols: Symbols, bases: BasePlan) -> None:
         self._recorder = recorder
         self._symbols = symbols
         self._bases = bases

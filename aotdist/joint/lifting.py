@@ -87,7 +87,7 @@ class Lifting(TorchFunctionMode):
         written_views: WrittenViews,
         asked_for_strides: Callable[[torch.Tensor], None],
         *,
-        of_data: bool = False,
+        of_data: bool,
     ) -> None:
         super().__init__()
         self._inputs = inputs

@@ -40,7 +40,7 @@ def walk(first: Node, last: Node) -> Iterator[Node]:
     yield last
 
 
-def hoist(node: Node, before: Node, barred: Container[Node] = ()) -> bool:
+def hoist(node: Node, before: Node, barred: Container[Node]) -> bool:
     """Moves `node`, and what it needs, ahead of `before`; says whether that is possible.
 
     It is not when that would move a `barred` node or one with an effect. What `node` needs of the nodes

@@ -222,7 +222,7 @@ def refuse_overlap(fit: Fit) -> None:
     Raises:
         UnsupportedProgram: naming both.
     """
-    apart = {at: plains for at, plains in fit.plains_apart(fit.examples.map(plain_tensors))}
+    apart = dict(fit.plains_apart(fit.examples.map(plain_tensors)))
     for idx in fit.written:
         for other, plains in apart.items():
             if other != idx and not no_overlap(apart[idx], plains):

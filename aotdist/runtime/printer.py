@@ -35,7 +35,7 @@ class Printer:
         variables: names that the printed functions use for their own variables.
     """
 
-    def __init__(self, variables: Iterable[str] = ()) -> None:
+    def __init__(self, variables: Iterable[str]) -> None:
         self._lines: list[str] = []
         self._indent = 0
         self._bindings = Bindings(reserved=(*_OWN_NAMES, *variables))
@@ -108,7 +108,7 @@ def print_size(printer: Printer, size: Expression) -> str:
     return size
 
 
-def variable_names(paths: Iterable[str], reserved: Iterable[str] = ()) -> list[str]:
+def variable_names(paths: Iterable[str], reserved: Iterable[str]) -> list[str]:
     """A different Python name for each path, none of them `reserved`: `blocks.3.a` -> `blocks_3_a`."""
     taken: set[str] = {*_OWN_NAMES, *reserved}
     names: list[str] = []

@@ -76,7 +76,7 @@ class _Container:
 
 @contextlib.contextmanager
 def unchanged(
-    owner: Any, refusal: Callable[[str], UnsupportedProgram], apart: Iterable[Any] = (), *, tensors: bool
+    owner: Any, refusal: Callable[[str], UnsupportedProgram], apart: Iterable[Any], *, tensors: bool
 ) -> Generator[None]:
     """What runs inside leaves the attributes of `owner` as they are, or they are put back.
 

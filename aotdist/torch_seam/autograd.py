@@ -69,8 +69,8 @@ def run_backward(
     wanted: Sequence[torch.Tensor | GradientEdge],
     tangents: Sequence[torch.Tensor],
     *,
-    retain_graph: bool = False,
-    create_graph: bool = False,
+    retain_graph: bool,
+    create_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad(outs, wanted, tangents, allow_unused=True)`, without being a torch function.
 
@@ -92,7 +92,7 @@ def run_accumulating_backward(
     wanted: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
     *,
-    retain_graph: bool = False,
+    retain_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
     _engine_run_backward(tuple(outs), tuple(tangents), retain_graph, False, (), True, accumulate_grad=True)
