@@ -37,11 +37,10 @@ def forward_writes(
         the facts, and how many of the counted writes of each input will be repeated; see `Facts.rewinds`.
     """
     for idx, stand_in in row.enumerate():
-        if metadata.late_history(idx, stand_in):
+        if metadata.has_late_history(idx, stand_in):
             outputs.add_history(idx, stand_in)
     facts: list[InputFact] = [
-        Untouched(metadata.bumps(idx, stand_in, written=False), stand_in.bumps_inside())
-        for idx, stand_in in row.enumerate()
+        Untouched(metadata.bumps(stand_in, written=False), stand_in.bumps_inside()) for stand_in in row
     ]
     repeated = metadata.repeated_bumps(row) + outputs.bumps
     # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
@@ -58,7 +57,7 @@ def forward_writes(
                 slot = Slot("write", stand_in.slot.path)
                 tensor = metadata.as_before(idx, stand_in, history=differentiable)
                 value = outputs.add(slot, tensor, history=differentiable)
-                bumps = metadata.bumps(idx, stand_in, written=True)
+                bumps = metadata.bumps(stand_in, written=True)
                 if differentiable:  # it is counted where it is written, after the region
                     bumps -= repeated.pop(idx, 0)
                 facts[idx] = DataWritten(value, differentiable, bumps, stand_in.bumps_inside())

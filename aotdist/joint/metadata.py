@@ -107,7 +107,7 @@ class Metadata:
         untouched = None if stand_in.tensor is stand_in.leaf else NAMED
         return tensor.requires_grad and (None if grad_fn is None else grad_fn.name()) != untouched
 
-    def late_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
+    def has_late_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
         """Whether autograd saw a write to the input where it lies now, rather than where it lay.
 
         Raises:
@@ -127,7 +127,7 @@ class Metadata:
             raise refuse(stand_in, "before a write that takes part in the backward")
         return True
 
-    def bumps(self, idx: PrimalIdx, stand_in: StandIn, *, written: bool) -> int:
+    def bumps(self, stand_in: StandIn, *, written: bool) -> int:
         """By how much an input's version counter went up."""
         if stand_in.derived:
             return 0
