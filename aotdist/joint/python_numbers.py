@@ -1,9 +1,9 @@
-"""What a program does in Python with numbers that depend on data, where somebody would want the value.
+"""What a program does in Python with numbers that depend on data, where Python or PyTorch needs a value.
 
-- `x[count.item()]` is a view at a position that PyTorch needs as a number: it is made by `select`.
+- `x[count.item()]` would index with a number: it becomes `select`, which takes a symbol.
 - `max` and `min` would compare: they become PyTorch's functions for symbolic numbers.
-- `torch._check` says what always holds: a call checks it, and says what the program says.
-- `dist.all_to_all_single` is given how many rows go where.
+- `torch._check` becomes a check that every call makes, with the program's own message.
+- `dist.all_to_all_single` becomes the functional collective, whose splits may be symbols.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _GET_ITEM: Any = torch.Tensor.__getitem__
 _SET_ITEM: Any = torch.Tensor.__setitem__
 
 
-def _is_open(number: Any) -> bool:
+def _is_unbacked(number: Any) -> bool:
     return isinstance(number, torch.SymInt) and depends_on_data(number)
 
 
 def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """`tensor[index]`."""
+    """`tensor[index]`, an unbacked integer in it by `select`."""
     parts = index if isinstance(index, tuple) else (index,)
     others = (bool, torch.Tensor, list, tuple)
-    if not any(map(_is_open, parts)) or any(isinstance(part, others) for part in parts):
+    if not any(map(_is_unbacked, parts)) or any(isinstance(part, others) for part in parts):
         return _GET_ITEM(tensor, index)
     dim, skipped = 0, tensor.dim() - sum(part is not None and part is not ... for part in parts)
     for part in parts:  # as eager does it: one dimension after the other
@@ -51,19 +51,19 @@ def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     """`tensor[index] = value`."""
-    if any(map(_is_open, index if isinstance(index, tuple) else (index,))):
+    if any(map(_is_unbacked, index if isinstance(index, tuple) else (index,))):
         tensor, index = _item(tensor, index), ...
     _SET_ITEM(tensor, index, value)
 
 
 INSTEAD: Mapping[Any, Callable[..., Any]] = {_GET_ITEM: _item, _SET_ITEM: _set_item}
-"""What to call in the place of methods of tensors."""
+"""What runs instead of methods of tensors."""
 
 
 def _extreme(function: Callable[..., Any], of_two: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def extreme(*args: Any, **kwargs: Any) -> Any:
-        if _EXTREMES.value is None or kwargs or len(args) < 2 or not any(map(_is_open, args)):
+        if _EXTREMES.value is None or kwargs or len(args) < 2 or not any(map(_is_unbacked, args)):
             return function(*args, **kwargs)
         return functools.reduce(of_two, args)
 
@@ -84,7 +84,7 @@ _EXTREMES = Patch[bool]("extremes_to_be_recorded", _record_extremes)
 
 @contextmanager
 def followed(unbacked: Unbacked) -> Generator[None]:
-    """What the program does inside with numbers that depend on data is recorded."""
+    """Record what the program does inside with numbers that depend on data."""
     with (
         _EXTREMES.applied(True),
         hearing_of_checks_of_numbers(unbacked.require),

@@ -25,11 +25,11 @@ from aotdist.torch_seam.symbols import (
     bind_unbacked,
     checks_of,
     depends_on_data,
+    int_of_bool,
     new_float_of_data,
     num_checks,
     spell,
     symbols_of,
-    whole_of_truth,
 )
 
 if TYPE_CHECKING:
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 _ASSERT = _ATEN._assert_scalar.default
 _OTHER_NUMBERS = "numbers that depend on data are not as the program was compiled for"
-"""What a call says where an operator would go another way."""
+"""The error of a call in which an operator would take another path than the one that was recorded."""
 _MEASURES: Mapping[Any, Callable[..., Any]] = {
     "size": _ATEN.sym_size.int,
     "stride": _ATEN.sym_stride.int,
     "storage_offset": _ATEN.sym_storage_offset.default,
 }
-"""The operator that reads what PyTorch calls a method of tensors."""
+"""The operator for each method of tensors by which PyTorch's paths read a number."""
 
 
 class Unbacked:
-    """Those of one trace.
+    """The numbers of one trace that depend on data, and the nodes that read, compute and check them.
 
     Attributes:
-        copies: of tensors of one element that are read, by the nodes of these.
-        numbers: what has been read so far, by the names of the symbols.
+        copies: a copy of each tensor of one element that was read, by the tensor's node.
+        numbers: the numbers that were read, by the name of the symbol.
 
     Args:
-        env: keeps their symbols.
-        graph: what is recorded.
+        env: has their symbols.
+        graph: the graph that is recorded.
         stamp: the origin of the operation that runs now, for `node.meta`.
-        size: the node of a number that is known before a call.
+        size: gives the node of a symbolic number that is known before a call.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Unbacked:
         self._checked: set[str] = set()
 
     def meet(self, node: Node) -> None:
-        """Read what numbers and sizes of a node depend on data."""
+        """Record nodes that read the unbacked symbols which first appear in a node's value."""
         bind_unbacked(self._env, node)
         self._read_off(node)
 
     @contextmanager
     def meeting(self) -> Generator[None]:
-        """`meet` the nodes that are recorded inside; PyTorch's own mode has noted where symbols stand."""
+        """`meet` the nodes that are recorded inside, by PyTorch's own mode, which binds their symbols."""
         with self._new_nodes() as made:
             yield
         for node in made:
@@ -95,23 +95,23 @@ class Unbacked:
         return self._node(number.node.expr)
 
     def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
-        """The float that Python computes, by a symbol of its own: sympy would round expressions otherwise.
+        """A new symbol for a float that Python computes: as a sympy expression it could round otherwise.
 
         Args:
-            function: what computes it.
-            args: numbers, and nodes of such.
+            function: computes it.
+            args: its arguments: numbers, and nodes of numbers.
         """
         number = new_float_of_data(self._env)
         self._note_read(number.node.expr, self._as_number(self._made(function, args, number)))
         return number
 
     def require(self, error: type[Exception], check: Callable[[], None], text: str) -> None:
-        """Call `check`, by which the program says what has to hold.
+        """Register a check of the program's: a condition that numbers have to meet at every call.
 
         Args:
-            error: what is raised where it does not hold.
-            check: tells PyTorch.
-            text: what the program says then.
+            error: the exception that the program raises if it fails.
+            check: registers it with PyTorch.
+            text: the exception's message.
 
         Raises:
             UnsupportedProgram: a graph cannot raise that error.
@@ -127,7 +127,7 @@ class Unbacked:
         self._texts.update(dict.fromkeys(new, text))
 
     def check(self) -> None:
-        """Record what has to hold, if there is more of it by now: asked before every operator."""
+        """Record nodes for the checks that are new since the last call; called before every operator."""
         if num_checks(self._env) == self._num_checks:
             return
         self._num_checks = num_checks(self._env)
@@ -150,14 +150,12 @@ class Unbacked:
         self.numbers.update(symbols_of(symbol, self._env))
 
     def _follow(self, node: Node, path: Sequence[Any]) -> Node | None:
-        """A node for the number at a path of what `node` returns; None where there is none for it."""
+        """A node that reads the number at a path in what `node` returns; None for a path of another kind."""
         match [_key(step) for step in path]:
             case []:
                 return node
             case ["ConvertIntKey"]:
-                return self._as_number(
-                    self._made(torch.sym_ite, (node, 1, 0), whole_of_truth(node.meta["val"]))
-                )
+                return self._as_number(self._made(torch.sym_ite, (node, 1, 0), int_of_bool(node.meta["val"])))
             case [int() as position, *_]:
                 picked = self._made(operator.getitem, (node, position), node.meta["val"][position])
                 return self._follow(picked, path[1:])
@@ -190,7 +188,7 @@ class Unbacked:
 
     @contextmanager
     def _new_nodes(self) -> Generator[list[Node]]:
-        """A list of the nodes that are recorded inside: it is filled when the context is left."""
+        """A list that, when the context is left, is filled with the nodes that were recorded inside."""
         made: list[Node] = []
         before = next(iter(reversed(self._graph.nodes)), None)
         yield made
@@ -202,7 +200,7 @@ class Unbacked:
         return node
 
     def _as_number(self, node: Node) -> Node:
-        """Let a node be made again rather than saved."""
+        """Mark a node to be recomputed in the backward rather than saved."""
         stamp = {**self._stamp(), "original_aten": node.target}
         node.meta.update({**stamp, **node.meta, "policy": "must_recompute"})
         return node

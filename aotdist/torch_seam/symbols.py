@@ -26,17 +26,18 @@ def number_kind(value: Any) -> type[int] | type[float] | None:
 
 
 def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
-    """Keeps symbols, and what a trace decides by them. Equal sizes do not share a symbol: `s0`, `s1`, ...
+    """A `ShapeEnv` that numbers its symbols `s0`, `s1`, ... as they are made; equal sizes do not share one.
 
     Args:
-        of_data: given, numbers that are read off tensors and sizes that depend on data have symbols, too:
-            `u0`, `u1`, ... It tells whether the user's own code asks now what they are. Where a library does
-            (is there nothing to do? is there one element, to be expanded?), it gets the answer for many.
+        of_data: if given, numbers that are read off tensors, and sizes that depend on data, become unbacked
+            symbols (`u0`, `u1`, ...); without it they are refused. It is called where the value of one is
+            asked for, and says whether the user's own code asks. If it does, the question is an error. A
+            library (is there nothing to do? is there one element, to be expanded?) gets the answer for many.
     """
     from torch.fx.experimental import symbolic_shapes
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-    symbolic_shapes.uninteresting_files().add(__file__)  # of a guard it tells the innermost line of others
+    symbolic_shapes.uninteresting_files().add(__file__)  # a guard names the innermost line of other files
 
     class NumberedShapeEnv(ShapeEnv):
         def _generate_unique_id(self, source_name: str) -> int:
@@ -60,9 +61,9 @@ def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
 
 
 def _holds_for_many(condition: Any, sizes: AbstractSet[Any]) -> Any:
-    """Whether a condition holds where all sizes in it are two at least; None if it may or may not.
+    """Whether a condition holds if every size in it is at least two; None if that does not decide it.
 
-    Equations of what is not known otherwise do not hold.
+    Equalities that it does not decide are taken not to hold.
     """
     import sympy
 
@@ -122,7 +123,7 @@ _TYPICAL_SIZE = 1024
 
 
 def estimate(number: Any) -> Any:
-    """As `hint`; a number that depends on data is taken to be a typical size."""
+    """As `hint`, with a typical size in the place of each unbacked symbol."""
     known = hint(number)
     if known is not None:
         return known
@@ -131,14 +132,14 @@ def estimate(number: Any) -> Any:
 
 
 def bind_unbacked(env: ShapeEnv, node: torch.fx.Node) -> None:
-    """Note at a node which new symbols of numbers that depend on data stand in its value, and where."""
+    """Note in `node.meta` which unbacked symbols first appear in the node's value, and where in it."""
     from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
     if bindings := compute_unbacked_bindings(env, node.meta["val"]):
         node.meta["unbacked_bindings"] = bindings
 
 
-def whole_of_truth(truth: torch.SymBool) -> torch.SymInt:
+def int_of_bool(truth: torch.SymBool) -> torch.SymInt:
     """1 for true, 0 for false."""
     from torch.fx.experimental.symbolic_shapes import cast_symbool_to_symint_guardless
 
@@ -146,19 +147,19 @@ def whole_of_truth(truth: torch.SymBool) -> torch.SymInt:
 
 
 def is_undecided(error: BaseException) -> bool:
-    """Whether PyTorch says that it cannot know a number that depends on data."""
+    """Whether PyTorch raised an error because the value of an unbacked symbol was asked for."""
     # By its name: importing the class takes as long as importing sympy.
     return type(error).__name__ == "GuardOnDataDependentSymNode"
 
 
 def new_float_of_data(env: ShapeEnv) -> torch.SymFloat:
-    """A symbol for a float that is computed of what is read off tensors."""
+    """A new unbacked symbol, for a float that Python computes from numbers that are read off tensors."""
     with env.ignore_fresh_unbacked_symbols():
         return env.create_unbacked_symfloat()
 
 
 def unbacked_symbols(number: Any) -> dict[str, Any]:
-    """The symbols in a symbolic number that nobody knows before the program has read them off tensors."""
+    """The unbacked symbols in a symbolic number, by name, each as a number."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     expr, env = number.node.expr, number.node.shape_env
@@ -171,7 +172,7 @@ def _number(env: Any, symbol: Any) -> Any:
 
 
 def depends_on_data(number: Any) -> bool:
-    """Whether a number is symbolic, and nobody knows it before the program has read it off a tensor."""
+    """Whether a number has unbacked symbols in it: it is known only once the program has read a tensor."""
     if not isinstance(number, SYMBOLIC):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -187,7 +188,7 @@ def surely_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether numbers are equal; those that depend on data have to be, which a call checks."""
+    """Whether numbers are equal. Those that depend on data are assumed to be, and each call checks it."""
     for x, y in zip(a, b, strict=True):
         if depends_on_data(x) or depends_on_data(y):
             torch._check(x == y)
@@ -220,12 +221,12 @@ def symbols_of(expr: Any, env: ShapeEnv) -> dict[str, torch.SymInt]:
 
 
 def num_checks(env: ShapeEnv) -> int:
-    """How often something was said to hold of numbers that depend on data."""
+    """How many checks of numbers that depend on data were recorded."""
     return env.num_deferred_runtime_asserts
 
 
 def checks_of(env: ShapeEnv) -> list[Any]:
-    """What has to hold of numbers that depend on data, as expressions."""
+    """The conditions that numbers which depend on data have to meet, as expressions."""
     return [check.expr for checks in env.deferred_runtime_asserts.values() for check in checks]
 
 
@@ -252,7 +253,7 @@ def symbols_in(number: torch.SymInt | torch.SymFloat) -> list[str]:
 
 
 def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | torch.SymInt] | None:
-    """The two numbers that Python's `/` makes a symbolic one of, each known or whole; None if it does not."""
+    """The operands of a number that Python's `/` computes, if each is a constant or an integer; else None."""
     from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 
     env: Any = number.node.shape_env
@@ -288,17 +289,17 @@ def _is_exact(expr: Any) -> bool:
 
 
 def least_of(number: torch.SymInt) -> int | None:
-    """The least that a symbolic whole number may be; None if there is no such."""
+    """The lower bound of a symbolic integer; None if it has none."""
     env: Any = number.node.shape_env
     lower = env.bound_sympy(number.node.expr).lower
     return int(lower) if lower.is_Integer else None
 
 
 def guards_of(env: ShapeEnv, names: Collection[str]) -> tuple[list[str], list[str]]:
-    """What was decided by symbols, as Python conditions: without what follows from others, and all of it.
+    """The guards on symbols, as Python conditions: without those that follow from others, then all of them.
 
     Args:
-        env: keeps it; one of the user's has symbols of other tensors, too.
+        env: recorded them; a user's own has guards on symbols of other tensors, too, which are left out.
         names: of the symbols.
     """
     from torch.utils._sympy.numbers import int_oo
@@ -337,5 +338,5 @@ def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:
 
 
 def is_open(size: Any) -> bool:
-    """Whether a size is a symbol, and nothing that was found out made a number of it."""
+    """Whether a size is still a symbol: no guard made a certain number of it."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
