@@ -7,7 +7,7 @@ business. As in eager, autograd and version counters know nothing of the write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -19,27 +19,24 @@ from aotdist.torch_seam.operators import OpOverload, is_operator
 _NAMESPACE = "c10d"
 _functional = torch.ops._c10d_functional
 
-Does: TypeAlias = Callable[..., Any]
-"""Does what a collective does, and returns what it returns; takes its arguments."""
-
 
 def instead(func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """What does what a writing collective does; None for any other operator.
+    """What to call instead of a collective that writes its results into tensors; None for any other operator.
 
     Raises:
-        UnsupportedProgram: nothing does.
+        UnsupportedProgram: it has no functional counterpart here.
     """
     if not is_operator(func) or func.namespace != _NAMESPACE:
         return None
-    does = _DOES.get(func.name())
-    if does is None:
+    functionally = _FUNCTIONALLY.get(func.name())
+    if functionally is None:
         raise _refused(func)
-    return lambda: does(*args)
+    return lambda: functionally(*args)
 
 
-def _all_reduce(tensors: list[torch.Tensor], group: Any, how: Any, *_: Any) -> Any:
+def _all_reduce(tensors: list[torch.Tensor], group: Any, reduce_op: Any, *_: Any) -> Any:
     for tensor in tensors:
-        _write(tensor, _functional.all_reduce(tensor, name_of_reduction(how), group_name_of(group)))
+        _write(tensor, _functional.all_reduce(tensor, name_of_reduction(reduce_op), group_name_of(group)))
     return tensors, finished_work()
 
 
@@ -62,33 +59,44 @@ def _all_gather(outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], 
     return outputs, finished_work()
 
 
-def _reduce_scatter_tensor(output: torch.Tensor, source: torch.Tensor, group: Any, how: Any, *_: Any) -> Any:
+def _reduce_scatter_tensor(
+    output: torch.Tensor, source: torch.Tensor, group: Any, reduce_op: Any, *_: Any
+) -> Any:
     size, name = group_size_of(group), group_name_of(group)
     flat = source.reshape(-1)
-    _write(output, _functional.reduce_scatter_tensor(flat, name_of_reduction(how), size, name))
+    _write(output, _functional.reduce_scatter_tensor(flat, name_of_reduction(reduce_op), size, name))
     return output, finished_work()
 
 
 def _all_to_all_single(
-    output: torch.Tensor, source: torch.Tensor, group: Any, to: Sequence[int], of: Sequence[int], *_: Any
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: Any,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    *_: Any,
 ) -> Any:
     size = group_size_of(group)
-    receives, sends = (
-        splits or [tensor.shape[0] // size] * size for splits, tensor in ((to, output), (of, source))
-    )
-    all_to_all_single(output, source, receives, sends, group_name_of(group))
+    given = ((output_splits, output), (input_splits, source))
+    output_splits, input_splits = (known or [tensor.shape[0] // size] * size for known, tensor in given)
+    all_to_all_single(output, source, output_splits, input_splits, group_name_of(group))
     return finished_work()
 
 
 def all_to_all_single(
-    output: torch.Tensor, source: torch.Tensor, receives: Sequence[Any], sends: Sequence[Any], group: str
+    output: torch.Tensor,
+    source: torch.Tensor,
+    output_splits: Sequence[Any],
+    input_splits: Sequence[Any],
+    group: str,
 ) -> None:
-    """Write what ranks send each other; how many rows go where may depend on data."""
-    output.copy_(_functional.wait_tensor(_functional.all_to_all_single(source, receives, sends, group)))
+    """`dist.all_to_all_single`, done when it returns; splits may be symbols."""
+    received = _functional.all_to_all_single(source, output_splits, input_splits, group)
+    output.copy_(_functional.wait_tensor(received))
 
 
 def _gathered(source: torch.Tensor, group: Any) -> torch.Tensor:
-    """What all ranks give, one after the other, as rows of numbers."""
+    """The sources of all ranks, flattened and concatenated."""
     return _functional.all_gather_into_tensor(source.reshape(-1), group_size_of(group), group_name_of(group))
 
 
@@ -96,7 +104,7 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.copy_(_functional.wait_tensor(value).view(tensor.shape))
 
 
-_DOES: Mapping[str, Does] = {
+_FUNCTIONALLY: Mapping[str, Callable[..., Any]] = {
     "c10d::allreduce_": _all_reduce,
     "c10d::broadcast_": _broadcast,
     "c10d::allgather_": _all_gather,
@@ -104,6 +112,7 @@ _DOES: Mapping[str, Does] = {
     "c10d::_reduce_scatter_base_": _reduce_scatter_tensor,
     "c10d::alltoall_base_": _all_to_all_single,
 }
+"""For each operator, what takes its arguments, does the same functionally, and returns what it returns."""
 
 
 def _refused(func: OpOverload) -> UnsupportedProgram:

@@ -69,12 +69,12 @@ def default_store() -> Store | None:
 
 
 AllToAll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Sequence[Any], str], None]
-"""Writes what ranks send each other: where to, what is sent, the rows from each and to each, the group."""
+"""Takes output, input, output splits, input splits, and the name of the group."""
 
 
-def all_to_all_of_symbols(does: AllToAll) -> AbstractContextManager[None]:
-    """`dist.all_to_all_single` of symbolic splits is done by `does`: PyTorch's function needs numbers."""
-    return _ALL_TO_ALL.applied(does)
+def all_to_all_of_symbols(instead: AllToAll) -> AbstractContextManager[None]:
+    """`dist.all_to_all_single` of symbolic splits calls `instead`: PyTorch's function needs numbers."""
+    return _ALL_TO_ALL.applied(instead)
 
 
 def _hook_all_to_all(hearing: bool) -> None:
@@ -95,12 +95,12 @@ def _all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    does, receives, sends = _ALL_TO_ALL.value, output_split_sizes, input_split_sizes
-    is_symbolic = any(isinstance(rows, torch.SymInt) for rows in (*(receives or ()), *(sends or ())))
-    if does is None or not is_symbolic or receives is None or sends is None:
-        return _all_to_all_of_numbers(output, input, receives, sends, group, async_op)
+    instead, splits = _ALL_TO_ALL.value, (output_split_sizes, input_split_sizes)
+    is_symbolic = any(isinstance(rows, torch.SymInt) for given in splits for rows in given or ())
+    if instead is None or not is_symbolic or output_split_sizes is None or input_split_sizes is None:
+        return _all_to_all_of_numbers(output, input, *splits, group, async_op)
     group = torch.distributed.group.WORLD if group is None else group
-    does(output, input, receives, sends, group.group_name)
+    instead(output, input, output_split_sizes, input_split_sizes, group.group_name)
     return finished_work() if async_op else None
 
 
