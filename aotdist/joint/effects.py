@@ -93,11 +93,10 @@ class ForwardEffects:
     Args:
         outs: what the program returned.
         outputs: what that is, and what the node returns for it.
-        metadata: what is repeated outside of writes to what a tensor is.
+        metadata: the writes to sizes, strides, storage and history that are repeated outside.
         writes: what happened to each input.
         rewinds: see `Facts.rewinds`.
-        is_rewritten: whether inputs change shape or history, or become others, or what is returned does so
-            after it is made.
+        is_rewritten: whether inputs, or results once they are made, change shape or history or are swapped.
         node_outs: what the node returns.
         results: the values of that.
         lifting: the mode that it ran in: knows what the program asked, and told.
@@ -186,7 +185,7 @@ class Effects:
     Args:
         recorder: records the program.
         inputs: the stand-ins.
-        log: the program's views, and its writes to what a tensor is.
+        log: the program's views, and its writes to metadata.
         storages: what it knows of storages.
         swaps: tensors that became each other.
         classes: what the user's code sees of the tensors.
@@ -254,9 +253,12 @@ class Effects:
         )
 
     def _tell_numbers(self, outputs: NodeOutputs) -> tuple[tuple[str, NodeOutIdx], ...]:
-        """Return what tells the numbers that depend on data and are needed outside of the graph.
+        """Let the graph return the numbers that depend on data and are needed outside of it.
 
-        Which a backward needs is not known yet.
+        In training that is all of them: which of them the backward needs is not known yet.
+
+        Raises:
+            UnsupportedProgram: one is needed before the graph runs.
         """
         unbacked = self.recorder.unbacked
         if unbacked is None:
@@ -278,7 +280,7 @@ class Effects:
         )
 
     def _mark_reshaped(self, metadata: Metadata) -> None:
-        """Let the graph tell whose views are not to be kept: autograd would make their history again."""
+        """Mark arguments that are reshaped in place: no view of one may be saved, as its history changes."""
         for idx in metadata.changes:
             stand_in = self.inputs.row()[idx]
             for inner, _ in leaves(stand_in.recipe):
@@ -404,7 +406,7 @@ class Effects:
         writes: Sequence[BackwardWrite],
         forward_end: ForwardEnd | None,
     ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
-        """Run the backward of each choice of results: what it computes, of which kinds, and the values.
+        """Run the backward of each choice of results: what each computes, its fact, and graph results.
 
         Each begins with what the inputs hold when the forward ends, if the whole backward has `writes`.
         """
@@ -432,7 +434,7 @@ class Effects:
     def _check_repeatable(
         self, backward: Backward, runs: Mapping[Chosen | None, Computed], in_python: InBackward
     ) -> None:
-        """Run the backward of each choice once more: what it changes in Python, it is to change each time."""
+        """Run the backward of each choice again, to see whether it changes the same in Python each time."""
         runs = dict(runs)
         with self.recorder.on_trial():
             if len(runs) == 1:
@@ -501,7 +503,7 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
 
 
 def _runs_alike(backward: Backward, recorder: Recorder, choice: Chosen | None, first: Computed) -> bool:
-    """Whether the backward of a choice computes what it has computed first, when it runs once more."""
+    """Whether the backward of a choice, run once more, computes what it computed first."""
     return first.is_like(recorder, backward.run(choice, retain_graph=True))
 
 

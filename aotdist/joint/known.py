@@ -56,11 +56,11 @@ def result_of(
 
 
 def as_function(asked: Any, given: Sequence[Node], root: torch.nn.Module) -> GraphModule:
-    """What computes nodes of others.
+    """A graph module that computes some nodes from others.
 
     Args:
-        asked: the nodes, in a structure that is returned; what they follow from is known, but for `given`.
-        given: what the function takes.
+        asked: the nodes to return, in any structure; apart from `given`, they follow from what is known.
+        given: the nodes that become arguments.
         root: holds the constants of the graph.
     """
     graph, copies = Graph(), dict[Node, Node]()
@@ -73,7 +73,7 @@ def as_function(asked: Any, given: Sequence[Node], root: torch.nn.Module) -> Gra
 
 
 def leading_to(last: Any, given: Container[Node]) -> list[Node]:
-    """The nodes that lead to those in `last`, and these, in the order of the graph; none that is given.
+    """The nodes in `last` and all that they are computed from, in graph order, up to `given` nodes.
 
     Raises:
         NotKnown: a node leads to an argument, to a random number, or out of the process.

@@ -8,7 +8,7 @@ left to the general mode, and both keep the same books.
 A tensor that has a node keeps it: nothing is ever rebound, because a functional operator's results
 are new tensors.
 
-A symbolic number is no node that computes it, but an argument of the graph: one for each expression.
+No node computes a symbolic number that is known before a call: each expression is an argument of the graph.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ _KEEP_OFFSETS = frozenset(
         torch.ops.aten.as_strided_scatter.default,
     }
 )
-"""What makes a new tensor that starts as far into its storage as the old one did into its own."""
+"""Operators whose result starts as far into its storage as their first argument does into its own."""
 _VIEW_AS_REAL = torch.ops.aten.view_as_real.default
 _VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
 _ASSERT = torch.ops.aten._assert_async.default
 _ASSERT_WITH_TEXT = torch.ops.aten._assert_async.msg
 _ASSERT_TEXT = "Expected Tensor with single nonzero value, but got zero"
-"""What eager says where a program gives no text: the operator that takes none is dropped from graphs."""
+"""Eager's message where a program gives none; graphs drop the overload that takes no message."""
 _ATOMS = (
     int,
     float,
@@ -110,13 +110,13 @@ class ProxyMode(ProxyTorchDispatchMode):
         tracer: whose graph the nodes go to.
         decompositions: operators that are recorded as simpler ones.
         stamp: the origin of the operation that runs now, for `node.meta`.
-        draws: which random numbers are drawn.
-        answers: what is found out about data that is there before a call.
-        stream: where they come from, if from a seed and an offset.
-        size: the node of a symbolic number, or the number itself if it is a certain one.
-        unbacked: numbers that depend on data, where there may be some.
+        draws: gives a draw that is repeated (in a checkpoint) the result of the first.
+        answers: answers conditions on data that exists before a call.
+        stream: where random numbers come from, if from a seed and an offset; else None.
+        size: gives the node of a symbolic number, or the number itself if it is a certain one.
+        unbacked: the numbers that depend on data; None where there may be none.
         symbolic: whether sizes may be symbolic.
-        refuses_data: no number may depend on data, though those of an enclosing program do.
+        refuses_data: no number may depend on data here, though numbers of the enclosing program may.
     """
 
     supports_higher_order_operators = True
@@ -186,7 +186,11 @@ class ProxyMode(ProxyTorchDispatchMode):
     def _read(
         self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What is read off tensors: it is known, found out, followed, or for the general mode to refuse."""
+        """The number that an operator reads off a tensor.
+
+        It is known at capture, the answer to a library's condition, a token (`aotdist.joint.scalars`), or
+        what the general mode makes of it: an unbacked symbol, or an error.
+        """
         scalars, token = current_scalars(), None
         try:
             node_args, node_kwargs = self._node_arguments(args, kwargs)
@@ -236,7 +240,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record an operator that is given numbers as it is: what it is made of might compute with them."""
+        """Record an operator that is given tokens, undecomposed: a decomposition might compute with them."""
         if scalars.tokens_among(whole_numbers(func, args, kwargs)):
             raise needs_value(func.name())
         try:
@@ -376,7 +380,7 @@ class ProxyMode(ProxyTorchDispatchMode):
 
 
 def _number_or_itself(atom: Any) -> Any:
-    """The node of the number that a token stands for; all else is itself."""
+    """The node of the number that a token stands for; any other atom itself."""
     scalars = current_scalars()
     number = None if scalars is None else scalars.behind(atom)
     return atom if number is None else number.made_by

@@ -86,12 +86,12 @@ class Recorder:
 
     Args:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
-        within: the recorder of the program that this one is a part of: what it made stands for no data here.
+        within: the recorder of the enclosing program, whose tensors are to this one what real tensors are.
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         backward_autocast: what the backward is recorded in.
         symbolic: whether sizes may be symbolic.
         of_data: whether sizes and numbers may depend on data.
-        fakes: the user's fake tensors, which are met as real ones are. Of their mode it depends then whether
+        fakes: the user's fake tensors, which are treated like real ones. Their mode then decides whether
             sizes may be symbolic.
         finds_out: let the program choose by data of its inputs, see `aotdist.joint.answers`.
     """
@@ -204,11 +204,11 @@ class Recorder:
         return any(isinstance(p, FunctionalTensor) and self._node_of(p) is None for p in plains)
 
     def is_given(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is none of a trace's own: real, or a fake of the user's."""
+        """Whether `tensor` comes from outside of the trace: it is real, or a fake of the user's."""
         return is_real(tensor) or id(tensor) in self._fakes.identities
 
     def class_around(self, tensor: torch.Tensor) -> type[torch.Tensor] | None:
-        """The class that a tensor of a program around this one shows there."""
+        """The class that a tensor of an enclosing program shows to the user's code there, if any."""
         if self._within is None:
             return None
         return self._within.guises.class_of(tensor) or self._within.class_around(tensor)
@@ -226,11 +226,11 @@ class Recorder:
             return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device=device)
 
     def second(self, tensor: FunctionalTensor, fake: torch.Tensor) -> FunctionalTensor:
-        """Another tensor of the value that `tensor` has: of the memory too, if it is a part of some."""
+        """Another tensor with the value of `tensor`; in the same memory, if `tensor` is a view."""
         return functional(fake) if is_functional_base(tensor) else second_shell(tensor)
 
     def exchange(self, exchange: Exchange) -> None:
-        """Two tensors of the program have become each other."""
+        """Note that two tensors of the program have become each other."""
         self._functionalisation.exchange(exchange)
 
     def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
@@ -301,12 +301,12 @@ class Recorder:
         return self._arguments.get(slot) or self._placeholder(slot, number)
 
     def told(self, number: Any) -> torch.Tensor:
-        """A tensor of a number that depends on data."""
+        """A tensor that holds a number which depends on data, for the graph to return."""
         dtype = torch.int64 if number_kind(number) is int else torch.float64
         return torch.scalar_tensor(number, dtype=dtype, device="cpu")
 
     def check_numbers(self) -> None:
-        """Record what has to hold of numbers that depend on data."""
+        """Record the checks of numbers that depend on data."""
         if self.unbacked is not None:
             with no_modes():
                 self.unbacked.check()
@@ -330,7 +330,7 @@ class Recorder:
         return self._arguments[slot]
 
     def lies_in_more(self, tensor: FunctionalTensor) -> None:
-        """The storage of `tensor` holds more than the tensor does."""
+        """Note that the storage of `tensor` is larger than the tensor."""
         self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
     def _stamp(self) -> dict[str, Any]:
@@ -437,7 +437,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def on_trial(self) -> Generator[None]:
-        """What is recorded inside is taken out of the graph again; it was to be looked at."""
+        """Erase what is recorded inside when the context is left: it is only to be looked at."""
         nodes = self._tracer.graph.nodes
         before = set(nodes)
         yield
@@ -468,7 +468,7 @@ class Recorder:
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
 
     def go_on(self) -> None:
-        """Record more, which is not to show in the graph that was handed out: that becomes a copy."""
+        """Allow more to be recorded after `graph`: the graph that was handed out becomes a copy."""
         if self._goes_on or self._first is None:
             return
         recorded, handed_out = self._tracer.graph, torch.fx.Graph(tracer_cls=PythonKeyTracer)
