@@ -93,11 +93,11 @@ class TracedCall:
 
 
 def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
-    """Trace the program; once more, where it changes what it finds in Python, and would fit this call only.
+    """Trace the program, and once more if its changes in Python would make the trace fit this call only.
 
-    With symbols for numbers that it counts in; and as the next call will find what it leaves: flags that say
-    that something was set up, objects that it makes once. Where the program is then another one, the trace
-    is for calls that find what this one found; for none but this one if it left an object.
+    The second trace has symbols for numbers that the program counts in, or starts from what this call leaves:
+    flags which say that something was set up, objects that are made once. If that is another program, the
+    first trace is kept, for calls that find what this one found; if it left an object, for this call alone.
 
     Args:
         job: what to trace.
@@ -121,13 +121,13 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
 
 
 def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
-    """What the program assigns besides what it counts in."""
+    """The constants that the program assigns, its counts left out."""
     counts = {place.spot() for place in job.counts}
     return [(place, value) for place, value in found.returned().constants if place.spot() not in counts]
 
 
 def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
-    """The trace with symbols for counts; `found` where they cannot stand for numbers: in a key, in a text.
+    """The trace with symbols for counts; `found` if they cannot stand for numbers (as keys, or in texts).
 
     Objects that the program makes once stay those of the first trace, which hold numbers.
     """
@@ -141,16 +141,20 @@ def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
         symbolic.before.roll_back()
     if bring_back is not None:
         bring_back()
-    return symbolic if symbolic is not None and _is_exactly(symbolic, found) else found
+    return symbolic if symbolic is not None and _is_equivalent(symbolic, found) else found
 
 
-def _is_exactly(symbolic: TracedCall, found: TracedCall) -> bool:
+def _is_equivalent(symbolic: TracedCall, found: TracedCall) -> bool:
     """Whether a trace with symbols is of the same program, and computes with them as with numbers."""
     ours, theirs = symbolic.traced, found.traced
     is_exact = _is_exact(ours) and not ours.symbols.decides_by(ours.symbols.floats())
     is_exact &= not symbolic.captured.in_backward.whole.has_symbols()
     is_exact &= not _computes_with_what_it_finds(symbolic)
-    return is_exact and _says_the_same(ours.facts, theirs.facts) and _does_the_same(ours.graph, theirs.graph)
+    return (
+        is_exact
+        and _have_same_constants(ours.facts, theirs.facts)
+        and _have_same_operations(ours.graph, theirs.graph)
+    )
 
 
 def _computes_with_what_it_finds(call: TracedCall) -> bool:
@@ -171,7 +175,7 @@ def _is_exact(traced: Traced) -> bool:
     return all(computes_exactly(number) for number in (*taken, *said) if isinstance(number, SYMBOLIC))
 
 
-def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
+def _have_same_constants(symbolic: Facts, facts: Facts) -> bool:
     """Whether results and assignments that are no tensors are the same, but for symbols."""
     ours, theirs = _assigned(symbolic), _assigned(facts)
     results, other_results = _results(symbolic), _results(facts)
@@ -188,7 +192,7 @@ def _says_the_same(symbolic: Facts, facts: Facts) -> bool:
             return False
         pairs_of_leaves = zip(leaves, other_leaves, strict=True)
         numbers = [(a, b) for a, b in pairs_of_leaves if is_constant(b) or isinstance(b, SYMBOLIC)]
-        if not all(_is_as(a, b) for a, b in numbers):
+        if not all(_is_hinted(a, b) for a, b in numbers):
             return False
     return True
 
@@ -202,17 +206,17 @@ def _assigned(facts: Facts) -> dict[tuple[int, Any], Any]:
     return {place.spot(): value for place, value in Returned.of(facts).constants}
 
 
-def _does_the_same(symbolic: Graph, graph: Graph) -> bool:
+def _have_same_operations(symbolic: Graph, graph: Graph) -> bool:
     """Whether two graphs have the same operations: a program may ask whether a number is an `int`."""
     ours, theirs = _operations(symbolic), _operations(graph)
     return len(ours) == len(theirs) and all(
-        target == other and len(args) == len(others) and all(map(_is_as, args, others))
+        target == other and len(args) == len(others) and all(map(_is_hinted, args, others))
         for (target, args), (other, others) in zip(ours, theirs, strict=True)
     )
 
 
 def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
-    """What each node calls, and with what: operations are told by position, numbers by value."""
+    """What each node calls, and with what: results of nodes are named by position, numbers by value."""
     told: dict[Node, Any] = {node: node.meta["val"] for node in graph.named_sizes().values()}
     found: list[tuple[Any, list[Any]]] = []
     for node in graph.gm.graph.nodes:
@@ -224,8 +228,8 @@ def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
     return found
 
 
-def _is_as(symbolic: Any, known: Any) -> bool:
-    """Whether a constant, or a number made of sizes, is what the symbolic number is in the call at hand."""
+def _is_hinted(symbolic: Any, known: Any) -> bool:
+    """Whether `known`, a constant or computed of sizes, is what the symbolic number is in this call."""
     known = hint(known) if isinstance(known, SYMBOLIC) else known
     return is_constant(known) and same_constant(hint(symbolic), known)
 
@@ -255,20 +259,19 @@ def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStac
 def _is_same_program(one: Traced, other: Traced) -> bool:
     """Whether two traces are of one program, but for the constants that it assigns."""
     same_inputs = one.program.ins == other.program.ins
-    same_facts = replace(one.facts, outputs=_tensors(one)) == replace(other.facts, outputs=_tensors(other))
+    same_facts = _without_returned(one.facts) == _without_returned(other.facts)
     graphs = [print_graph(traced.graph).source for traced in (one, other)]
-    return same_inputs and same_facts and graphs[0] == graphs[1] and _hold_the_same(one.graph, other.graph)
+    same_graphs = graphs[0] == graphs[1] and _have_same_attributes(one.graph, other.graph)
+    return same_inputs and same_facts and same_graphs
 
 
-def _tensors(traced: Traced) -> Row[Any, Any]:
-    return Row(
-        fact
-        for fact in traced.facts.outputs
-        if not isinstance(fact, NotATensor) or not isinstance(fact.value, Returned)
-    )
+def _without_returned(facts: Facts) -> Facts:
+    """`facts` without the output that says what is assigned."""
+    outputs = (f for f in facts.outputs if not (isinstance(f, NotATensor) and isinstance(f.value, Returned)))
+    return replace(facts, outputs=Row(outputs))
 
 
-def _hold_the_same(one: Graph, other: Graph) -> bool:
+def _have_same_attributes(one: Graph, other: Graph) -> bool:
     """Whether the tensors that two graphs hold, of as many nodes, are the same."""
     held = [
         [getattr(graph.gm, node.target) for node in graph.gm.graph.find_nodes(op="get_attr")]
@@ -284,8 +287,9 @@ def _are_data(*values: Any) -> bool:
 def _trace_over_bases(job: Job, times: StageTimes) -> TracedCall:
     """Trace the program over the bases that its inputs need.
 
-    Only a trace tells which inputs are written, and around which the program looks in their storage. Where
-    they share memory, the program runs once more, and again if what was written brings history to others.
+    Only a trace shows which inputs are written, and around which of them the program reaches in their storage
+    (`as_strided`). If such inputs share memory, the program is traced again over bases, until a trace needs
+    no other bases than it had.
     """
     bases, writes = NO_BASES, Writes()
     inputs: _Inputs | None = None
@@ -344,12 +348,12 @@ def _trace_with_any_numbers(
             return _trace(replace(job, of_data=True), times, bases, inputs)
         except (AotdistError, _LooksAround, _FailsWithSymbols):
             raise
-        except Exception:  # PyTorch's own, about a number that it would have to know
+        except Exception:  # one of PyTorch's, which needs to know a number
             raise refused from None
 
 
 class _FailsWithSymbols(Exception):
-    """A trace with symbolic sizes failed, as a trace with numbers might not; the cause says how."""
+    """A trace with symbolic sizes failed where one with numbers may succeed; the cause says how."""
 
     def __init__(self, before: Reassignments) -> None:
         super().__init__()
@@ -360,7 +364,7 @@ _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor
 
 
 class _LooksAround(Exception):
-    """The program looks around an input in its storage.
+    """The program reaches memory around an input, in the input's storage (`as_strided`).
 
     Args:
         before: how to undo what the program assigned.
@@ -407,7 +411,7 @@ def _trace(
             fakes = fakes_of(zip(paths, program.examples, strict=True), captured.closed_over.keys())
             _refuse_fakes(program, job.backend)
             recorder = Recorder(
-                _broken_up_in_trace(job.backend, job.settings),
+                _decompositions(job.backend, job.settings),
                 functional_rng=job.settings.functional_rng,
                 backward_autocast=_backward_autocast(job.settings),
                 symbolic=bool(dims or counts),
@@ -488,8 +492,8 @@ def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Progr
     return Program(lambda *distinct: program.fn(*distinct[:count]), *inputs)
 
 
-def _broken_up_in_trace(backend: Backend, settings: Settings) -> Decompositions:
-    """The operators that a trace breaks up; losses that a pass may look for, it leaves whole."""
+def _decompositions(backend: Backend, settings: Settings) -> Decompositions:
+    """The operators that the trace decomposes; losses that a pass may look for are left whole."""
     table = backend.decompositions()
     if settings.loss_chunk_bytes is None:
         return table
