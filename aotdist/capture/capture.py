@@ -66,9 +66,9 @@ class UserCall:
         run: what to call for it (a module's call without our own hook on it).
         args: positional arguments, pytrees of tensors and constants.
         kwargs: keyword arguments, likewise.
-        dims: dimensions whose size may differ from call to call, by the identity of the tensor; besides those
-            that carry a mark, or that settings name.
-        differentiates: whether the backward is part of the call: what is assigned has no history then.
+        dims: dimensions whose size may differ from call to call, by the identity of the tensor; others may be
+            marked, or named by settings.
+        differentiates: whether the call runs its own backward: then what it assigns has no history.
     """
 
     target: Any
@@ -90,15 +90,15 @@ class Returned:
 
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
-        assigned: places that are assigned the outputs after those, and the structure of each value.
-        constants: places that are assigned constants, or containers of some, and these.
+        assigned: places that are assigned the next outputs, and the structure of each value.
+        constants: places that are assigned constants, or containers of constants, and these.
         deleted: places that hold nothing afterwards.
-        replaced: attributes of wrappers that are assigned the outputs after those: position of the wrapper
-            among the program's inputs, and path.
-        shown: classes and attributes of outputs; what the attributes hold are the outputs after the checked.
-        checks: what is raised if one of the outputs after those that replace attributes is false.
+        replaced: attributes of wrappers that are assigned the next outputs: position of the wrapper among the
+            program's inputs, and path.
+        shown: classes and attributes of outputs; the last outputs are what these attributes hold.
+        checks: what to raise if one of the outputs between `replaced` and `shown` is false.
         shares: whether an object that the program makes is in several places.
-        counted: numbers among the arguments, by path, that are assigned others of their type.
+        counted: paths of numbers among the arguments that the program changes to others of their type.
     """
 
     spec: pytree.TreeSpec
@@ -112,7 +112,7 @@ class Returned:
     counted: tuple[str, ...] = ()
 
     def counts(self) -> list[Source]:
-        """Places, but for arguments, where the program finds a number, and leaves another of its type."""
+        """Places outside of the arguments where the program finds a number and leaves another of its type."""
         found = [(place, number_kind(value)) for place, value in self.constants]
         return [place for place, kind in found if kind and type(place.read_or(None)) is kind]
 
@@ -131,12 +131,12 @@ class Returned:
         return self.spec.num_leaves + num_assigned + len(self.replaced)
 
     def assigned_paths(self) -> list[str]:
-        """What is assigned something, by name; of wrappers, the attribute."""
+        """The names of what is assigned; of a wrapper, that of the attribute."""
         return [*(source.path for source, _ in self.assigned), *(path[1:] for _, path in self.replaced)]
 
     @classmethod
     def of(cls, facts: Facts) -> Returned:
-        """What a captured program says in one of its outputs, behind all that its caller gets."""
+        """The `Returned` among the outputs of a captured program."""
         for fact in facts.outputs:
             if isinstance(fact, NotATensor) and isinstance(fact.value, cls):
                 return fact.value
@@ -145,14 +145,14 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A module rule, the module that it claims, and the flags that were up at capture."""
+    """A module rule, the module that it claims, and that module's flags at capture."""
 
     rule: ModuleRule
     root: nn.Module
     flags: Hashable
 
     def holds(self) -> bool:
-        """Whether the same flags are up."""
+        """Whether the flags are what they were."""
         return self.rule.flags(self.root) == self.flags
 
 
@@ -191,8 +191,8 @@ class Captured:
         name: a word for the function or module.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor.
         in_backward: watches what the backward changes in Python.
-        leaves: puts the objects that the program leaves where it left them, if it is another program with
-            these: then it is one for this call alone.
+        leaves: puts back the objects that the program left in Python, if it is another program once they are
+            there: the artifact is for this call alone then.
     """
 
     program: Program[ArgIdx]
@@ -218,7 +218,7 @@ class Captured:
         return Slot("primal", self.source_of(real).path)
 
     def sources(self, tensors: Row[I, torch.Tensor]) -> dict[I, Source]:
-        """Where those of `tensors` are read that are no arguments, nor hang on one."""
+        """Where to read those of `tensors` that are neither arguments nor reached from one."""
         known = {id(tensor.value): tensor.source() for tensor in self.environment.state}
         known.update(self.closed_over)
         found = {idx: known[id(tensor)] for idx, tensor in tensors.enumerate() if id(tensor) in known}
@@ -233,7 +233,7 @@ class Captured:
 def environment_of(
     target: Any, arguments: Sequence[tuple[Source, torch.Tensor]], code: Iterable[tuple[str, Any]]
 ) -> Environment:
-    """What `target`, a module or any callable, reaches, given tensors as `arguments`, and `code` by name.
+    """What `target`, a module or any callable, reaches besides its arguments; see `reach`.
 
     Raises:
         UnsupportedProgram: a module in it uses a feature that cannot be captured.
@@ -257,7 +257,7 @@ def capture(
     Args:
         call: the call.
         settings: how to compile.
-        counted: numbers among its arguments, by path, that may be any.
+        counted: paths of numbers among its arguments that symbols stand for.
         scope: from when the program runs until this closes, stand-ins hang in the modules and their
             hooks are replaced. It must outlast the backward, whose hooks may run a forward again.
 
@@ -308,7 +308,7 @@ def capture(
 
 
 def _refuse_reached(arguments: Arguments, objects: Sequence[Any], reached: Reached) -> None:
-    """Refuse an object that the program is given, and finds elsewhere: a trace is given another one."""
+    """Refuse an argument object that the program also finds elsewhere: a trace is given another instance."""
     owners = {id(owner): source for source, owner in reached.owners}
     for instance, value in zip(arguments.instances, objects, strict=True):
         if (source := owners.get(id(value))) is not None:
@@ -320,7 +320,7 @@ def _refuse_reached(arguments: Arguments, objects: Sequence[Any], reached: Reach
 
 
 def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple[Source, torch.Tensor]]:
-    """Where what hangs on the tensors among the arguments is read."""
+    """The places of the tensors among the arguments: where to read their attributes, bases and gradients."""
     paths = arguments.tensor_paths()
     return [
         (Source(path, Argument(position, tensor)), tensor)
@@ -331,18 +331,18 @@ def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple
 def _dynamic_dims(
     everywhere: Sequence[torch.Tensor], marked: Sequence[torch.Tensor]
 ) -> Mapping[int, frozenset[int]]:
-    """The dimensions that carry a mark, and all dimensions of tensors that are dynamic `everywhere`."""
+    """The marked dimensions of some tensors, and all dimensions of those that are dynamic `everywhere`."""
     dims = {id(tensor): found for tensor in marked if (found := marked_dims(tensor))}
     return dims | {id(tensor): frozenset(range(tensor.dim())) for tensor in everywhere}
 
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """What notes the changes of one call besides `Reassignments`.
+    """What records the changes of one call, besides `Reassignments`.
 
     Args:
-        given: those of containers among the arguments.
-        checks: what it checks.
+        given: changes of containers and objects among the arguments.
+        checks: checks of data.
         in_backward: is told what the forward assigned.
     """
 
@@ -374,9 +374,9 @@ def _call(
     *,
     keeps_history: bool,
 ) -> list[Any]:
-    """Run the user's code; its flat results, what it assigned, and how to put them back.
+    """Run the user's code; returns its flat results, what it assigned, and how to put them back.
 
-    What it assigned keeps its history, or has none: that is of a backward that has been.
+    Without `keeps_history`, what it assigned is detached: its backward has run already.
     """
     reassignments = environment.reassignments()
     with no_python_random(environment.reached.python_generators):
@@ -408,14 +408,14 @@ def _call(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is found when the user's code has run; the places that it assigned are as before.
+    """What the user's code did; the places that it assigned hold again what they held before.
 
     Args:
-        leaves: of what it returned.
-        spec: structure of that.
-        assigned: places that were assigned tensors, or containers of some, and what.
-        constants: places that were assigned constants, or containers of some, and these.
-        deleted: places that hold nothing any more.
+        leaves: the leaves of what it returned.
+        spec: the structure of that.
+        assigned: places that were assigned tensors, or containers of tensors, and these.
+        constants: places that were assigned constants, or containers of constants, and these.
+        deleted: places that were deleted.
         replaced: tensors that were put inside of wrappers: see `WrapperAttributes.replaced`.
     """
 
@@ -438,8 +438,8 @@ def _run(
 
     Args:
         run: the code.
-        changes: note what it does besides assignments.
-        reassignments: knows what it may assign, as that was before.
+        changes: record what it does besides assignments.
+        reassignments: has what it may assign, as that was before.
         inputs: the stand-ins.
         examples: what they stand for.
     """
@@ -469,7 +469,7 @@ def _run(
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
-    """What was assigned, detached; tensors that were there before the call stay themselves."""
+    """What was assigned, detached; a tensor that was there before the call is returned as it is."""
     if not isinstance(value, torch.Tensor) or value.grad_fn is None or is_real(value):
         return value
     return value if any(value is one for one in inputs) else value.detach()

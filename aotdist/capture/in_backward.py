@@ -1,9 +1,9 @@
 """What the backward changes in Python: hooks that count or keep gradients, autograd functions, checkpoints.
 
-A backward runs at capture, on stand-ins, where the forward has left everything. What it changes is undone,
-and the runtime repeats it at every backward: items that are appended, numbers that are counted in, constants.
-Tensors that it keeps are results of its graph.
-An artifact is for calls that find what this one found, so that what the backward finds is known too.
+At capture a backward runs on stand-ins, and finds in Python what the forward left there. What it changes is
+undone, and the runtime repeats it at every backward: appended items, incremented numbers, constants. Tensors
+that it keeps are results of its graph. An artifact is for calls that find what this one found, so what the
+backward finds is known, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """Stands for a tensor that a backward computes and keeps: the position among these."""
+    """Stands for one of the tensors that a backward computes and keeps, by position."""
 
     position: int
 
@@ -54,7 +54,7 @@ class BackwardChanges:
         grown: lists, and what is appended.
         added: places of whole numbers, and what is added to them.
         assigned: places that are assigned constants, tensors, or containers of some, and these.
-        expected: what some of these may hold when the backward begins: what it changes may be made of that.
+        expected: what some of these may hold when the backward begins, since the changes may depend on it.
         deleted: places that hold nothing afterwards.
         found: what these places and lists held at capture.
         kept: recipes of the tensors among these values, for which `KeptTensor` stands.
@@ -70,7 +70,7 @@ class BackwardChanges:
 
     @classmethod
     def of(cls, changes: Iterable[tuple[Source, Any, Any]], kept: Sequence[torch.Tensor]) -> BackwardChanges:
-        """Those of a backward, given place, value before and value after; of arguments, there are none."""
+        """The changes of a backward, from place, value before and value after; not those of arguments."""
         grown, added, assigned, expected, deleted, found = [], [], [], [], [], []
         seen: set[Spot] = set()
         for place, before, value in changes:
@@ -110,29 +110,29 @@ class BackwardChanges:
         return [place for place, value in self.assigned if type(value) is type(place.read_or(None)) is int]
 
     def has_symbols(self) -> bool:
-        """Whether a symbol is assigned: what the backward makes of a number is no sum with a constant."""
+        """Whether a symbol is assigned: the backward does more to a number than to add a constant."""
         return _has([value for _, value in (*self.assigned, *self.grown)], SYMBOLIC)
 
     def left(self, kept: Sequence[Any]) -> list[tuple[Source, Any]]:
-        """The places that it assigns or appends to, and what it leaves there, given the tensors it keeps."""
+        """The places that it changes, and what it leaves there, given the tensors that it keeps."""
         lists = [(place.whole_list(), [*place.read(), *_another(new, kept)]) for place, new in self.grown]
         others = [(place, _another(value, kept)) for place, value in self.assigned]
         return [*lists, *others, *((place, ABSENT) for place in self.deleted)]
 
     def only_where_found(self) -> BackwardChanges:
-        """These, for backwards that find what this one found: what it changes may be made of that."""
+        """The same changes, for backwards that find what this one found, since they may depend on it."""
         return replace(self, expected=tuple((place, (value,)) for place, value in self.found))
 
     def after(self, second: BackwardChanges, left: Mapping[Spot, Any], *, alike: bool) -> BackwardChanges:
-        """These, given what the same backward changes when it runs once more.
+        """The same changes, relaxed by what the backward changes when it is run a second time.
 
-        A list that it appends the same to may hold anything. If all else is the same, too, a flag that it
-        puts up may be up.
+        A list may hold anything if the backward appends the same to it again. If everything else is the same
+        as well, a flag that it sets may be set already.
 
         Args:
-            second: what it changes then.
-            left: what it then leaves where these leave something.
-            alike: whether it computes the same then.
+            second: what the second run changes.
+            left: what the second run leaves in the places where the first left something.
+            alike: whether the second run computes the same.
         """
         found = _by_spot(self.found)
         appended = _by_spot((place.whole_list(), items) for place, items in second.grown)
@@ -158,7 +158,7 @@ class BackwardChanges:
         return replace(self, grown=tuple(grown), assigned=tuple(ends), expected=expected)
 
     def changes_no_more_than(self, other: BackwardChanges) -> bool:
-        """Whether it adds the same to numbers, and changes no place or list that the other one does not."""
+        """Whether these add the same to numbers as `other`, and change no place or list that it does not."""
         spots = {place.spot() for place in other.changed()}
         lists = {place.spot()[0] for place in other.changed() if place.is_whole_list}
         ours = (place.spot() for place in self.changed())
@@ -166,13 +166,13 @@ class BackwardChanges:
         return known and _by_spot(self.added) == _by_spot(other.added)
 
     def changed(self) -> Iterator[Source]:
-        """The places that it changes: lists that it appends to as a whole."""
+        """The places that are changed; a list that is appended to is one place."""
         yield from (place.whole_list() for place, _ in self.grown)
         yield from (place for place, _ in (*self.added, *self.assigned))
         yield from self.deleted
 
     def repeat(self, kept: Sequence[Any]) -> None:
-        """Change the same again, with these tensors.
+        """Make the changes again, with these tensors in the place of those that were kept.
 
         Raises:
             UnsupportedProgram: the backward finds other numbers than its forward left.
@@ -189,7 +189,7 @@ class BackwardChanges:
             forget(place)
 
     def tensors_left(self) -> tuple[torch.Tensor, ...]:
-        """What a backward keeps that has just run, where it is."""
+        """The tensors that a backward which has just run keeps, read from the places that hold them."""
         if not self.kept:
             return ()
         found = [*(place.read_or(None) for place, _ in self.assigned)]
@@ -202,7 +202,7 @@ class BackwardChanges:
 
     @contextmanager
     def undone(self) -> Generator[None]:
-        """Put back what changes inside in these places."""
+        """Undo, when the context is left, what was changed inside in these places."""
         lists = [(place.whole_list(), list(place.read())) for place, _ in self.grown]
         places = [*(place for place, _ in (*self.added, *self.assigned)), *self.deleted]
         undo = assign([*lists, *((place, place.read_or(ABSENT)) for place in places)])
@@ -217,7 +217,7 @@ NOTHING = BackwardChanges()
 
 @dataclass(slots=True)
 class _Rerun:
-    """A backward that is run once more, where it finds what its first run left.
+    """A backward that is run a second time, on what its first run left in Python.
 
     Args:
         first: what the first run changed.
@@ -234,8 +234,8 @@ class _Rerun:
     def left_by_first(self) -> list[tuple[Source, Any]]:
         """What the second run finds.
 
-        Tensors are there under other names: both runs are given the same gradients, and a hook that keeps
-        such a one would seem to change nothing.
+        Kept tensors are detached, to be other objects: both runs are given the same gradients, and a hook
+        that keeps a gradient would otherwise seem to change nothing.
         """
         return self.first.left([tensor.detach() for tensor in self.kept])
 
@@ -255,9 +255,9 @@ class InBackward:
         self.counts: Sequence[Source] = ()
         """Places where symbols stand for numbers."""
         self.symbols: set[str] = set()
-        """The names of those that a backward finds there: other numbers, for all it knows, than are left."""
+        """The names of the symbols that a backward finds there: it may find other numbers than are left."""
         self._rerun: _Rerun | None = None
-        """The backward that is run once more, while it is."""
+        """The backward that is being run a second time, if one is."""
         self.whole = NOTHING
         """What the backward of all results changes."""
         self.of_some: dict[frozenset[NodeOutIdx], BackwardChanges] = {}
@@ -265,16 +265,16 @@ class InBackward:
         self.kept: tuple[torch.Tensor, ...] = ()
         """What the last backward keeps."""
         self.replaced: Sequence[tuple[Source, torch.Tensor]] = ()
-        """Tensors that it puts something else in the place of."""
+        """The places in which it replaced a tensor, and these tensors."""
 
     def forward_left(self, values: Sequence[tuple[Source, Any]]) -> None:
-        """Note what the forward assigned, which a backward finds; outside, it is put back."""
+        """Note what the forward assigned: a backward is to find it, though it is undone between the two."""
         self._left = [(place, value) for place, value in values if not place.is_of_argument]
 
     def running(
         self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None
     ) -> AbstractContextManager[None]:
-        """Around a backward of some results, or of all; what it changes is noted, and undone.
+        """A context for a backward of some results, or of all; what it changes is noted, and undone.
 
         Args:
             choice: the results; None for all.
@@ -335,12 +335,12 @@ class InBackward:
         kept: Sequence[torch.Tensor],
         computes_the_same: Callable[[], bool],
     ) -> None:
-        """Find out what of its changes a backward may find, if it is the same one then.
+        """Find out, by a second run, whether a backward does the same where it finds its own changes.
 
         Args:
-            choice: the results that it is of; None for all.
-            kept: what it keeps.
-            computes_the_same: runs it once more, where it has run before: is what it computes the same?
+            choice: the results that it starts from; None for all.
+            kept: the tensors that its first run kept.
+            computes_the_same: runs it again, and says whether it computes the same.
         """
         first = self.whole if choice is None else self.of_some[frozenset(choice)]
         if not first.found:
@@ -371,18 +371,18 @@ class InBackward:
         self.kept = self.replaced = ()
 
     def beyond(self) -> InBackward:
-        """For backwards of backwards: what they change is undone, and that is all."""
+        """The same for backwards of backwards, whose changes are only undone."""
         later = InBackward(None)
         later.whole = replace(self.whole, kept=())
         return later
 
     def changes(self, arrived: Collection[NodeOutIdx]) -> BackwardChanges:
-        """What a backward changes where these gradients have arrived."""
+        """What a backward from these results changes."""
         return self.of_some.get(frozenset(arrived), self.whole)
 
 
 def expect(place: Source, known: Sequence[Any]) -> None:
-    """See that a place holds one of the values that a backward is known to find there.
+    """Check that a place holds one of the values that a backward is compiled for.
 
     Raises:
         UnsupportedProgram: it does not.
@@ -404,7 +404,7 @@ def forget(place: Source) -> None:
 
 
 def _step(before: Any, value: Any) -> int | None:
-    """What is added to a number, if that is known: of symbols, not of what may be a coincidence."""
+    """What is added to a number, if that is certain: between plain numbers it may be a coincidence."""
     if not (isinstance(before, torch.SymInt) and isinstance(value, (int, torch.SymInt))):
         return None
     step = value - before
@@ -412,7 +412,7 @@ def _step(before: Any, value: Any) -> int | None:
 
 
 def _another(value: Any, kept: Sequence[Any]) -> Any:
-    """`value` with these tensors; another one, if it is a container."""
+    """A copy of `value` with `kept` tensors in the place of `KeptTensor`s."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
     leaves = [kept[leaf.position] if isinstance(leaf, KeptTensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
@@ -443,7 +443,7 @@ def _has(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def _marked(value: Any) -> Any:
-    """`value` with marks in the place of tensors: not to hold them, and any others will do."""
+    """`value` with `AnyTensor` in the place of tensors: they are not kept alive, and any others will do."""
     kinds = (torch.Tensor, KeptTensor)
     return pytree.tree_map_only(kinds, lambda _: AnyTensor(), value, is_leaf=is_leaf)
 
