@@ -1,8 +1,8 @@
 """What the program assigns to attributes, variables and items: `self.n = self.n + 1`.
 
-The assignment runs at capture, on stand-ins. It is undone, and the runtime repeats it at every call: tensors
-that were assigned become outputs of the program, constants are what they were at capture, since an artifact
-only fits calls that find what this one found.
+The assignment runs at capture, on stand-ins. It is undone, and the runtime repeats it at every call. Tensors
+that were assigned become outputs of the program; constants are those of the capture, since an artifact only
+fits calls that find what this one found.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Variable:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A set or a deque, which the program changes at capture only, and what was in it before the trace."""
+    """A set or a deque, and what was in it before the trace; changes of it are not repeated at calls."""
 
     source: Source
     held: set[Any] | deque[Any]
@@ -108,7 +108,7 @@ class _Whole:
         return len(self.held) != len(self.before) or not all(map(operator.is_, self.held, self.before))
 
     def fill(self, items: Collection[Any]) -> None:
-        """Let these be in it."""
+        """Replace its items."""
         self.held.clear()
         (self.held.extend if isinstance(self.held, deque) else self.held.update)(items)
 
@@ -119,7 +119,7 @@ class Reassignments:
     Args:
         modules: modules by qualified name; their parameters, buffers, children and attributes are watched.
         reached: closures, globals, objects and containers.
-        ruled: modules in which a rule hangs parameters of its own while they are traced; not watched.
+        ruled: modules whose parameters a module rule replaces while they are traced; these are not watched.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Reassignments:
     def collect(self, given: Mapping[int, int]) -> list[tuple[Source, Any]]:
         """Places that were assigned traced tensors, or containers of some; each is put back as it was.
 
-        Attributes of arguments are among them whatever they were assigned: the next call's are others.
+        An attribute of an argument is among them whatever it was assigned: the next call has other arguments.
 
         Args:
             given: positions of the objects that the call is given, by identity: these are the caller's.
 
         Raises:
-            UnsupportedProgram: what was assigned hides tensors, or one is gone.
+            UnsupportedProgram: what was assigned hides tensors, or a tensor was deleted.
         """
         found: list[tuple[Source, Any]] = []
         for whole in self._wholes:
@@ -164,7 +164,7 @@ class Reassignments:
         return found
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
-        """Places that were assigned constants, or containers of nothing else; and places that hold none now.
+        """Places that were assigned constants or containers of constants, and places that were deleted.
 
         Each is put back as it was.
         """
@@ -179,7 +179,7 @@ class Reassignments:
         return assigned, deleted
 
     def changed_data(self, *, tensors: bool = False) -> Iterator[tuple[Source, Any, Any]]:
-        """Place, value before and value now of what holds other constants now, or none, or containers.
+        """Place, value before and value now of what was assigned constants, or was deleted.
 
         Args:
             tensors: whether tensors of the trace count as constants.
@@ -190,7 +190,7 @@ class Reassignments:
                     yield place, before, value
 
     def side_effects(self) -> list[str]:
-        """Places that got an object which is not made anew at every call; that happens at capture only."""
+        """Places that were assigned an object which no call makes anew: an effect of the capture only."""
         changes = (change for watched in self._watched for change in watched.changed())
         return [place.path for place, _, _ in changes if not place.is_of_argument]
 
@@ -220,7 +220,7 @@ class Reassignments:
                     yield before
 
     def left(self) -> Callable[[], None] | None:
-        """What brings back, once it is rolled back, what the program left; None if that is nothing."""
+        """A function that restores, after `roll_back`, what the program left; None if it left nothing."""
         values = [(place, value) for watched in self._watched for place, _, value in watched.changed()]
         wholes = [(whole, tuple(whole.held)) for whole in self._wholes if whole.is_changed()]
 
@@ -232,7 +232,7 @@ class Reassignments:
         return bring_back if values or wholes else None
 
     def moves(self) -> bool:
-        """Whether a place holds a module, an object or a container of another: each call moves it on."""
+        """Whether a place was given a module, object or container of another: each call moves it on."""
         values = (value for watched in self._watched for _, _, value in watched.changed())
         parts = (part for value in values for part in (value, *pytree.tree_leaves(value)))
         return any(id(part) in self._entered for part in parts)
@@ -251,7 +251,7 @@ class Reassignments:
 
     @contextmanager
     def undone_on_failure(self) -> Generator[None]:
-        """Put everything back if what stands inside fails."""
+        """Put everything back if an exception is raised inside."""
         try:
             yield
         except BaseException:
@@ -259,7 +259,7 @@ class Reassignments:
             raise
 
     def hidden(self) -> Iterator[tuple[str, Any]]:
-        """Places that hold tensors of the trace in what is not made anew at every call, and that."""
+        """Paths and values of places that hold tensors of the trace in an object that no call makes anew."""
         for watched in self._watched:
             for place, _, value in watched.changed():
                 shown = shows_traced(value) and not self._is_data(value, tensors=True)
@@ -281,7 +281,7 @@ class Reassignments:
 
 
 def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
-    """Let places hold these values, or nothing (`ABSENT`); returns what puts back what they held."""
+    """Assign values to places, or delete them (`ABSENT`); returns a function that undoes it."""
     before = [(place, place.read_or(ABSENT)) for place, _ in values]
     for place, value in values:
         _hold(place, value)
@@ -361,9 +361,8 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
     for source, _ in (*reached.tensors, *reached.constants):
         if not source.steps or isinstance(source.steps[-1], Applied):
             continue
-        # A tensor has another in its place while the program runs, a list may lose an item, and another
-        # object may take an object's place: these are watched themselves, as is a deque. What a tuple holds
-        # changes with the tuple.
+        # What hangs on tensors (which stand-ins replace while the program runs), lists, dictionaries, objects
+        # and deques is watched there. What a tuple holds changes with the tuple.
         owner = source.owner().read_or(ABSENT)
         if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
             yield _Variable(source, source.read_or(ABSENT))
@@ -371,7 +370,7 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
 
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
-    """`container`, written where a call finds it, if that may be another one at each."""
+    """`container`, at a place from which each call reaches its own."""
     if source.is_of_argument:
         place = source
     elif source.steps in ((), (Attribute("__dict__"),)):
@@ -384,7 +383,7 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
 
 
 def _hold(place: Source, value: Any) -> None:
-    """Let `place` hold `value`, or nothing (`ABSENT`)."""
+    """Assign `value` to a place, or delete it (`ABSENT`)."""
     if value is not ABSENT:
         place.write(value)
     elif place.read_or(ABSENT) is not ABSENT:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 ABSENT = object()
-"""What is found where nothing is, see `Source.read_or`."""
+"""Stands for the value of a place where nothing is; see `Source.read_or`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """The step `[key]`; tensors are keys by what object they are.
+    """The step `[key]`; keys that are tensors are compared by identity.
 
     Args:
         key: the key, or the position.
-        cls: the class whose methods get and set what is kept there, where those of the container's own class
-            do something else; see `keeper_of`.
+        cls: the base class whose methods get and set the item, if the container's own class overrides them;
+            see `keeper_of`.
     """
 
     key: Any
@@ -51,9 +51,9 @@ class Applied:
 
 
 def keeper_of(container: Any) -> type[Any] | None:
-    """The class that gets the items of a list, a tuple or a dictionary as they are kept.
+    """The base class whose `__getitem__` gets the items of a list, a tuple or a dictionary as they are kept.
 
-    None if its own class does.
+    None if the container's own class does not override it.
     """
     kept = next(
         (kind.__getitem__ for kind in (dict, list, tuple) if isinstance(container, kind)),
@@ -65,7 +65,7 @@ def keeper_of(container: Any) -> type[Any] | None:
 
 
 def kept_by(container: Any) -> Any:
-    """What a list or a dictionary keeps, in another one."""
+    """A copy of what a list or a dictionary keeps, whatever its class makes of it."""
     cls: Any = keeper_of(container)
     if isinstance(container, dict):
         return dict(container if cls is None else cls.items(container))
@@ -81,12 +81,12 @@ Spot: TypeAlias = tuple[int, Any]
 
 @dataclass(slots=True, eq=False)
 class Argument:
-    """Where a place begins that is reached from a tensor among the arguments: another at each call.
+    """The root of places that are reached from a tensor among the arguments, another one at each call.
 
     Args:
-        position: which of them.
-        example: that of the call which is captured, until it is forgotten: not by a weak reference, which
-            would keep the tensor from being swapped with another.
+        position: of the tensor among the arguments' tensors.
+        example: the tensor of the captured call, until it is forgotten; not a weak reference, which would
+            keep the tensor from being swapped with another.
     """
 
     position: int
@@ -95,10 +95,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a call is given: the lists, dictionaries and objects in it are others at each call.
+    """The root of places in lists, dictionaries and objects that a call is given, others at each call.
 
     Args:
-        name: `args`, `kwargs` or `objects`, as the compiled call has them too.
+        name: `args`, `kwargs` or `objects`: the variable of the printed call.
     """
 
     name: str
@@ -106,14 +106,14 @@ class Given:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """Where a place begins that lies in an object or a container which is found at another place.
+    """The root of places in an object or a container that is itself found at a place.
 
-    There may be another one at each call (`self.state = State()`), so it is looked up at the beginning: what
-    the program assigns is assigned there.
+    Each call may find another one there (`self.state = State()`). So it is looked up when the call begins,
+    and what the program assigns is assigned in the object that was found.
 
     Args:
-        source: where it is found.
-        example: what was found in the call which is captured.
+        source: where to find it.
+        example: what the captured call found.
     """
 
     source: Source
@@ -132,8 +132,8 @@ class Source:
 
     Args:
         path: how the user would write it (`model.blocks.0.scale`); for messages only.
-        root: where to start; held strongly, but for the example of an `Argument` that was forgotten.
-        steps: how to go on.
+        root: where to start; held strongly, unless it is an `Argument` whose example was forgotten.
+        steps: the attributes and items to follow from there.
     """
 
     path: str
@@ -156,7 +156,7 @@ class Source:
         return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key, cls)))
 
     def item_at(self, position: int, key: Any, cls: type[Any] | None = None) -> Source:
-        """The same; a key that is a tensor has a name by its position among the keys."""
+        """As `item`, but a key that is a tensor is named by its position among the keys."""
         is_tensor = isinstance(key, torch.Tensor)
         return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]" if is_tensor else None, cls)
 
@@ -165,7 +165,7 @@ class Source:
         return self.item(_WHOLE, self.path)
 
     def items_from(self, first: int) -> Source:
-        """The items of the list at `self` from one on: nothing is there until it grows."""
+        """The items of the list at `self` from position `first` on: those that are appended."""
         return self.item(slice(first, None), f"{self.path}[{first}:]")
 
     @property
@@ -178,7 +178,7 @@ class Source:
                 return False
 
     def whole(self) -> Source:
-        """The list that it is some items of."""
+        """The list, of a place made by `items_from`."""
         return replace(self.owner(), path=self.path.rpartition("[")[0])
 
     @property
@@ -187,7 +187,7 @@ class Source:
         return self.steps[-1:] == (Item(_WHOLE),)
 
     def lies_in(self, other: Source) -> bool:
-        """Whether it is reached by way of `other`."""
+        """Whether it is `other`, or reached through it."""
         return self.root is other.root and self.steps[: len(other.steps)] == other.steps
 
     def applied(self, function: Callable[[Any], Any], path: str) -> Source:
@@ -195,7 +195,7 @@ class Source:
         return Source(path, self.root, (*self.steps, Applied(function)))
 
     def container(self) -> Source | None:
-        """The place that a function is applied to, of one that is computed."""
+        """Of a computed place (`applied`), the place that it is computed from; else None."""
         return self.owner() if self.steps and isinstance(self.steps[-1], Applied) else None
 
     def read(self) -> Any:
@@ -232,7 +232,7 @@ class Source:
                 raise TypeError(f"{self.path} is computed, not a place")
 
     def delete(self) -> None:
-        """Let nothing be there."""
+        """Delete what is there."""
         owner, last = self._owner()
         match last:
             case Attribute(name=name):
@@ -243,7 +243,7 @@ class Source:
                 raise TypeError(f"{self.path} is computed, not a place")
 
     def spot(self) -> Spot:
-        """What two sources of one place have in common, however they are spelled: what holds it, and its key.
+        """What all sources of one place have in common: the identity of its container or object, and its key.
 
         Raises:
             AttributeError, IndexError, KeyError: the place is gone.
@@ -261,7 +261,7 @@ class Source:
                 return id(owner), function
 
     def owner(self) -> Source:
-        """The place of what it hangs on, or lies in."""
+        """The place of the object or container that it is an attribute or an item of."""
         return Source(self.path, self.root, self.steps[:-1])
 
     def _owner(self) -> tuple[Any, Step]:
@@ -287,7 +287,7 @@ class Source:
         return text
 
     def assignment(self, value: str, bind: Callable[[str, Any], str], *, adds: bool = False) -> str:
-        """Python source that puts there what an expression gives, or adds it; `bind` as for `expression`."""
+        """Python source that assigns, or adds, the value of an expression; `bind` as for `expression`."""
         there = self.expression(bind)
         match self.steps[-1]:
             case Item(key=key, cls=type() as cls):
@@ -298,7 +298,7 @@ class Source:
                 return f"{there} {'+=' if adds else '='} {value}"
 
     def deletion(self, bind: Callable[[str, Any], str]) -> str:
-        """Python source that lets nothing be there; `bind` as for `expression`."""
+        """Python source that deletes what is there; `bind` as for `expression`."""
         match self.steps[-1]:
             case Item(key=key, cls=type() as cls):
                 owner, key = self.owner().expression(bind), _literal(key, bind)
@@ -308,12 +308,12 @@ class Source:
 
 
 def held_in(places: Iterable[Source]) -> list[Held]:
-    """Objects and containers that are found elsewhere, in which `places` lie; each once."""
+    """The `Held` roots of `places`, each once."""
     return list(dict.fromkeys(place.root for place in places if isinstance(place.root, Held)))
 
 
 def _owner_hint(path: str, root: Any) -> str:
-    """A name for the object that a place hangs on: `blocks.3.scale` hangs on `blocks_3`."""
+    """A name for the root of a place: `blocks_3` for that of `blocks.3.scale`."""
     if isinstance(root, types.CellType):
         return f"{path} cell"
     if isinstance(root, types.FunctionType):
