@@ -28,22 +28,22 @@ from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.tensors import set_versions
 
 DETACH = torch.ops.aten.detach.default
-"""A view to the log, and none to autograd."""
+"""The log takes what it makes for a view; autograd does not."""
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.data`: what `detach` makes, with a version counter of its own."""
+    """`tensor.data`: as `tensor.detach()`, with a version counter of its own."""
     return tensor.data
 
 
 def as_inference(tensor: torch.Tensor) -> torch.Tensor:
-    """Another name for the memory of `tensor`, made in inference mode: graphs run in the caller's mode."""
+    """A tensor in the memory of `tensor` that is made in inference mode; graphs run in the caller's mode."""
     with torch.inference_mode():
         return rebuild(recipe_of(tensor), [_named_anew(plain) for plain in plain_tensors(tensor)])
 
 
 def as_written(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """`tensor`, whose version counter says that it was written so often."""
+    """`tensor`, its version counter set to `version`."""
     set_versions((tensor,), (version,))
     return tensor
 
@@ -88,15 +88,16 @@ class ViewStep:
     """One view operation, to be replayed on a base: `op(base, *args, **kwargs)[pick]`.
 
     Args:
-        op: the operator (`aten.t.default`), `data_of`, `as_inference`, or what takes one out of a wrapper
-            or puts it in.
+        op: the operator (`aten.t.default`), or a function: `data_of`, `as_inference`, `as_written`, `Inside`,
+            `Around`.
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.
         grad: whether grad mode was on when the view was made; a view made under `no_grad` stays
             without gradient.
-        serial: which operation of the trace it was: views of the same `x.detach()` share it for their base.
-        shared: whether something is done to the view itself, which is then the same for all that pass it.
+        serial: number of the operation in the trace; views of one `x.detach()` have that step in common.
+        shared: whether the result is used by itself (it is returned, or written), so that all views which
+            have this step must be made from one result.
     """
 
     op: Callable[..., Any]
@@ -108,27 +109,28 @@ class ViewStep:
     shared: bool = False
 
     def of(self, base: torch.Tensor) -> Any:
-        """What the operation gives, in the grad mode of then; several views, if it has a `pick`."""
+        """Run the operation, in the grad mode that it was recorded in; several views, if it has a `pick`."""
         with torch.set_grad_enabled(self.grad):
             return self.op(base, *self.args, **dict(self.kwargs))
 
     def is_common(self) -> bool:
-        """Whether views that have this step in common share what it makes."""
+        """Whether views that have this step in common are made from one result of it."""
         return self.pick is not None or self.shared or self.ends_views()
 
     def ends_views(self) -> bool:
-        """Whether what the step makes is no view to autograd, so that views of it have it for their base."""
+        """Whether autograd does not take the result for a view, so that it is the base of its own views."""
         return self.op in (DETACH, data_of) or isinstance(self.op, (Inside, Around))
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionView:
-    """Views with a history of their own: a user's autograd function made them, say, whose backward is kept.
+    """Views with a history that replaying would lose: a user's `autograd.Function` made them, for example.
 
     Args:
-        steps: the views, made without history; none where a tensor inside of a wrapper was written.
-        value: the node output whose history the last of them has.
-        creation: by which autograd knows what to say of a write; None for what is no view to autograd.
+        steps: the views, to be made without history; none where a tensor inside of a wrapper was written.
+        value: the node output whose history the last view gets.
+        creation: autograd's `CreationMeta` of the view, which decides whether it may be written; None for
+            what autograd does not take for a view.
     """
 
     steps: tuple[ViewStep, ...]
@@ -141,7 +143,7 @@ class FunctionView:
         return self.steps[-1].serial
 
     def is_common(self) -> bool:
-        """Whether views that have this step in common share what it makes."""
+        """As `ViewStep.is_common`."""
         return bool(self.steps) and (self.creation is None or any(step.is_common() for step in self.steps))
 
 
@@ -153,8 +155,8 @@ class Untouched:
     """The input's data is as it was.
 
     Args:
-        bumps: by how much the version counter goes up all the same (`x[0].t_()` counts as a write of `x`).
-        inside: by how much those of tensors inside of it do, by path.
+        bumps: by how much its version counter increases nevertheless (`x[0].t_()` counts as a write of `x`).
+        inside: by how much those of the tensors inside of a wrapper increase, by path.
     """
 
     bumps: int = 0
@@ -168,9 +170,9 @@ class DataWritten:
     Args:
         value: the node output that holds the new value.
         differentiable: whether the write takes part in the backward.
-        bumps: by how much the version counter goes up; 0 for a write behind autograd's back (`.data`).
-        inside: by how much those of tensors inside of it do, by path: what is written by the wrapper's own
-            operators is not counted there.
+        bumps: by how much its version counter increases; 0 for a write behind autograd's back (`.data`).
+        inside: by how much those of the tensors inside of a wrapper increase, by path; writes by the
+            wrapper's own operators are not counted there.
     """
 
     value: NodeOutIdx
@@ -238,12 +240,12 @@ class Kept:
 
 
 Place: TypeAlias = Fresh | IsInput | ViewOfInput | ViewOfIntermediate | ViewOfOutput | Kept
-"""How to get at a tensor outside of the region."""
+"""Where to find a tensor outside of the region, or how to make it there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """A tensor is made, for later: by then its base is something else."""
+    """Make a tensor now and keep it under a number for later, when its base will have changed."""
 
     number: int
     place: Place
@@ -259,8 +261,8 @@ class MetadataWrite:
         args: its other positional arguments; tensors stand there as a `Place`.
         kwargs: its keyword arguments as pairs; they hold no tensors.
         grad: whether grad mode was on.
-        number: which of all such writes of the program it is; negative for one that comes after all.
-        data: what it holds afterwards, where its storage has more room than before.
+        number: position among all such writes of the program; negative for one that comes after all others.
+        data: what the tensor holds afterwards, if it was given a larger storage.
     """
 
     target: Place
@@ -279,7 +281,8 @@ class Swap:
     Args:
         first: an input, or (without steps) an output.
         second: another.
-        poisoned: of each, whether it is a leaf whose gradient had a way to it by then: that is closed.
+        poisoned: of each, whether it is a leaf that has an accumulation node already: the swap poisons that
+            node, and a backward that reaches it raises.
     """
 
     first: Place
@@ -299,8 +302,8 @@ class NodeOut:
         slot: its name; role `output` or `write`.
         recipe: how it is put together from plain tensors.
         differentiable: whether a gradient can come back for it.
-        version: how often the program wrote it after making it, as autograd counts; None where that is not
-            to be seen.
+        version: its version counter: how often the program wrote it after making it; None where no counter
+            shows it.
     """
 
     slot: Slot
@@ -311,13 +314,13 @@ class NodeOut:
 
 @dataclass(frozen=True, slots=True)
 class OutputView:
-    """A place: an output that is made again as a view, outside of the node."""
+    """An output that is made as a view outside of the node."""
 
     out: OutIdx
 
 
 HeldPlace: TypeAlias = Fresh | IsInput | OutputView
-"""What a waypoint is to the caller."""
+"""Where the caller holds a waypoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +355,8 @@ class Passages:
 
     Args:
         waypoints: in the order in which the program made them.
-        levels: of each node output, one more than the position of the last waypoint that its gradient meets,
-            or 0.
+        levels: for each node output, one more than the position of the last waypoint that its gradient
+            passes; 0 if it passes none.
         raised: node outputs of a higher level: autograd comes to them before waypoints that they do not meet.
     """
 
@@ -367,8 +370,8 @@ class BackwardWrite:
     """An input that the backward wrote.
 
     Args:
-        input: which.
-        bumps: by how much its version counter goes up.
+        input: the input.
+        bumps: by how much its version counter increases.
     """
 
     input: PrimalIdx
@@ -377,13 +380,13 @@ class BackwardWrite:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Some of the differentiable results, for which the backward was traced by itself.
+    """Some of the differentiable results, whose backward was traced separately.
 
     Args:
-        outs: which.
-        grads: the inputs that get a gradient then, and its recipe.
-        writes: the inputs that the backward writes then.
-        kept: recipes of what user code in the backward keeps.
+        outs: these results.
+        grads: the inputs that get a gradient from them, and its recipe.
+        writes: the inputs that their backward writes.
+        kept: recipes of what user code in that backward keeps.
     """
 
     outs: tuple[NodeOutIdx, ...]
@@ -426,11 +429,11 @@ NO_PASSAGES = Passages((), Row())
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A condition on data of inputs, by which the program chose between two ways.
+    """A condition on data of inputs, on which the program branched at capture.
 
     Args:
-        of: the plain tensors that it follows from: an input, and which of its plain tensors.
-        ask: the condition, given these: a tensor of one boolean.
+        of: the plain tensors that it depends on: an input, and which of its plain tensors.
+        ask: computes the condition from these: a tensor of one boolean.
         holds: whether it held at capture.
     """
 
@@ -465,24 +468,25 @@ class Facts:
         inputs: what happens to each input.
         outputs: what each output is.
         order: outputs, and writes of metadata, in the order in which the program made them. They are made
-            again in that order: a view shows what its base was at the time, and autograd adds up the
-            gradients of several views in it.
+            again in that order: a view shows its base as it was then, and autograd sums the gradients of
+            several views in that order.
         node_outs: what the autograd node returns: fresh outputs, bases of views, new values of inputs.
         recipes: how each input is put together from plain tensors.
         grads: for each input, the recipe of its gradient, or None when it gets none.
         backward_writes: inputs that the backward wrote.
         result_writes: results of the node's own that it wrote.
-        rewinds: inputs, and how many of the writes that their version counters show are writes of metadata:
-            counted by the region, which saves inputs as they are after all writes, and again when repeated.
+        rewinds: inputs, and how many of their counted writes are writes of metadata. Those are counted twice,
+            by the region, which saves inputs as they are after all writes, and when they are repeated
+            outside; so the counters are set back in between.
         switched_on: inputs that the program lets require grad.
-        storages: plain tensors beneath inputs, by position, for which it matters what storage they lie in.
+        storages: plain tensors beneath inputs, by position, whose offset and bytes of storage matter.
         backward_storages: those whose storage has another size after the backward, and its bytes.
         functions: names of the user's autograd functions that gradients pass.
-        hooked: whether hooks of the program's own tensors hear of gradients.
+        hooked: whether the program registers hooks on its own tensors.
         passages: which gradients pass tensors that the caller holds.
-        choices: choices of results for which the backward was traced by itself.
-        adds_layouts: whether the backward adds up gradients of different layouts (DTensors of other
-            placements), so that some of the results have another backward, not only a part of this one.
+        choices: choices of results for which the backward was traced separately.
+        adds_layouts: whether the backward adds gradients of different layouts (DTensors of other placements),
+            so that the backward of some of the results is more than a part of this one.
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
         arrived: inputs that get gradients, in the order in which these arrive in eager.
@@ -490,11 +494,10 @@ class Facts:
             there is no other backward of these; each such set once.
         heard: differentiable node outputs, in the order in which autograd calls their hooks in eager.
         early: outputs that are made before anything is written: views of inputs, made before a write.
-        asked: attributes by which the program asks autograd about inputs (`is_leaf`), and the answers: of
-            `grad_fn` and `grad`, whether there is one.
-        answers: conditions on data of inputs that the program chose by.
-        numbers: the numbers in these facts that depend on data, by the names of their symbols, each with what
-            the node returns to tell it.
+        asked: attributes of inputs by which the program asks autograd (`is_leaf`), and the answers; of
+            `grad_fn`, `grad` and `_base`, whether there is one.
+        answers: conditions on data of inputs that the program branched on.
+        numbers: names of the unbacked symbols in these facts, each with the node output that holds its value.
     """
 
     inputs: Row[PrimalIdx, InputFact]

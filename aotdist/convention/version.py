@@ -23,24 +23,24 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def bump(target: torch.Tensor, count: int) -> None:
-    """Let the version counter of `target` be `count` higher."""
+    """Increase the version counter of `target` by `count`."""
     if count and not target.is_inference():
         torch.autograd.graph.increment_version([target] * count)
 
 
 def rewind(target: torch.Tensor, count: int) -> None:
-    """Let the version counter of `target` be `count` lower: that many writes are about to be repeated."""
+    """Decrease the version counter of `target` by `count`: that many writes are about to be repeated."""
     if not target.is_inference():
         set_versions((target,), (target._version - count,))
 
 
 def count_as(tensors: Sequence[torch.Tensor], versions: Mapping[Any, int]) -> None:
-    """Let the version counters of some of `tensors`, by position, say these numbers."""
+    """Set the version counters of some of `tensors`, by position."""
     set_versions(tuple(tensors[position] for position in versions), tuple(versions.values()))
 
 
 def written_uncounted(args: Sequence[Any]) -> list[torch.Tensor]:
-    """What an operator may write that takes lists with wrappers in them: eager counts none of it."""
+    """What an operator on lists may write, if there are wrappers in them: eager counts no such write."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     if not any(isinstance(item, torch.Tensor) and is_wrapper(item) for items in lists for item in items):
         return []

@@ -60,7 +60,7 @@ class Fit:
         with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
         answers: conditions on data of inputs that the program chose by.
-        storages: plain tensors beneath inputs, by position, whose storage must have the size that it had.
+        storages: plain tensors beneath inputs, by position, and the offset and bytes of storage to be found.
         ambient: the modes that were on at capture.
         holds: further conditions: each a name, a function, and its arguments.
         constants: closed-over constants, with their values.

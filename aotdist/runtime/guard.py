@@ -40,7 +40,7 @@ def _known(numbers: Sequence[Any]) -> list[int | None]:
 
 
 def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins in its storage, in elements, and the bytes of that."""
+    """Where a tensor begins in its storage (in elements), and how large the storage is (in bytes)."""
     return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
 
 

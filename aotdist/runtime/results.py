@@ -1,4 +1,4 @@
-"""Results of a forward graph: views of its temporaries, and what their version counters say."""
+"""Results of a forward graph: views of its temporaries, and version counters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from aotdist.program import Graph, NodeOutIdx
 from aotdist.subclasses.protocol import Plain, leaves
 
 Versions: TypeAlias = "Mapping[NodeOutIdx, int]"
-"""What version counters of outputs are to say."""
+"""Version counters that outputs are to have."""
 
 
 def result_views(graph: Graph) -> frozenset[int]:
     """Positions of the results that a graph makes as views of temporaries of its own.
 
-    They must be detached: what was a tensor of its own in the user's program, written in place and then
-    functionalised, may not be known to autograd as a view made inside of a node. So must be what is another
-    result already, where a compiler dropped a view that changes nothing: one tensor in two places of what a
-    node returns is differentiable in both, or in none.
+    They must be detached. What was a tensor of its own in the user's program, written in place and then
+    functionalised, must not be known to autograd as a view that was made inside of a node. And a compiler
+    may have dropped a view that changes nothing, so that one tensor is two results: a node would return
+    both as differentiable, or neither.
     """
     first: dict[Node | None, int] = {}
     return frozenset(
@@ -43,7 +43,7 @@ def detached_views(results: Sequence[Any], views: frozenset[int]) -> list[Any]:
 
 
 def versions_to_set(unwrap: UnwrapPlan, outs: Sequence[NodeOut], graph: Graph, emitted: Emitted) -> Versions:
-    """What the version counters of outputs are to say, where they might say something else.
+    """The version counters to set on outputs, where they might differ from eager's.
 
     Args:
         unwrap: how outputs are put together.
