@@ -1,7 +1,7 @@
 """A function that the program hands to a higher-order operator, traced, and cut into graphs of its own.
 
-A body is a program like any other: it is traced by the same code, nested in the trace of the program around
-it, whose tensors are to it what real tensors are to a program. What it closes over becomes an argument.
+A body is a program like any other: the same code traces it, inside of the trace of the enclosing program,
+whose tensors it treats as a program treats real ones. What it closes over becomes an argument.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Trace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Enclosing:
-    """The program that hands over a body.
+    """The program that hands a body to an operator.
 
     Args:
-        recorder: what records it.
-        stand_in: the stand-in of a real tensor in it.
-        name_of: the name of one of its inputs, or None for any other tensor.
+        recorder: records that program.
+        stand_in: gives the stand-in for a real tensor there.
+        name_of: gives the name of one of its inputs, or None for any other tensor.
         trace: traces bodies.
     """
 
@@ -72,8 +72,8 @@ class Operand:
     """A tensor that bodies take.
 
     Args:
-        name: what messages call it.
-        tensor: what it is in the program around them.
+        name: for messages.
+        tensor: in the enclosing program.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Body:
     """One traced body.
 
     Args:
-        traced: what the trace left; its inputs are tensors of the program around it.
+        traced: its trace; the inputs are tensors of the enclosing program.
         spec: structure of what the function returns.
         tensors: which leaves of that are tensors.
         constants: the leaves that are none; None for those that are.
@@ -163,12 +163,12 @@ class Body:
         return [node for slot, node in named if slot.role == "output" and node is not None]
 
     def drawn(self) -> list[Node]:
-        """Random numbers that the gradients need: they are handed over, as they must not be drawn again."""
+        """The random numbers that the gradients need; they are saved, since they must not be drawn again."""
         needed = closure(node for _, nodes in self.gradients().values() for node in nodes)
         return [n for n in self.joint.gm.graph.nodes if n in needed and _is_drawn(n)]
 
     def effects(self) -> list[Node]:
-        """What the forward does whether or not its result is used: it draws."""
+        """Nodes of the forward that run whether or not their result is used: draws."""
         return [n for n in self.joint.gm.graph.nodes if _is_random(n) and n.meta.get("phase") == "forward"]
 
     def draws(self) -> bool:
@@ -209,7 +209,7 @@ def trace_body(
         operands: distinct tensors of the program around it.
         around: the program that hands over the body.
         training: record the gradients too.
-        may_write: it may write tensors that it is given, if that has no history.
+        may_write: whether it may write its operands, where the write has no history.
 
     Raises:
         UnsupportedProgram: it writes what it is given, or communicates.
@@ -251,7 +251,7 @@ def trace_body(
 
 
 def _sees_to_none(*check: Any) -> bool:
-    """A check in a body that may not run is none of the program's."""
+    """Leaves checks of data to PyTorch: a body may not run, so its checks are not the program's."""
     return False
 
 
@@ -260,7 +260,7 @@ def _memory(plain: torch.Tensor) -> int:
 
 
 def _of_its_own(out: torch.Tensor, recorder: Recorder, taken: set[int]) -> torch.Tensor:
-    """`out` in memory that nothing else shows: which of two bodies runs decides no alias."""
+    """`out` in memory of its own: which results alias must not depend on which body runs."""
     plains = [] if recorder.is_foreign(out) else plain_tensors(out)
     shared = any(_memory(p) in taken or not _is_base(p) for p in plains)
     result = out.clone() if shared or not plains else out
@@ -290,7 +290,7 @@ def _refuse(name: str, body: Body, *, may_write: bool) -> None:
 
 
 def closure(roots: Iterable[Node], given: Container[Node] = ()) -> set[Node]:
-    """`roots`, and all that they are computed from; what is `given` is not computed."""
+    """`roots` and all nodes that they are computed from, up to `given` ones."""
     needed = set(roots)
     pending = [root for root in needed if root not in given]
     while pending:
@@ -331,8 +331,8 @@ def cut(
         arguments: what the part takes.
         results: what it returns: nodes, zeros like a fake, or an argument by its position.
         effects: nodes that run in any case.
-        by_rows: positions of results that are to lie by rows.
-        alone: it returns its one result itself, and no tuple.
+        by_rows: positions of results that are to be contiguous.
+        alone: return the one result itself instead of a tuple.
     """
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}

@@ -1,6 +1,6 @@
-"""Says of each output what it is: fresh, an input, or a view of which tensor by which steps.
+"""What each output is: fresh, an input, or a view of which tensor by which steps.
 
-And of each write of metadata that shows outside, what it is done to, and with what.
+And what each write of metadata that shows outside is done to, and with which arguments.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class NodeOutputs:
         self._known: dict[int, NodeOutIdx] = {}
 
     def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
-        """The position of `tensor` among the node's outputs; a new one if it was not there.
+        """The position of `tensor` among the node's outputs; it is appended if it is not one of them yet.
 
         Args:
             slot: its name, if it is new.
             tensor: what to return.
-            history: whether a gradient can come back through this use of it. The base of `y.detach()` has
-                none, however much `y` requires grad.
+            history: whether a gradient can come back through this use of it. Through `y.detach()` none comes
+                back to its base `y`, although `y` may require grad.
         """
         idx = self._known.get(id(tensor))
         if idx is None:
@@ -81,7 +81,7 @@ class NodeOutputs:
         return idx
 
     def add_history(self, idx: PrimalIdx, stand_in: StandIn) -> None:
-        """Give an input, where it lies in the end, the history that it has there."""
+        """Give an input that was moved to other memory the history that it has there."""
         slot = Slot("output", f"{stand_in.slot.path}.moved")
         value = Fresh(self.add(slot, stand_in.tensor, history=True))
         self.order = (*self.order, MetadataWrite(IsInput(idx), give_history, (value,), (), True, -1))
@@ -101,10 +101,10 @@ def classify(
     Args:
         outs: flat results of the traced function.
         inputs: the stand-ins that it was given.
-        log: the views that were made meanwhile, and the writes of metadata.
-        written: which of the latter, by number, to do outside to inputs.
-        passing: which of them leave nothing behind.
-        spent: results that have no backward any more, by identity.
+        log: the views that the program made, and its writes of metadata.
+        written: numbers of the writes of metadata that are repeated on inputs outside.
+        passing: numbers of those that leave nothing behind.
+        spent: identities of results whose saved tensors autograd has freed, so that they have no backward.
     """
     return _Classifier(outs, inputs, log, written, passing, spent).classified()
 
@@ -159,9 +159,10 @@ class _Classifier:
         return node
 
     def _finds_more_to_replay(self) -> bool:
-        """Look for intermediates to return as they were made, whose changes are repeated outside.
+        """Look for intermediates that are returned as they were made, and whose changes are repeated outside.
 
-        Those that a view is returned of, made before a change, and those that lie elsewhere now.
+        They are those that were moved to other memory, and those of which a returned view was made before a
+        change.
         """
         before = len(self._replayed)
         for tensor, time in self._seen_outside():
@@ -195,9 +196,9 @@ class _Classifier:
         return key in self._replayed or (key in self._first and change.moves())
 
     def _find_own_leaves(self) -> set[int]:
-        """What begins to require grad in the program, among what the caller gets and what that is a view of.
+        """The leaves that begin to require grad in the program, among results and what these are views of.
 
-        It is made outside, once, and begins to require grad there; autograd's node knows nothing of it.
+        Each is made outside, once, and begins to require grad there; the autograd node knows nothing of it.
         """
         outs = [out for out in self._outs if isinstance(out, torch.Tensor)]
         passed = {id(one): one for out in outs for one in (out, *self._log.views.bases(out))}
@@ -213,7 +214,7 @@ class _Classifier:
     def _has_history(self, out: torch.Tensor) -> bool:
         """Whether gradients of an output may reach inputs.
 
-        Rather than end at a leaf of the program's own, or where autograd has freed what it saved.
+        They may end at a leaf of the program's own instead, or where autograd has freed what it saved.
         """
         ends = any(id(one) in self._own_leaves for one in (out, *self._log.views.bases(out)))
         return out.requires_grad and not ends and id(out) not in self._spent
@@ -231,7 +232,7 @@ class _Classifier:
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
     def _count_bumps(self, change: Change, target: Place) -> None:
-        """Count a change that is repeated outside; a view has the counter of its base, unless by `.data`."""
+        """Count a change that is repeated outside; a view shares its base's counter, unless it is `.data`."""
         root = self._log.root(change.tensor, ())
         if any(step.op is data_of for step in root.steps):
             return
@@ -254,7 +255,7 @@ class _Classifier:
         return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number, data)
 
     def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
-        """Where a tensor is to be found whose storage another takes over."""
+        """Where to find, outside, a tensor whose storage another tensor takes over."""
         root = self._log.root(tensor, ())
         steps, changes = root.all_steps(), self._log.changes_of(root.base)
         place = self._place(number, root.base, steps)
@@ -271,7 +272,7 @@ class _Classifier:
         return ViewOfIntermediate(value, steps) if steps else Fresh(value)
 
     def _time(self, out: Any) -> int:
-        """When to make an output: when it was made, or before what has been done since to its base."""
+        """When to make an output: when it was made, or before its base was changed, if it was since."""
         if not isinstance(out, torch.Tensor):
             return -1
         made = self._log.views.made(out)
@@ -341,10 +342,10 @@ class _Classifier:
         return self._view(slot, root.base, steps, history=has_history and out.is_leaf)
 
     def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
-        """A wrapper around several tensors, some in memory of an input, cannot be made again from one base.
+        """Refuse a wrapper around several tensors, some in memory of an input that is written.
 
-        Neither can a view of it.
-        Without writes it is handed the input's own memory; a write is done when the graph has run.
+        Neither it nor a view of it can be made again from one base. Without writes it is given the input's
+        own memory; but a write is done only after the graph has run.
         """
         if not is_wrapper(out):
             return
@@ -358,9 +359,10 @@ class _Classifier:
                 )
 
     def _refuse_outdated_copy(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
-        """A view of a DTensor along what is sharded is a copy that autograd takes for a view.
+        """Refuse a view of a DTensor along a sharded dimension, if it or its base was written since.
 
-        It is made again outside, from its base, which must still hold what was copied.
+        Such a view is a copy that autograd takes for a view. It is made again outside, from its base, which
+        must still hold what was copied.
         """
         if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
             return
@@ -373,9 +375,10 @@ class _Classifier:
             )
 
     def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
-        """A view of a wrapper shows what has taken the place of a tensor in it, which outside comes last.
+        """Refuse a view of a wrapper inside of which a tensor was replaced.
 
-        What takes the place of something in an input is among the results. In views nothing is replaced.
+        The view shows the replacement; outside, what is replaced in an input is replaced last, and nothing is
+        replaced in views.
         """
         if any(map(self._log.views.holds_others, (out, *self._log.views.bases(out)))):
             raise UnsupportedProgram(
@@ -439,7 +442,7 @@ class _Classifier:
         return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
 
     def _written_apart(self, steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
-        """What counts the writes of a view that has a version counter of its own."""
+        """The step that counts the writes of a view which has a version counter of its own."""
         changes = [c for number, c in enumerate(self._log.changes) if self._is_done_outside(number, c)]
         version = version_of(view) - sum(change.bumps for change in changes if change.tensor is view)
         made = [one for step in steps for one in (step.steps if isinstance(step, FunctionView) else (step,))]
@@ -451,7 +454,7 @@ class _Classifier:
             yield ViewStep(as_written, (version,), grad=made[-1].grad, serial=made[-1].serial)
 
     def _made_in_inference_mode(self, slot: Slot, base: torch.Tensor) -> tuple[ViewStep, ...]:
-        """What makes of a tensor of the region one of inference mode, if the program made it in there."""
+        """The step that makes an inference tensor of a result, if the program made it in inference mode."""
         if not base.is_inference() or torch.is_inference_mode_enabled():
             return ()
         if id(base) in self._replayed:
@@ -466,7 +469,7 @@ class _Classifier:
         return (self._as_inference[id(base)],)
 
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
-        """What the region returns for a tensor."""
+        """The node output for a tensor: as it was made, if its changes are repeated outside."""
         as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
         idx = self._node.add(slot, as_made, history=history)
         if not tensor.is_inference():
