@@ -1,9 +1,9 @@
 """The backward of a traced program: autograd runs from its results, of all of them or of some.
 
-A backward is linear, and what it is without some tangents follows from the whole
-(`aotdist.partition.reduced`); but for the user's functions with several results, which may tell None from
-zeros, and for wrappers that meet other tensors, where the kind of a sum is not that of a summand. With one of
-these, the backward is traced for every choice of results.
+A backward is linear, so the backward of some results follows from that of all (`aotdist.partition.reduced`).
+There are two exceptions: a user's function with several results may tell None from zeros; and where wrappers
+meet other tensors, a sum may be of another kind than a summand. With one of these, the backward is traced for
+every choice of results.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
 
 Chosen = tuple[NodeOutIdx, ...]
-"""Some of these, for a backward by itself."""
+"""Some of the differentiable results, whose backward is traced separately."""
 
 Wanted = tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]
 """An input, and where its gradients arrive."""
 
 _MOST_CHOICES = 4
-"""Up to so many results, the backward may be traced for every choice of some; of more there are too many."""
+"""With at most so many results, the backward may be traced for every choice of some of them."""
 
 
 def is_linear(ends: Sequence[End]) -> bool:
-    """Whether None and zeros are the same to all that gradients pass."""
+    """Whether no autograd function on the way tells None from zeros."""
     return not mixes_gradients([tensor for _, tensor in ends])
 
 
 def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether wrappers meet other kinds of tensors: of which kind a gradient is depends on what it is of."""
+    """Whether wrappers meet other kinds of tensors: the kind of a gradient may then depend on the results."""
     recipes = [recipe_of(tensor) for tensor in tensors]
     return mixes_with_plain(recipes) and len(set(map(_kind, recipes))) > 1
 
@@ -87,12 +87,12 @@ class Backward:
         recorder: records what autograd runs.
         node_outs: what the program returns.
         ends: the differentiable ones among `node_outs`, with their tensors.
-        wanted: for each input that may get gradients, where they arrive: first of all at its leaf.
-        mode: what the program ran in, for tensors that it closes over; every run is in it.
+        wanted: for each input that may get gradients, where they arrive; its leaf comes first.
+        mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
         arrivals: the bases among `ends` whose gradient comes through a view.
-        shown: a context for each run: what the user's code in it sees.
+        shown: a context for each run, which sets what the user's code sees of its tensors.
         in_python: watches what each run changes in Python.
-        views: what the program returns that is made of an end outside, where it may get a gradient.
+        views: results that are made outside as views of an end, where they may get a gradient.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Backward:
         self._accumulates = REENTRANT_CHECKPOINT in functions
 
     def choices(self) -> list[Chosen]:
-        """The choices of results for which the backward has to be traced by itself."""
+        """The choices of results for which the backward has to be traced separately."""
         tensors = [tensor for _, tensor in self._ends]
         tensors += [end for _, ends in self._wanted for end in ends if isinstance(end, torch.Tensor)]
         return [] if is_linear(self._ends) and not _mixes_kinds(tensors) else self.some()
@@ -138,7 +138,7 @@ class Backward:
 
     @contextmanager
     def noting_arrivals(self) -> Generator[list[PrimalIdx]]:
-        """The inputs in the order in which their gradients arrive, while this is on."""
+        """A list that is filled with inputs, in the order in which their gradients arrive inside."""
         arrived: list[PrimalIdx] = []
         handles = [
             hear_of_gradient(leaf, lambda _, idx=idx: arrived.append(idx))
@@ -152,7 +152,7 @@ class Backward:
                 handle.remove()
 
     def is_differentiable(self) -> bool:
-        """Whether what it computes may have a history; that of a reentrant checkpoint has none."""
+        """Whether the gradients may have a history; those of a reentrant checkpoint have none."""
         return not self._accumulates
 
     def wanted(self) -> Sequence[Wanted]:
@@ -167,13 +167,13 @@ class Backward:
         retain_graph: bool,
         with_history: bool = False,
     ) -> Computed:
-        """The gradients that there are, and what user code keeps.
+        """Run autograd; returns the gradients that there are, and what user code keeps.
 
         Args:
-            choice: which results to start from; all, if not given.
-            tangents: what to start with there, if not with what is assumed.
+            choice: the results to start from; all, if not given.
+            tangents: the gradients to start with, if not those that are assumed.
             retain_graph: whether there will be another run.
-            with_history: whether they are to be differentiated in turn.
+            with_history: whether the gradients are to be differentiated in turn.
         """
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
         given = self._tangents if tangents is None else tangents
@@ -204,7 +204,7 @@ class Backward:
     def _start(
         self, idx: NodeOutIdx, tensor: torch.Tensor, tangent: torch.Tensor, stack: ExitStack
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where autograd starts for a result, and with what."""
+        """The tensor at which autograd starts for a result, and the gradient that it starts with."""
         arrival = self._arrivals.get(idx)
         if arrival is None:
             return tensor, tangent
@@ -217,13 +217,13 @@ def _nothing_for(tensor: torch.Tensor) -> torch.Tensor:
     recipe = tangent_recipe(recipe_of(tensor))
     if isinstance(recipe, Plain) and is_wrapper(tensor):
         return torch.zeros(recipe.size, dtype=recipe.dtype, device=tensor.device)
-    # Put together, since a wrapper's class may know no `zeros_like`. It takes no sizes, as `zeros` does.
+    # Rebuilt around plain zeros, since a wrapper's class may have no `zeros_like`; `zeros` would take sizes.
     zeros = [torch.zeros_like(plain, requires_grad=False) for plain in plain_tensors(tensor)]
     return rebuild(recipe, zeros)
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
-    """An error for a result that nobody could be given the gradient of."""
+    """An error for a result that requires grad although no input that does leads to it."""
     return UnsupportedProgram(
         f"`{slot}` requires grad, and no input of the program that does leads to it",
         stage="joint",

@@ -1,7 +1,7 @@
 """The functionalisation mode, with the corrections that bit-equality to eager needs.
 
-A functional operator promises the values of the in-place one that it replaces, and neither the layout
-nor the order in which random numbers are drawn. Both show: sums run in another order, dropout masks differ.
+A functional operator promises the values of the in-place one that it replaces, but not its layout, nor the
+order in which it draws random numbers. Both show: sums run in another order, and dropout masks differ.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Functionalisation(FunctionalTensorMode):
         """Called with every tensor before an operator writes it."""
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
-        """Keep the layout of `tensor`, if it is a special one and owns its memory, through all writes.
+        """Let `tensor` keep its layout through all writes, if it owns its memory and is not contiguous.
 
-        The layout of what is viewed is kept, whichever it is: a write through a view may lay it out anew.
+        What is viewed keeps any layout (`_remember_viewed`): a write through a view may lay it out anew.
         """
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if not plain and is_functional_base(tensor):
@@ -97,12 +97,12 @@ class Functionalisation(FunctionalTensorMode):
         return tensor
 
     def _keep_layout(self, tensor: FunctionalTensor) -> None:
-        """By a shell of its own: that of the program may show a class, or be given other memory."""
+        """Remember another shell of it: the program's own may show a class, or be given other memory."""
         with self:
             self._laid_out[functional_storage_id(tensor)] = second_shell(tensor)
 
     def exchange(self, exchange: Exchange) -> None:
-        """Two tensors have become each other."""
+        """Note that two tensors have become each other."""
         self.rebinding.exchange(exchange)
 
     def __torch_dispatch__(
@@ -119,7 +119,7 @@ class Functionalisation(FunctionalTensorMode):
         return self._dispatch(func, types, args, kwargs)
 
     def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator by rules of ours, or by PyTorch's mode; what it writes keeps its layout."""
+        """Run an operator by our rules, or by PyTorch's mode; what it writes keeps its layout."""
         if any(map(is_unheard, args)):
             with self:
                 return func(*heard_of(args), **kwargs)
@@ -189,7 +189,7 @@ class Functionalisation(FunctionalTensorMode):
     def _special(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
-        """How an operator is run that PyTorch's mode does not run as eager does; None for all others."""
+        """What runs an operator that PyTorch's mode would not run as eager does; None for all others."""
         strided = self.strided.instead(func, args, kwargs)
         if strided is not None:
             return lambda: self._by_itself(strided)
@@ -219,9 +219,9 @@ class Functionalisation(FunctionalTensorMode):
         )
 
     def _for_its_effect(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what prints or raises: it stands in the graph as it is, among the others, and nothing drops it.
+        """Run an operator that prints or raises: the graph has it as it is, in order, and nothing drops it.
 
-        PyTorch's mode would thread a token through the graph for the order of such operators.
+        PyTorch's mode would thread a token through the graph to keep such operators in order.
         """
         given = pytree.tree_map_only(FunctionalTensor, functional_value, (args, kwargs))
         result = func(*given[0], **given[1])
@@ -241,7 +241,7 @@ class Functionalisation(FunctionalTensorMode):
         return target
 
     def _by_itself(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function`, whose operators come here in turn."""
+        """Call `function` with this mode on, which then sees the operators that it calls."""
         with self:
             return function(*args)
 
@@ -266,7 +266,7 @@ class Functionalisation(FunctionalTensorMode):
     def _multiply_transposed(
         self, func: Callable[..., Any], *tensors: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
-        """Multiply into a tensor that lies transposed, as eager does: it rounds otherwise there."""
+        """Multiply into a transposed tensor as eager does: by the transposed product, rounded otherwise."""
         with self:
             *target, a, b = (tensor.t() for tensor in tensors)
             if "out" in kwargs:
@@ -276,7 +276,7 @@ class Functionalisation(FunctionalTensorMode):
     def _draw_in_memory_order(
         self, func: Callable[..., Any], tensor: torch.Tensor, *probability: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Draw into the view that lies as the memory does: eager does so, the functional twin does not."""
+        """Draw in the order of the tensor's memory, as eager does and the functional twin does not."""
         order = _memory_order(tensor)
         assert order is not None, "a contiguous tensor lies as its memory does"
         with self:
@@ -305,7 +305,7 @@ def _refuse_unknown_results(func: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:
-    """What to raise for a tensor that another tracer than this trace's recorded."""
+    """An error for a tensor that was recorded by another tracer than that of this trace."""
     return refusal(
         f"a tensor of size {list(tensor.size())} was computed by a tracer of the program's own "
         "(`torch.func.linearize` has one)",
@@ -314,10 +314,10 @@ def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:
 
 
 def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | None:
-    """What computes the new value that an in-place operator writes, where sizes are symbolic.
+    """The functional twin of an in-place operator on tensors of symbolic sizes; None for all others.
 
-    PyTorch tries such an operator on meta tensors first, to find wrong shapes, and many fail with symbols in
-    them: `clamp_`, and all that promote 16-bit floats (torch 2.11 and 2.13).
+    PyTorch runs an in-place operator on meta tensors first, to find wrong shapes, and many fail with symbols:
+    `clamp_`, and all that promote 16-bit floats (torch 2.11 and 2.13).
     """
     twin = functional_twin(func) if is_operator(func) else None
     if twin is None or not isinstance(args[0], FunctionalTensor):
@@ -327,7 +327,7 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
 
 
 def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """What an operator does, in other words, if PyTorch's mode does not find any."""
+    """The same computation by other operators, for operators that PyTorch's mode cannot run."""
     if func in ctc_loss.OF_OUR_OWN:
         return functools.partial(ctc_loss.OF_OUR_OWN[func], *args)
     if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
@@ -352,7 +352,7 @@ def _is_foreach_write(func: Any) -> bool:
 
 
 def _meet(args: Sequence[Any]) -> bool:
-    """Whether some of the tensors in the lists are parts of one memory."""
+    """Whether some of the tensors in the lists share memory."""
     items = [item for arg in args if isinstance(arg, list) for item in arg]
     memory = [functional_storage_id(item) for item in items if isinstance(item, FunctionalTensor)]
     return len(set(memory)) < len(memory)

@@ -47,7 +47,7 @@ _ASKS_INPUT: Mapping[Any, str] = {
     torch.Tensor.is_inference: "is_inference()",
     torch.is_inference: "is_inference()",
 }
-"""What the stand-in of an input does not know, and how a call asks it."""
+"""Questions that the stand-in of an input cannot answer, and how a printed call asks them."""
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
@@ -60,11 +60,11 @@ class Lifting(TorchFunctionMode):
         inputs: the stand-ins.
         is_foreign: whether a tensor needs one.
         stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
-        view_mode: told of writes of storage and history, and of views that only show here.
-        storages: what the program is shown for the storages of its tensors.
-        higher_order: what to do where the program hands functions to an operator.
+        view_mode: is told of writes of storage and history, and of views that only this mode sees.
+        storages: gives what the program is shown for the storages of its tensors.
+        higher_order: runs operators that are handed functions.
         guises: the classes that the program sees of its tensors.
-        written_views: is told that what was written by the call before has its history now.
+        written_views: is asked to notice the history of inputs that the last function wrote.
         asked_for_strides: is told of tensors whose strides the program looks at.
         of_data: whether numbers may depend on data.
 
@@ -193,7 +193,7 @@ class Lifting(TorchFunctionMode):
         raise self._hooked(idx, "gradient")
 
     def _hook_accumulation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-        """A hook of a leaf of the program's own will never run; one of an input would never, and has to."""
+        """A hook of the program's own leaf never runs, as in eager; one of an input has to, and cannot."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
             return tensor.register_post_accumulate_grad_hook(hook)
@@ -206,7 +206,7 @@ class Lifting(TorchFunctionMode):
         )
 
     def _retain_grad(self, tensor: torch.Tensor) -> None:
-        """An input is to do so outside, where it may have a history; so are results."""
+        """Inputs and results retain their gradients outside, where they may have a history."""
         tensor.retain_grad()
         idx = self._inputs.index_of(tensor)
         if idx is not None:
@@ -242,7 +242,7 @@ class Lifting(TorchFunctionMode):
             self.asked[idx, name] = answer is not None if name == "grad_fn" else answer
 
     def _ask_input(self, func: Callable[..., Any], tensor: torch.Tensor) -> bool:
-        """What a tensor says of itself; of an input, what the call's says, or what the program made it."""
+        """The tensor's answer; for an input, that of the call's tensor, unless the program changed it."""
         idx = self._inputs.index_of(tensor)
         if idx is None or func(tensor):
             return func(tensor)
@@ -250,7 +250,7 @@ class Lifting(TorchFunctionMode):
         return answer
 
     def _base_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Of an input that is a view, and of its views, what it is a view of: one more input."""
+        """`tensor._base`; for an input that is a view, and for views of it, the base is one more input."""
         base = tensor._base
         idx = self._inputs.index_of(tensor if base is None else base)
         if idx is None:
@@ -260,7 +260,7 @@ class Lifting(TorchFunctionMode):
         return base if of_input is None else self._stand_in(of_input)
 
     def _gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """That of an input is an input, too, read at each call: not when the backward of the call runs."""
+        """`tensor.grad`; that of an input is one more input, read when the call begins."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
             return tensor.grad
@@ -277,7 +277,7 @@ class Lifting(TorchFunctionMode):
         return None if grad is None else self._stand_in(grad)
 
     def _refuse_optimizer(self, frame: types.FrameType | None, tensor: torch.Tensor) -> None:
-        """An optimizer of a library's keeps its state where only its own code is known to look for it."""
+        """Refuse a library's optimizer, whose state would not be found again at the next call."""
         caller = None if frame is None else frame.f_back
         asks = None if caller is None else caller.f_locals.get("self")
         is_library = isinstance(asks, torch.optim.Optimizer) and not is_users_class(type(asks))
@@ -300,17 +300,17 @@ class Lifting(TorchFunctionMode):
 
 
 def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
-    """Whether neither this library asks, nor PyTorch, which does where its kernels take any strides."""
+    """Whether the caller is neither this library nor PyTorch, which looks at strides itself."""
     caller = None if frame is None else frame.f_back
     asks = "" if caller is None else caller.f_globals.get("__name__", "")
     return asks.partition(".")[0] not in ("torch", "aotdist")
 
 
 class Recalling(TorchFunctionMode):
-    """Puts stand-ins in the place of tensors that a program closed over, when it is gone through later.
+    """Puts stand-ins in the place of tensors that a program closed over, when a later backward meets them.
 
-    A backward that computes something again (a checkpoint's) meets them. They are known by where they are
-    read: the tensors of the trace are not kept, and may be others by now.
+    A backward that recomputes a part of the forward (a checkpoint's) does. The tensors are recognised by the
+    places where they are read: those of the trace are not kept, and others may be there by now.
 
     Args:
         stand_ins: those of the trace.
@@ -360,7 +360,7 @@ def _each(
     def swapped(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return swap(value)
-        # Asked for each function of a program: a pytree for all of its arguments was 8% of a capture.
+        # For each function that the program calls: a pytree of all its arguments took 8% of a capture.
         return value if type(value) in _NO_CONTAINERS else pytree.tree_map_only(torch.Tensor, swap, value)
 
     return tuple(map(swapped, args)), {name: swapped(value) for name, value in (kwargs or {}).items()}

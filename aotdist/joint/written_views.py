@@ -1,9 +1,9 @@
-"""Inputs that are views, and are written with history: what gradients are like where they pass the write.
+"""Inputs that are views and are written with history: gradients that pass the write are laid out as in eager.
 
-Eager's `CopySlices` gives the operator that wrote a view a contiguous gradient, however the view lies. A
-stand-in is no view, so the gradient would lie as what was made of it: those of the other operands would have
-other strides, and sums of them other last bits. And it copies what that operator sends back to the view into
-the gradient that arrived, so that the two are one kind of tensor.
+Eager's `CopySlices` gives the operator that wrote a view a contiguous gradient, whatever the view's strides.
+A stand-in is no view, so the gradient would have other strides, those of the other operands too, and sums of
+these other last bits. `CopySlices` also copies what the operator sends back to the view into the gradient
+that arrived, so that the two are one kind of tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WrittenViews:
 
     Args:
         inputs: the stand-ins.
-        log: it sees writes that eager does not count.
+        log: has the writes that eager does not count.
     """
 
     def __init__(self, inputs: Inputs, log: ViewLog) -> None:
@@ -36,7 +36,7 @@ class WrittenViews:
         self._last: dict[PrimalIdx, Any] = {}
 
     def notice(self) -> None:
-        """See to it that gradients are laid out anew at the last write of each; called after every write.
+        """Hook the node of each input's last write, to lay gradients out as eager does; called after writes.
 
         Raises:
             UnsupportedProgram: eager does not count the write.
@@ -53,7 +53,7 @@ class WrittenViews:
 
 
 def _laid_out_anew(position: int, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a node's results, that at `position` as `CopySlices` copies it."""
+    """The gradients of a node's results, that at `position` made contiguous, as `CopySlices` makes it."""
     laid_out = list(grads)
     grad = grads[position]
     if grad is not None:
@@ -64,7 +64,7 @@ def _laid_out_anew(position: int, grads: Sequence[torch.Tensor | None]) -> tuple
 def _copied_in(
     position: int, sent: Sequence[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """What a node sends back; to what it wrote, the kind of tensor that arrived, as from `CopySlices`."""
+    """The gradients that a node sends back, the first converted to the kind of tensor that arrived."""
     (first, *others), grad = sent, grads[position]
     if first is None or grad is None or _kinds(first) == _kinds(grad):
         return None
@@ -78,7 +78,7 @@ def _kinds(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _keeps_its_history(slot: Slot) -> UnsupportedProgram:
-    """An error for a write after which autograd asks the version counter in vain whether to tell the view."""
+    """An error for a write that autograd does not count, so that the view keeps its history."""
     return UnsupportedProgram(
         f"`{slot}` is a view that an operator of lists with wrappers writes: in eager what it is a view of "
         "gets a history, and it keeps its own",
