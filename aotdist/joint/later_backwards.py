@@ -1,10 +1,10 @@
-"""Backwards of a traced program that are traced when somebody asks for them, after it was compiled.
+"""Backwards of a traced program that are traced on demand, after the program was compiled.
 
-The gradient of a wrapper is taken to be such a wrapper, and that of a plain tensor to be plain. Whoever
-computes the loss may see to it that it is the other way round. Then operators meet other tensors, and the
-inputs' gradients are of other kinds. And gradients may be differentiated in turn.
+A program is compiled for gradients of the kinds of its results: a wrapper for a wrapper, a plain tensor for a
+plain one. The code that computes the loss may send others; then operators meet other tensors, and the inputs'
+gradients are of other kinds. And gradients may have to be differentiated in turn.
 
-So autograd's graph of the trace, which holds no data, is kept, and gone through again.
+So autograd's graph of the trace, which holds no data, is kept, and backwards run through it again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from aotdist.torch_seam.modes import class_functions_off
 T = TypeVar("T")
 
 Named = tuple[str, Recipe]
-"""What an argument is called, and what it is like."""
+"""The name and the recipe of an argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class OtherJoint:
     """A program with another backward.
 
     Args:
-        graph: what was recorded, with the new gradients for its results.
+        graph: the recorded graph, whose results are the new gradients.
         tangents: the gradients that it takes.
         grads: recipe of each input's gradient, or None.
         kept: recipes of what user code in the backward keeps; these are results, too.
@@ -68,21 +68,21 @@ class OtherJoint:
 
 @dataclass(frozen=True, slots=True)
 class TracedDoubleBackward:
-    """The backward of a program as a program of its own, which has a backward.
+    """The backward of a program as a program of its own, with a backward.
 
-    Its inputs are those of the program that get gradients, then the gradients that arrive. Its graph takes
-    other inputs of the program besides.
+    Its inputs are the inputs of the program that get gradients, then the gradients that arrive. Its graph
+    also takes other inputs of the program.
 
     Args:
-        graph: what was recorded; the gradients are its `output`s, and theirs its `grad`s.
+        graph: the recorded graph; the gradients are its `output`s, and gradients of these its `grad`s.
         ins: names of its inputs.
-        primals: the inputs of the program that are inputs.
+        primals: the inputs of the program that are inputs of its backward.
         tangents: the gradients that arrive.
-        grads: which result is the gradient of which input of the program; none if none has a history.
+        grads: for each input of the program, which result is its gradient; empty if no result has a history.
         kept: the results that user code in the backward keeps.
-        failure: why the gradients have no history although eager's have, if so.
+        failure: why the gradients have no history although eager's have one; empty if they do.
         facts: what the trace showed.
-        later: traces backwards of it.
+        later: traces backwards of this backward.
     """
 
     graph: Graph
@@ -105,14 +105,14 @@ class LaterBackwards:
     """Traces backwards of one program.
 
     Args:
-        recorder: of the trace; it goes on.
-        backward: of the trace, which keeps no tensor of the caller's.
-        recalling: the mode that it runs in.
+        recorder: the trace's recorder, which records more.
+        backward: the trace's backward, which holds no tensor of the caller's.
+        recalling: the mode that backwards run in.
         node_outs: what the program returns.
         ins: names of the inputs.
-        recipes: how they are put together.
+        recipes: how the inputs are put together.
         grads: the gradients that inputs get.
-        serials: numbers that no other of the recorder's backwards has; those of one that this is made from.
+        serials: numbers the backwards of one recorder; shared with the backwards of a backward.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class LaterBackwards:
         return self._backward.is_differentiable()
 
     def meets_other_kinds(self) -> bool:
-        """Whether gradients of other kinds make another backward.
+        """Whether gradients of other kinds need another backward.
 
-        That of plain tensors alone is the same, whatever it is given. Beneath wrappers that meet no
-        plain tensors, as DTensors do not, plain results have plain gradients.
+        A backward of plain tensors alone is the same for any gradients. Beneath wrappers that never meet
+        plain tensors in operators (DTensors), plain results have plain gradients.
         """
         of_outs = [out.recipe for out in self._node_outs if out.differentiable]
         return any(isinstance(recipe, Wrapper) for recipe in of_outs) or mixes_with_plain(self._recipes)
@@ -176,7 +176,7 @@ class LaterBackwards:
             raise self._no_backward(arrived, str(failure)) from failure.__cause__
 
     def differentiable(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> TracedDoubleBackward:
-        """The gradients for such gradients, to be differentiated in turn.
+        """The backward for such gradients as a program that has a backward.
 
         Args:
             arrived: the gradients that there are.
@@ -217,8 +217,8 @@ class LaterBackwards:
 
         Args:
             tangents: the gradients that arrive.
-            given: what stands for them.
-            computed: what was made of them, with a history.
+            given: their stand-ins.
+            computed: the gradients that were computed from them, with a history.
         """
         recorder, tensors = self._recorder, computed.tensors()
         primals = tuple(idx for idx, _ in self._wanted)
@@ -321,7 +321,7 @@ class LaterBackwards:
 
 
 class _NotOurs(Exception):
-    """PyTorch, or the user's code, fails in the trace; the cause says how."""
+    """PyTorch, or the user's code, raised an error in the trace; the cause is that error."""
 
 
 def _facts_of(
@@ -330,7 +330,7 @@ def _facts_of(
     grads: Mapping[PrimalIdx, torch.Tensor],
     functions: Sequence[str],
 ) -> Facts:
-    """Those of a backward as a program: it writes nothing, and returns tensors of their own.
+    """The facts of a backward as a program: it writes nothing, and its results are fresh.
 
     Args:
         recipes: of its inputs.
@@ -352,7 +352,7 @@ def _facts_of(
 
 
 def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[Mapping[PrimalIdx, torch.Tensor], str]:
-    """The gradients, or why there are none: eager says so when it gets there, and not before."""
+    """The gradients, or why there are none; as in eager, that is an error only when they are asked for."""
     if is_once_differentiable(ends):
         return {}, "it goes through a function that is `@once_differentiable`"
     try:
@@ -364,7 +364,7 @@ def _tried(backward: Backward, ends: Sequence[torch.Tensor]) -> tuple[Mapping[Pr
 
 
 def _dense(recipe: Recipe) -> Recipe:
-    """`recipe` without strides that show memory twice, as those of an expanded gradient."""
+    """`recipe` with contiguous strides in the place of expanded ones (0)."""
     match recipe:
         case Plain(size=size, stride=stride) if 0 in stride:
             return replace(recipe, stride=torch.empty(size, device="meta").stride())

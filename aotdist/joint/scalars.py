@@ -5,13 +5,13 @@ Tensors would give other bits, so it stays Python: reading a tensor is a node, a
 read is a node that calls that very operation at run time.
 
 While a program runs inside of `Scalars.followed`, a number that is read is a `TracedFloat` or a `TracedInt`.
-PyTorch takes these for numbers (they are `SymFloat`s and `SymInt`s); what it does with them beneath its
-Python interface, it does with a number that stands for them, a *token*, which the recorder knows again among
-the arguments of operators. A token that reaches no operator was computed with on the way, and is refused; so
-is what Python wants a number of its own for (`float(t)`), or a key, or a text.
+PyTorch takes these for numbers (they are `SymFloat`s and `SymInt`s). Beneath its Python interface it is given
+another number in their place, a *token*, which the recorder recognises among the arguments of operators. If a
+token reaches no operator, PyTorch computed with it on the way, and the program is refused. So it is if Python
+needs a number of its own (`float(t)`), as a key, or in a text.
 
-A program may choose by such a number (`if rho > 5`), if it follows from the tensors that `Scalars` is given
-the values of. What was chosen holds for calls with the same answers, see `Scalars.asked`.
+A program may branch on such a number (`if rho > 5`) if it follows from tensors whose values `Scalars` was
+given. The trace is then for calls with the same answers, see `Scalars.asked`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _KINDS: Mapping[torch.dtype, type] = {
     torch.int64: int,
     torch.int32: int,
 }
-"""What Python makes of an element of a tensor."""
+"""The Python type of an element of a tensor."""
 _TOKENS_FROM = 1 << 44
-"""Whole numbers from here on are tokens: fewer than 2**53, so that floats hold them, and of no size."""
+"""Tokens are whole numbers from here on: below 2**53, so that floats hold them exactly, and no real sizes."""
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _READERS = (torch.Tensor.item, torch.Tensor.tolist)
-"""What returns a number that was read, and does not mind which."""
+"""Methods that return the number which they read, so that a token may become a traced number again."""
 _CONVERSIONS: Mapping[Any, str] = {
     torch.Tensor.__float__: "float",
     torch.Tensor.__int__: "int",
@@ -62,7 +62,7 @@ _FUNCTIONS = {
     math: ("sqrt", "pow", "exp", "log", "cos", "sin", "tanh"),
     builtins: ("max", "min"),
 }
-"""Functions that look at numbers without an operator of theirs, and are recorded like one."""
+"""Functions that take numbers without calling an operator of theirs; they are recorded like operators."""
 
 CreateNode: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Node]
 
@@ -71,13 +71,13 @@ class Scalars:
     """The Python numbers of one trace.
 
     Attributes:
-        values: nodes whose numbers are there before a call, with the tensors that have them now.
-        asked: numbers that the program chose by, and whether they were true.
+        values: nodes whose values are known before a call, with the tensors that hold them now.
+        asked: numbers that the program branched on, and whether they were true.
         root: holds the constants of the graph.
 
     Args:
-        values: tensors whose numbers are there before a call, each with the stand-in of the trace.
-        node_of: the node that computes a stand-in now.
+        values: pairs of a stand-in and the tensor that holds its value, which is known before a call.
+        node_of: gives the node that computes a stand-in.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Scalars:
 
     @contextlib.contextmanager
     def followed(self) -> Generator[None]:
-        """Numbers that are read inside are traced."""
+        """Trace the numbers that are read inside."""
         token = _CURRENT.set(self)
         try:
             with _RECORDING.applied(True), _Tokens(self):
@@ -126,7 +126,7 @@ class Scalars:
         return self._read[-1]
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """What `function` makes of numbers, some of which are traced."""
+        """The number that `function` computes from numbers, some of them traced: traced itself."""
         ones = [
             argument.kind(1) if isinstance(argument, TracedNumber) else argument for argument in arguments
         ]
@@ -139,7 +139,7 @@ class Scalars:
         return self._number(function, tuple(given), kind)
 
     def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> TracedNumber:
-        """The number that `function` makes: the same one for the same arguments."""
+        """The traced number that `function` computes; the same object for the same arguments."""
         key = (function, tuple((type(argument), argument) for argument in arguments))
         if key not in self._made:
             assert self._create is not None, "the first number of all was read"
@@ -149,7 +149,7 @@ class Scalars:
         return self._made[key]
 
     def token(self, number: TracedNumber) -> float:
-        """What stands for `number` beneath PyTorch's Python interface."""
+        """A new token for `number`."""
         token = number.kind(next(self._numbers))
         self._tokens[token] = number
         return token
@@ -163,7 +163,7 @@ class Scalars:
         return [leaf for leaf in pytree.tree_leaves(arguments) if self.behind(leaf) is not None]
 
     def arrive(self, tokens: Iterable[float]) -> None:
-        """An operator that takes the numbers behind `tokens` is recorded."""
+        """Note that an operator which takes the numbers behind `tokens` was recorded."""
         self._arrived.update(tokens)
 
     def call(
@@ -173,16 +173,16 @@ class Scalars:
         kwargs: Mapping[str, Any],
         tokens: Sequence[float],
     ) -> Any:
-        """What a function of PyTorch's returns.
+        """Call a function of PyTorch's.
 
         Args:
             function: the function.
             args: its positional arguments.
             kwargs: its named ones.
-            tokens: those among them.
+            tokens: the tokens among these.
 
         Raises:
-            UnsupportedProgram: it computes with one, or with one that it reads, before operators get it.
+            UnsupportedProgram: it computes with a token, or with one that it reads, without an operator.
         """
         self._read.clear()
         result = function(*args, **kwargs)
@@ -196,10 +196,10 @@ class Scalars:
         return result
 
     def answer(self, number: TracedNumber) -> bool:
-        """Whether `number` is true now: the program chooses by it.
+        """Whether `number` is true now; the program branches on it.
 
         Raises:
-            UnsupportedProgram: it is only there once the call has computed it.
+            UnsupportedProgram: its value is not known before the call.
         """
         try:
             with torch_functions_off():
@@ -214,7 +214,7 @@ class Scalars:
 
 
 def needs_value(function: str) -> UnsupportedProgram:
-    """What to raise where PyTorch computes with a number of the trace, or makes a size of it."""
+    """An error for a function that computes with a number of the trace, or makes a size of it."""
     return refusal(
         f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
         "follows from a step count)",
@@ -264,7 +264,7 @@ class _Number(TracedNumber):
 
     @property
     def node(self) -> Any:
-        """What PyTorch looks for in its symbolic numbers: it would ask for a value.
+        """The attribute by which PyTorch would ask a symbolic number for its value.
 
         Raises:
             UnsupportedProgram: always.
@@ -277,7 +277,7 @@ class _Number(TracedNumber):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """What `isinstance` is told besides: the type that it has in eager."""
+        """The type that it has in eager, for `isinstance`."""
         return self.kind
 
     def __bool__(self) -> bool:
@@ -387,4 +387,4 @@ def _record_functions(is_wanted: bool) -> None:
 
 
 _RECORDING = Patch[bool]("numbers_to_be_recorded", _record_functions)
-"""Functions of Python's own that are given numbers of a trace are recorded in it."""
+"""Lets functions of Python's own record themselves when they are given numbers of a trace."""
