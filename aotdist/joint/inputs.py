@@ -63,16 +63,16 @@ class StandIn:
         recipe: how it is put together.
         leaf: what gradients are taken with respect to.
         opened: what the function is given, and what lies inside of it before it runs.
-        plains: other shells of the functional tensors beneath `tensor`: they keep the memory that it had,
-            should the program give it other memory.
-        derived: whether it is a base without history, or a view made of another stand-in: what is written to
-            it is written to others, and what gradient it gets they get.
-        whole: whether it is a span of a whole storage, of which more is written than any input shows.
-        spans: the spans that parts of it lie in, with others.
-        base: which stand-in it is made of, if it is made as a view.
+        plains: other shells of the functional tensors beneath `tensor`; they stay in the memory that it had,
+            if the program moves it to other memory.
+        derived: whether it is a base without history, or a view of another stand-in: writes to it, and
+            gradients for it, are those of the other inputs.
+        whole: whether it is a span of a whole storage, of which more may be written than any input shows.
+        spans: the spans that its plain tensors lie in, together with others.
+        base: which stand-in it is a view of, if it is made as one.
         version: the version counter of `tensor` before the program ran.
-        versions: those of what lies inside of it, in order.
-        met: what the plain tensors held then.
+        versions: the version counters of the tensors inside of it, in order.
+        met: the values of its plain tensors then.
     """
 
     slot: Slot
@@ -103,11 +103,11 @@ class StandIn:
         return self.example.requires_grad and not self.derived
 
     def bumps(self) -> int:
-        """How often autograd saw the input written, by this name or through a view of it."""
+        """How many writes of the input autograd counted, by this name or through a view of it."""
         return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.version
 
     def bumps_inside(self) -> tuple[tuple[str, int], ...]:
-        """The same of what lies inside, by path, where there are any."""
+        """The same for the tensors inside of it, by path, where there are any."""
         pairs = zip(self.opened.inside, self.versions, strict=True)
         counts = ((path, version_of(inner) - before) for (path, inner), before in pairs)
         return tuple((path, count) for path, count in counts if count)
@@ -209,7 +209,7 @@ class Inputs:
             guises.stands_for_wrapper(tensor, example)
 
     def _refuse_class(self, example: torch.Tensor) -> None:
-        """Raise for a tensor of the program around this one that shows a class there."""
+        """Raise for a tensor of the enclosing program that shows a class there."""
         shown = self._recorder.class_around(example)
         if shown is not None and shown not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedProgram(
@@ -273,7 +273,7 @@ class Inputs:
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
 
     def exchange(self, exchange: Exchange) -> None:
-        """Two tensors have become each other: what the one stood for, the other stands for."""
+        """Note that two tensors have become each other: each now stands for what the other stood for."""
         self._stand_ins = [
             replace(
                 stand_in,
@@ -289,11 +289,11 @@ class Inputs:
         return Row(self._stand_ins)
 
     def views(self) -> list[tuple[PrimalIdx, torch.Tensor]]:
-        """The stand-ins of views that are none themselves."""
+        """The stand-ins for views that are no views themselves."""
         return [(idx, self._stand_ins[idx].tensor) for idx in self._of_views]
 
     def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-        """The stand-ins that are made of another, to autograd, and how."""
+        """The stand-ins that are views of another one to autograd, each with what makes it."""
         for stand_in in (one for one in self._stand_ins if one.base is not None):
             yield stand_in.tensor, functools.partial(_again, stand_in.example)
 
@@ -307,12 +307,12 @@ class Inputs:
         return None if at is None else str(self._stand_ins[at].slot)
 
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
-        """The object that the program is given for a real one, if it has met it."""
+        """The stand-in for a real tensor, if the program has met that."""
         return self._by_example.get(id(example))
 
     @contextmanager
     def current(self) -> Generator[None]:
-        """Let `gets_gradients` ask these inside."""
+        """Let `gets_gradients` look these inputs up inside."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -320,14 +320,14 @@ class Inputs:
             _CURRENT.reset(token)
 
     def behind(self, tensors: Iterable[torch.Tensor]) -> list[StandIn]:
-        """Those that the history of `tensors` begins at."""
+        """The inputs at which the history of `tensors` begins."""
         leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
         known = set(map(id, leaves))
         return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
 
 
 def _counted_from_here(stand_in: StandIn) -> StandIn:
-    """A stand-in whose version counter is that of its example, and that knows where it begins to count."""
+    """The stand-in with its example's version counter, and with the counts from which writes are counted."""
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
         set_versions((tensor,), (version_of(example),))
@@ -346,12 +346,12 @@ _CURRENT: ContextVar[Inputs] = ContextVar("aotdist_inputs")
 
 
 def gets_gradients(tensor: torch.Tensor) -> list[StandIn]:
-    """The inputs of the trace that runs which a backward from `tensor` gives gradients to."""
+    """The inputs of the running trace that a backward from `tensor` gives gradients to."""
     return _CURRENT.get().behind([tensor])
 
 
 def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
-    """In inference mode, a tensor from outside of it is a normal one still: operators tell them apart."""
+    """The mode to make a stand-in in: of a normal tensor it is a normal one, in inference mode, too."""
     if torch.is_inference_mode_enabled() and not example.is_inference():
         return torch.inference_mode(False)
     return nullcontext()

@@ -1,10 +1,10 @@
 """Views that count from the storage: `as_strided`, and `unfold` where it leaves elements out or repeats them.
 
-Functionalisation writes through `as_strided` only where no other view comes before, and through `unfold` only
-where each element is shown once. So both are made as `as_strided` of the tensor that owns the memory.
+Functionalisation writes through `as_strided` only if no other view precedes it, and through `unfold` only if
+each element is shown once. So both are made as `as_strided` of the tensor that owns the memory.
 
-What an input does not show of its storage is not there in a trace. A program may look at it, as long as
-nothing is written; else it is to be traced once more, with all of that storage for a base.
+A trace has only that part of an input's storage which the input shows. A program may read around it as long
+as nothing is written; otherwise it is traced again over a base, the whole storage.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _UNFOLD = torch.ops.aten.unfold.default
 
 
 class LooksAround(BaseException):
-    """The program looks around an input in its storage, and writes: all of that is to be its base.
+    """The program reaches memory around an input, and writes: the whole storage has to be its base.
 
-    No error: it ends the trace, whatever the program catches.
+    Not an `Exception`: it ends the trace, whatever the program catches.
 
     Args:
         example: the input.
@@ -57,10 +57,10 @@ class _Place:
 
 
 class Strided:
-    """Knows who owns which memory.
+    """Makes views that count from the storage, of the tensors that own memory.
 
     Args:
-        mode: that of functional tensors.
+        mode: the functionalisation mode.
     """
 
     def __init__(self, mode: FunctionalTensorMode) -> None:
@@ -78,8 +78,8 @@ class Strided:
         Args:
             span: the memory that inputs share.
             part: an input in it.
-            offset: where that starts in its storage, in elements.
-            is_whole: whether the span is all of that.
+            offset: where the input starts in its storage, in elements.
+            is_whole: whether the span is the whole storage.
         """
         key = functional_storage_id(span)
         self._owners[key] = span, (offset - int(part.storage_offset())) * part.element_size()
@@ -91,14 +91,14 @@ class Strided:
         self._inputs[functional_storage_id(plain)] = example, real
 
     def forget_inputs(self) -> None:
-        """Keep none of the tensors that plain ones stand for."""
+        """Drop the references to the call's tensors."""
         self._inputs.clear()
 
     def looks_around(self, plain: FunctionalTensor, *, history: bool) -> bool:
-        """Whether views were made that show more than an input, whose plain tensor this is.
+        """Whether views were made that show more than an input does.
 
         Args:
-            plain: the tensor.
+            plain: a plain tensor of the input.
             history: leave out those that were made under `no_grad`.
         """
         key = functional_storage_id(plain)
@@ -114,7 +114,7 @@ class Strided:
     def instead(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], torch.Tensor] | None:
-        """How a view is made; None for the way that PyTorch's mode makes it."""
+        """What makes a view; None for views that PyTorch's mode makes right."""
         place = _place(func, args, kwargs)
         if place is None:
             return None
@@ -129,7 +129,7 @@ class Strided:
             return make
 
         def make_in_place() -> torch.Tensor:
-            # PyTorch's own would leave nobody who shows all of the memory.
+            # With PyTorch's own operator, no tensor would show all of the memory any more.
             self.note_owner(tensor)
             rebind(tensor, make())
             return tensor
@@ -139,7 +139,7 @@ class Strided:
     def resized(
         self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]
     ) -> Callable[[], FunctionalTensor] | None:
-        """How `tensor` is made in another size, from where it begins; None if there is no room for it."""
+        """What makes `tensor` in another size, at the offset that it has; None if there is no room for it."""
         part = None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
         key = functional_storage_id(tensor)
         if part is None and key in self._inputs and key not in self._whole:
@@ -147,7 +147,7 @@ class Strided:
         return part
 
     def follow(self, view: FunctionalTensor, base: FunctionalTensor) -> bool:
-        """Let `view` lie in the memory that `base`, of which it is a view, has now; False if it cannot be."""
+        """Move `view` to the memory that its base has now; False if that is not possible."""
         memory, _ = self._owners.get(functional_storage_id(base), (None, 0))
         if memory is None or memory.dtype not in (view.dtype, torch.uint8):
             return False
@@ -167,7 +167,7 @@ class Strided:
         return lambda: tensor.as_strided(place.size, place.stride, place.offset)  # type: ignore[return-value]
 
     def _part(self, tensor: FunctionalTensor, place: _Place) -> Callable[[], FunctionalTensor] | None:
-        """How to make a view of the memory's owner; None if there is none, or it ends before."""
+        """What makes a view of the memory's owner; None if there is no owner, or it is too short."""
         memory, start = self._owners.get(functional_storage_id(tensor), (None, 0))
         if (
             memory is None
@@ -193,7 +193,7 @@ class Strided:
             self._made_around[key] = torch.is_grad_enabled() or self._made_around.get(key, False)
 
     def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
-        """Note that what is made shows memory which a trace does not have, or cannot write there."""
+        """Note that a view shows memory which the trace does not have, or cannot write through the view."""
         key = functional_storage_id(tensor)
         if key in self._inputs and (func is _AS_STRIDED_ or key in self._whole or data_writes(tensor)):
             self._take_whole(func, tensor)
@@ -214,7 +214,7 @@ class Strided:
         raise LooksAround(self._inputs[key][0])
 
     def refuse_lost_offset(self, func: OpOverload, tensor: FunctionalTensor) -> None:
-        """Raise for a view of what, written since, does not lie as far into its storage as it did."""
+        """Raise for a view of a tensor whose offset in its storage was lost by a write."""
         if functional_storage_id(tensor) in self._inputs:
             self._take_whole(func, tensor)
         raise refusal(
@@ -223,9 +223,10 @@ class Strided:
         )
 
     def refuse_write(self, func: OpOverload, tensor: FunctionalTensor) -> None:
-        """Raise for a write, by any name, where the program looks around an input.
+        """Raise for a write to memory of which the program made views that show more than the trace has.
 
-        Of a tensor that the program made, only a write by what looks around: it would go to a copy.
+        For an input, any write; for a tensor that the program made, only one through such a view, since it
+        would go to a copy.
         """
         key = functional_storage_id(tensor)
         if key not in self._looked_around:
@@ -240,7 +241,7 @@ class Strided:
 
 
 def _place(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Place | None:
-    """What a view that counts from the storage is to show; None for all others."""
+    """Size, stride and offset of a view that counts from the storage; None for other operators."""
     if func is _UNFOLD:
         return _unfolded(*args, **kwargs)
     if func is _AS_STRIDED or func is _AS_STRIDED_:
@@ -249,7 +250,7 @@ def _place(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Place | None:
-    """What `unfold` shows, if it leaves something out, or repeats it."""
+    """Size and stride of what `unfold` shows, if it leaves elements out, or repeats some."""
     if tensor.dim() == 0 or (step == size and tensor.size(dimension) % size == 0):
         return None
     dim = dimension % tensor.dim()

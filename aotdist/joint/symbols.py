@@ -3,7 +3,8 @@
 Each size that may differ has a symbol of its own; if a trace compares two, or one with a number, the
 outcome is a guard. A size of 0 or 1 is never symbolic: broadcasting and emptiness depend on it.
 
-So has each number that a program finds somewhere and changes (`self.steps += 1`): it would fit one call only.
+Each number that a program finds and changes (`self.steps += 1`) has one, too: as a constant it would fit one
+call only.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ Dims = Mapping[int, AbstractSet[int]]
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A number that the program finds at a place, and leaves another there.
+    """A number that the program finds at a place and changes.
 
     Args:
-        symbol: stands for it.
+        symbol: stands for the number.
         name: of the symbol.
-        place: where it is.
+        place: where the number is.
         kind: `int` or `float`.
     """
 
@@ -62,8 +63,8 @@ class Symbols:
     """The symbols of one trace.
 
     Args:
-        env: keeps them, and the guards.
-        dims: which dimensions get one.
+        env: has the symbols, and the guards; None if there are to be none.
+        dims: which dimensions of which tensors get a symbol.
     """
 
     def __init__(self, env: ShapeEnv | None, dims: Dims) -> None:
@@ -114,7 +115,7 @@ class Symbols:
 
     @contextmanager
     def counting(self, places: Iterable[Source]) -> Generator[None]:
-        """Let symbols stand in places that hold numbers; these are put back when the context is left."""
+        """Put symbols in places that hold numbers; the numbers are put back when the context is left."""
         numbers = [(place, place.read()) for place in places]
         try:
             for place, number in numbers:
@@ -128,7 +129,7 @@ class Symbols:
                 place.write(number)
 
     def counts(self) -> tuple[Count, ...]:
-        """What the program counts in."""
+        """The numbers that symbols stand for."""
         return tuple(self._counts)
 
     def _new(self, slot: Slot, measure: Measure, number: int) -> torch.SymInt:
@@ -138,7 +139,7 @@ class Symbols:
         return symbol
 
     def __iter__(self) -> Iterator[torch.SymInt | torch.SymFloat]:
-        """Those of sizes, and of the counts that the graph computes with."""
+        """The symbols of sizes, and of the counts that the graph computes with."""
         yield from (symbol for symbol, _, _ in self._symbols)
         yield from (count.symbol for count in self._counts if count.name in self._computed_with)
 
@@ -151,7 +152,7 @@ class Symbols:
         return any(not names.isdisjoint(re.findall(r"\w+", decided)) for decided in self.sizes().decided)
 
     def note(self, numbers: Iterable[torch.SymInt | torch.SymFloat]) -> None:
-        """The graph computes with these."""
+        """Note that the graph computes with these numbers."""
         self._computed_with.update(name for number in numbers for name in symbols_in(number))
 
     def _sized(
@@ -176,7 +177,7 @@ class Symbols:
             self._conditions.append((measure, number))
 
     def sizes(self) -> Sizes:
-        """What the trace, and whatever came after it, knows of the symbols.
+        """The symbols, and the conditions and guards that the trace, and later stages, found for them.
 
         Raises:
             UnsupportedProgram: a dimension that was marked as dynamic turned out to be a certain number.
