@@ -42,7 +42,7 @@ class Artifact:
         call: `(args, kwargs)` to the user's result, or `MISS`.
         source: the printed code of `call`, the autograd node included.
         compilation: how it came to be, without the tensors of the call.
-        fit: when it fits, likewise.
+        fit: when it fits a call, likewise.
     """
 
     call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -147,8 +147,8 @@ def backward_of(
 
     Args:
         region: the region.
-        watch: what stands around every run of a graph.
-        after: is called when the gradients are there.
+        watch: a context for every run of a graph, if any.
+        after: called once the gradients are computed.
         in_python: what backwards change in Python.
     """
 

@@ -55,7 +55,7 @@ class Fit:
         recipes: how each is put together.
         sizes: the symbols in them.
         counts: numbers that the program finds and changes.
-        told: symbols of numbers that depend on data, each with the plain result that tells it.
+        told: unbacked symbols, each with the position of the plain result that holds its value.
         written: inputs that the program writes.
         with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
@@ -67,7 +67,7 @@ class Fit:
         identities: closed-over functions and modules.
         again: pairs of places that hold the same object.
         prepare: functions to call first, each with its argument.
-        leaves: puts objects where the one call that it fits leaves them.
+        leaves: puts back the objects that the program leaves in Python; the artifact then fits one call only.
     """
 
     arguments: Arguments
@@ -105,7 +105,7 @@ class Fit:
         return bool(self.symbols() or self.told)
 
     def has_classes(self) -> bool:
-        """Whether tensors of the call hear of torch functions, which it is not to tell them of."""
+        """Whether tensors of the call have a `__torch_function__`, which must not be called."""
         return any(hears_of_functions(type(example)) for example in self.examples)
 
     def reads_places(self) -> bool:
@@ -125,7 +125,7 @@ class Fit:
         return [*bases, *(distinct[idx] for idx in self.bases.inputs(len(distinct)))]
 
     def plains_apart(self, plains: Row[PrimalIdx, Sequence[T]]) -> Iterator[tuple[PrimalIdx, list[T]]]:
-        """Of the plain tensors of each input, those that may not meet another's: none that lie in a base."""
+        """The plain tensors of each input that must not overlap another input's: those in no base."""
         aliases, views = self.bases.aliases(), self.bases.views()
         for at, found in plains.enumerate():
             if at not in views:
@@ -194,7 +194,7 @@ def _first_leaf(facts: Facts, idx: NodeOutIdx) -> int:
 
 
 def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:
-    """Objects and containers that a backward writes: those of the capture, so a call must find the same."""
+    """Objects and containers that a backward writes: those of the capture, so calls must find the same."""
     for held in held_in(captured.in_backward.whole.changed()):
         yield held.source, held.example
 

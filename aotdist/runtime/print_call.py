@@ -65,13 +65,13 @@ def print_call(
         printer: where to print.
         fit: when the artifact fits.
         run: an expression for the region: a function of the primals that returns a tuple.
-        plans: what is done outside of the region.
+        plans: the plans of the layers outside of the region.
         returned: how the user's result is put together.
-        enables_grad: whether the program switches grad mode on where the caller has it off.
-        gates: where gradients pass tensors that the caller holds, if they do.
-        shielded: results of the node with hooks of their own.
-        detached: inputs that get no gradient, so that their hooks are not called.
-        turns: inputs whose hooks are called in this order.
+        enables_grad: whether the program switches grad mode on although the caller has it off.
+        gates: the gates that gradients pass, if they pass tensors that the caller holds.
+        shielded: results of the node that have hooks of their own.
+        detached: inputs that get no gradient, and whose hooks must not be called.
+        turns: inputs, in the order in which their hooks are called.
     """
     quiet = print_classes_off(printer) if fit.has_classes() else nullcontext()
     with printer.block("def call(args, kwargs):"), quiet:
@@ -130,7 +130,7 @@ def _print_given(
     detached: Sequence[PrimalIdx],
     turns: Sequence[PrimalIdx],
 ) -> list[str]:
-    """Print what the region is given; returns it."""
+    """Print how the region's arguments are prepared; returns expressions for them."""
     given = _print_taken(printer, writes, primals)
     for idx in detached:
         given[idx] += ".detach()"
@@ -142,7 +142,7 @@ def _print_given(
 
 
 def _print_taken(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> list[str]:
-    """Print `DifferentiableWrites.taken`; returns what the region is given."""
+    """Print `DifferentiableWrites.taken`; returns expressions for the region's arguments."""
     if writes.writes:
         targets = [primals[primal] for primal, _, _ in writes.writes]
         printer.line(f"{printer.bind('refuse_forbidden', refuse_forbidden)}({', '.join(targets)})")
@@ -178,9 +178,9 @@ def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:
 
 @contextmanager
 def _missing_places_miss(printer: Printer) -> Generator[None]:
-    """What is printed inside reads places; one that is gone means that the artifact does not fit.
+    """Inside, reads of places are printed; the artifact does not fit if a place is gone.
 
-    `TypeError` is what None says in the place of a container, or an object without items.
+    A `TypeError` comes from None, or from an object without items, in the place of a container.
     """
     with printer.block("try:"):
         yield
@@ -330,7 +330,7 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
 
 
 def _conditions(printer: Printer, fit: Fit) -> list[str]:
-    """Everything that must be as it was at capture, cheap and telling things first."""
+    """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
     conditions = [f"{printer.bind('modes_hold', AmbientGuard(fit.ambient))}()"]
     if fit.changes_given:
         conditions.append(f"{printer.bind('are_apart', are_apart)}(args, kwargs)")
@@ -405,7 +405,7 @@ def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
 
 
 def _same_contexts(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> Iterator[str]:
-    """That a wrapper has the context and the constants that it had; and those inside of it, which class."""
+    """That a wrapper has the same context and constants, and that wrappers inside have the same class."""
     yield _same_context(printer, name, example, recipe)
     # A rule that has a context of its own puts into it all that there is to compare.
     compares_all = type(wrapper_rule(recipe.cls)).context_of is not WrapperRule.context_of
@@ -430,7 +430,7 @@ def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wr
 
 
 def _alone_condition(printer: Printer, fit: Fit) -> str:
-    """That inputs which are written with history are to autograd what they were at capture."""
+    """That `take` and `put` can write each input that is written with history, without its base."""
     names, views = fit.primal_variables(), fit.bases.views()
     others = [at for at in fit.slots.indices() if at not in views and at not in fit.with_history]
     given = (sequence([names[at] for at in group]) for group in (fit.with_history, others))

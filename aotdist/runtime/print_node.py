@@ -57,7 +57,7 @@ def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str
 
 
 def _watched(printer: Printer, watch: Watch) -> AbstractContextManager[None]:
-    """What is printed inside stands beneath `watch`, if there is one."""
+    """What is printed inside runs in the context `watch`, if there is one."""
     return nullcontext() if watch is None else printer.block(f"with {printer.bind('watch', watch)}:")
 
 
@@ -93,15 +93,16 @@ def print_node(
         printer: where to print.
         names: a variable for each primal.
         symbols: the symbols' names; their values are one more argument, a dictionary.
-        told: symbols that go into it once the forward has run, each with the result that tells it.
+        told: symbols that are added to that dictionary once the forward has run, each with the position of
+            the result that holds its value.
         plan: how tensors pass through the node.
         forward: plain inputs, sizes -> results, then saved values.
-        backward: what runs in the backward; as it is, where some tangent is missing.
-        after_backward: functions to call, each with its argument, when the gradients are there.
+        backward: what runs in the backward; called itself where a tangent is missing.
+        after_backward: functions to call, each with its argument, once the gradients are computed.
         changes: what the backward changes in Python.
         watch: a context for every run of a graph, if any.
         versions: what version counters of outputs to set, see `aotdist.runtime.results.versions_to_set`.
-        has_classes: whether inputs hear of torch functions, which they are not to be told of.
+        has_classes: whether inputs have a `__torch_function__`, which must not be called.
     """
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
         _print_forward(printer, names, symbols, told, plan, forward, watch, versions)
@@ -137,7 +138,7 @@ def print_inference(
         printer: where to print.
         names: a variable for each primal.
         symbols: see `print_node`.
-        told: see there.
+        told: likewise.
         sizes: the numbers that the graph takes.
         unwrap: how inputs are taken apart and outputs put together.
         writes: writes to plain inputs.
@@ -146,7 +147,7 @@ def print_inference(
         watch: a context for every run of the graph, if any.
         views: results that are made as views, see `aotdist.runtime.results.result_views`.
         versions: see `print_node`.
-        recorded: whether autograd would record the graph's operations, unless it is switched off.
+        recorded: whether autograd has to be switched off, or it would record the graph's operations.
     """
     printer.spread("def region(", _with_symbols(names, [*symbols, *told]), "):")
     off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
@@ -165,7 +166,7 @@ def print_inference(
 
 
 def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
-    """Expressions for the results that are no writes."""
+    """Expressions for the results that are not new values of inputs."""
     return [f"results[{k}]{'.detach()' if k in views else ''}" for k in range(writes.num_values)]
 
 
@@ -265,7 +266,7 @@ def _saved(
 
 
 def _print_versions(printer: Printer, versions: Versions) -> None:
-    """Print that outputs were written as often as the program wrote what it made."""
+    """Print that the version counters of outputs are set to how often the program wrote them."""
     if versions:
         written = sequence([f"o{idx}" for idx in versions])
         counted = sequence([str(version) for version in versions.values()])
@@ -287,7 +288,7 @@ def _print_check(printer: Printer, wrappers: SavedWrappers) -> None:
 
 
 def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: PrimalIdx) -> str:
-    """The version counter of an input; what gets a gradient is no inference tensor, and has one (0.1 us)."""
+    """The version counter of an input; one that gets a gradient is no inference tensor (saves 0.1 us)."""
     if plan.grads[idx] is not None:
         return f"{names[idx]}._version"
     return f"{printer.bind('version_of', version_of)}({names[idx]})"
@@ -306,7 +307,7 @@ def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
 
 
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
-    """What is printed inside calls no `__torch_function__`: those of the program were called at capture."""
+    """What is printed inside calls no `__torch_function__`: the program's calls of it happened at capture."""
     return printer.block(f"with {printer.bind('class_functions_off', class_functions_off)}():")
 
 
@@ -398,7 +399,7 @@ def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None
 
 
 def _print_told(printer: Printer, told: Mapping[str, int]) -> None:
-    """Read numbers that depend on data off the results that tell them."""
+    """Read numbers that depend on data off the results that hold them."""
     for name, position in told.items():
         printer.line(f"{name} = symbols[{name!r}] = results[{position}].item()")
 
