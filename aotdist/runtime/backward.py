@@ -41,8 +41,8 @@ class Parts(Protocol):
 
         Args:
             outs: names of results.
-            arrived: names of gradients, of views that were caught among them.
-            in_parts: whether the backward is cut at its waypoints; else what arrives there goes on.
+            arrived: names of gradients; those of views that were caught are among them.
+            in_parts: whether the backward is cut at its waypoints; otherwise gradients pass through them.
         """
         ...
 
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of a node, step by step; the printed one leaves to it the calls that lack a tangent.
+    """The backward of a node, step by step; the printed backward calls it where a tangent is missing.
 
     Args:
         plan: how tensors pass through the node.
@@ -70,12 +70,12 @@ class Backward:
         reduced: compiles `whole` without the tangents of some slots.
         parts: compiles what computes some results from some gradients.
         differentiable_parts: as `parts`, for gradients that autograd records: in parts, or of symbolic sizes.
-        after: called when the gradients are there.
+        after: called once the gradients are computed.
         results: the names of what `whole` returns.
-        other_kinds: runs the backward for gradients of other kinds, if there can be one.
-        double_backward: runs the backward as a program with a backward, for all gradients that autograd
-            records and that `differentiable_parts` is not for.
-        shares: what the backwards of the results compute with.
+        other_kinds: runs the backward for gradients of other kinds, if there can be any.
+        double_backward: runs the backward as a program with a backward, for gradients that autograd records,
+            except those that `differentiable_parts` is for.
+        shares: which saved values the backward of each result reads.
         in_python: what backwards change in Python.
     """
 
@@ -120,7 +120,7 @@ class Backward:
     def _without_history(
         self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None
     ) -> Gradients:
-        """The gradients, by the graph that is for what has arrived: whole, reduced, or in parts."""
+        """The gradients, computed by the graph for the tangents that arrived: whole, reduced, or in parts."""
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
         there, caught = self._there(tangents), caught_on_the_way(ctx)
@@ -151,7 +151,7 @@ class Backward:
         return tuple(grads), in_turn(of_this_call(ctx, changes.kept), results, joined)
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
-        """The saved values; those that other gradients need, without these, are kept for them."""
+        """The saved values; those that a later backward, of other results, needs are kept for it."""
         if not self.plan.saved.frees:
             return []
         writes = bool(self.plan.backward_writes.bumps) and tuple(there) not in self.plan.choices
@@ -172,12 +172,13 @@ class Backward:
         return concrete(self.plan, symbols) if symbols else self.plan
 
     def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
-        """Write what the backward writes, inputs in storages of the size that it leaves them.
+        """Resize the storages that the backward resizes, then write what it writes.
 
         Args:
-            ctx: the context.
+            ctx: the node's context.
             results: of the graph, from the first new value on.
-            chosen: what the backward of these results was traced to write; if it was not, as the whole does.
+            chosen: the plan of these results, if their backward was traced separately; otherwise it writes
+                what the whole backward does.
         """
         late = self.plan.backward_writes
         for plain, (_, num_bytes) in zip(ctx.resized if late.storages else (), late.storages, strict=True):
@@ -203,7 +204,7 @@ class Backward:
         return in_turn(self._plan(ctx).pieces(gate), iter(call(args)), joined)
 
     def takes(self, ctx: Any, arrived: Grads) -> bool:
-        """Whether some of `arrived` are there, and a graph computes gradients from them, not autograd."""
+        """Whether there are gradients in `arrived`, and a graph (not autograd) computes with them."""
         plan, there = self._plan(ctx), {idx: grad for idx, grad in arrived.items() if grad is not None}
         is_graph = plan.obstacle is None or not torch.is_grad_enabled()
         return bool(there) and is_graph and plan.takes(there)
@@ -211,7 +212,7 @@ class Backward:
     def _part(
         self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, caught: Mapping[int, torch.Tensor]
     ) -> tuple[BoxedCall, list[Any]]:
-        """What computes `outs` of what has arrived and was caught, and its arguments."""
+        """The call that computes `outs` from gradients that arrived or were caught, and its arguments."""
         plan = self._plan(ctx)
         given: dict[Slot, Any] = sizes_by_name(plan.backward_sizes, ctx)
         for expected, grad in plan.by_kind(arrived, caught, in_parts=not caught):
@@ -238,7 +239,7 @@ class Backward:
         return grads
 
     def _with_history(self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None) -> Gradients:
-        """The gradients with a history: of the backward as a program, or of its graph run under autograd."""
+        """The gradients with a history: by the backward as a program, or by its graph under autograd."""
         plan, arrived = self._plan(ctx), self._there(tangents)
         caught = caught_on_the_way(ctx)
         if not arrived and not caught:

@@ -1,7 +1,7 @@
 """Gates at run time: autograd nodes behind the program's own, see `aotdist.partition.gates`.
 
-Usually nobody watches what passes a waypoint. Then a gate hands on what arrives, and the program's node runs
-its backward in one go. A gate costs a call 8 us.
+Usually nobody watches what passes a waypoint. Then a gate passes on the gradients that arrive, and the
+program's node runs its backward in one go. A gate costs a call 8 us.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from aotdist.torch_seam.autograd import (
 )
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
-"""What happens outside of the node: an input is written, results pass a gate, an output is made, or ended."""
+"""What happens outside of the node: an input is written, results pass a gate, an output is made or ended."""
 
 
 def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[Step, ...]:
-    """What happens outside of the node: a gate comes after the waypoints that it sends pieces to."""
+    """The steps outside of the node, in order: a gate comes after the waypoints that it sends pieces to."""
     order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
     endings = [act for act in plans.epilogue.order if isinstance(act, MetadataWrite) and act.number < 0]
     steps = _reshaping(plans)
@@ -125,10 +125,10 @@ class Passing:
     """One backward on its way through the gates to the program's node.
 
     Args:
-        task: which backward it is.
+        task: autograd's number of the backward.
         is_watched: whether it runs part by part.
-        arrived: gradients of results, so far.
-        caught: those of views that are caught.
+        arrived: the gradients of results that have arrived so far.
+        caught: the gradients of views that were caught.
     """
 
     task: int
@@ -138,13 +138,13 @@ class Passing:
 
 
 def is_watched(node: Any) -> bool:
-    """Whether the running backward comes to `node` part by part."""
+    """Whether the running backward reaches `node` part by part."""
     passing = passing_of(node)
     return passing is not None and passing.is_watched
 
 
 def is_apart(node: Any) -> bool:
-    """Whether the running backward comes to `node` otherwise than through the gradients of its results."""
+    """Whether the running backward reaches `node` part by part, or with gradients of views."""
     passing = passing_of(node)
     return passing is not None and (passing.is_watched or passing.caught.has_caught())
 
@@ -162,7 +162,7 @@ def passing_of(node: Any) -> Passing | None:
 
 
 class _Watch:
-    """Whether the caller watches waypoints: without keeping them alive."""
+    """Whether the caller watches waypoints; it does not keep them alive."""
 
     def __init__(self, points: Sequence[torch.Tensor], earlier: _Watch | None) -> None:
         # Autograd calls the hooks of one node's results in the order in which `hooks_of` met them.
@@ -178,7 +178,7 @@ class _Watch:
 
 
 Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
-"""The pieces that a gate sends, given the node's context and all gradients that have arrived."""
+"""Computes the pieces that a gate sends, from the node's context and the gradients that have arrived."""
 
 
 def _without(arrived: Grads, raised: Collection[NodeOutIdx]) -> Grads:
@@ -186,7 +186,7 @@ def _without(arrived: Grads, raised: Collection[NodeOutIdx]) -> Grads:
 
 
 def _asked_for() -> bool:
-    """Whether the running backward is to find gradients of chosen tensors: any waypoint may be one."""
+    """Whether the running backward computes gradients of chosen tensors, of which a waypoint may be one."""
     return not runs_in_backward(_ANCHOR)
 
 
@@ -202,8 +202,8 @@ class Gates:
         steps: what happens outside of the node, in order.
         passages: which gradients pass which waypoints.
         pieces: computes what a gate sends back.
-        takes: whether gradients that arrived can be met by those of views.
-        met: the waypoints that are such views, by position.
+        takes: whether gradients of views can be added to gradients that arrived.
+        met: positions of the waypoints that are such views.
         shielded: results that have hooks of their own.
     """
 
@@ -224,7 +224,7 @@ class Gates:
         return total.cls if isinstance(total, Wrapper) else torch.Tensor
 
     def lead(self, gate: Gate) -> Callable[..., Any]:
-        """What leads results through one of the gates."""
+        """A function that leads results through one of the gates; see `make_gate`."""
         return make_gate(self, gate)
 
     def at_once(self) -> list[NodeOutIdx]:

@@ -27,7 +27,7 @@ from aotdist.sizes import Expression
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
 
 Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
-"""Gradients of results, as far as they are there."""
+"""Gradients of results; None for those that did not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SavedInput:
 
     Args:
         plain: position of the input among the plain inputs.
-        changes: whether it has other sizes, or lies elsewhere, when the backward comes.
+        changes: whether the program reshapes it or moves it to other memory before the backward.
     """
 
     plain: PlainIdx
@@ -59,7 +59,7 @@ class Saved:
         slots: the names of these arguments.
         wrappers: the wrappers that saved values lie in.
         freed: see `Facts.freed`.
-        frees: whether there is one backward only of some results; else nothing is saved.
+        frees: whether there is only one backward of some results; if not, nothing is saved.
     """
 
     sources: tuple[SavedInput | SavedResult, ...]
@@ -76,7 +76,7 @@ class KeptInputs:
     Args:
         primals: the inputs.
         slots: the names of the plain tensors beneath them.
-        unsaved: those that are not saved as well, so that autograd does not tell if they are written:
+        unsaved: those that are not also saved by autograd, which then does not notice if they are written:
             positions in `primals`, and names of the plain tensors beneath.
     """
 
@@ -95,9 +95,9 @@ class BackwardWrites:
         bumps: for each of `plains`, then of `results`, how many writes to count.
         wrappers: wrappers around plain inputs, and number of writes to count.
         outs: wrappers around results, likewise.
-        storages: plain inputs whose storage gets another size, and its bytes.
+        storages: plain inputs whose storage is resized, and to how many bytes.
         read: arguments of the backward graph, after the tangents, that are inputs or results as they are
-            when it runs: for each its position in `plains`, or behind these in `results`.
+            when it runs: for each, its position in `plains`, or behind these in `results`.
     """
 
     plains: tuple[PlainIdx, ...]
@@ -130,9 +130,9 @@ class OnTheWay:
 
     Args:
         passages: which gradients pass which tensors.
-        totals: recipes to assume of the gradients of waypoints that the node returns.
-        met: recipes to assume of the gradients of waypoints that are views, by position: of those that can go
-            into the program.
+        totals: recipes to assume for the gradients of waypoints that the node returns.
+        met: recipes to assume for the gradients of waypoints that are views, by position; only of those that
+            can enter the program.
     """
 
     passages: Passages
@@ -155,9 +155,8 @@ class NodePlan:
         obstacle: why the backward graph cannot be differentiated, if so.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
-        choices: the backward of some outputs alone, by these; of each choice of outputs for which it was
-            traced by itself.
-        adds_layouts: whether for any other choice the backward is more than a part of the whole, see `Facts`.
+        choices: the backward of some outputs, by these outputs, if it was traced separately.
+        adds_layouts: whether the backward of other outputs may be more than a part of the whole, see `Facts`.
         backward_writes: what the backward writes.
         on_the_way: which gradients pass tensors that the caller holds.
         heard: see `Facts.heard`.
@@ -184,7 +183,7 @@ class NodePlan:
     rng: RngPlan
 
     def expected(self, idx: NodeOutIdx, *, in_parts: bool) -> Tangent:
-        """What the gradient of an output is taken for."""
+        """The recipe that is assumed for the gradient of an output."""
         if in_parts and idx in self.on_the_way.totals:
             return self.on_the_way.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
@@ -192,7 +191,7 @@ class NodePlan:
     def by_kind(
         self, arrived: Grads, caught: Mapping[int, torch.Tensor], *, in_parts: bool
     ) -> Iterator[tuple[Tangent, torch.Tensor]]:
-        """Gradients of results, and of views that were caught on their way, with what each is taken for."""
+        """Gradients of results, and of views that were caught, each with the recipe assumed for it."""
         for idx, grad in arrived.items():
             if grad is not None:
                 yield self.expected(idx, in_parts=in_parts), grad
@@ -213,15 +212,15 @@ class NodePlan:
         return [self.on_the_way.passages.waypoints[position].pieces[k] for position, k in gate.pieces]
 
     def without_grad(self, examples: Row[PrimalIdx, torch.Tensor]) -> list[PrimalIdx]:
-        """Inputs that require grad and get none, where others get some."""
+        """Inputs that require grad and get no gradient, if others get one."""
         if all(recipe is None for recipe in self.grads):
             return []
         return [idx for idx, grad in self.grads.enumerate() if grad is None and examples[idx].requires_grad]
 
     def with_siblings(self) -> list[NodeOutIdx]:
-        """Results in the caller's hands that have hooks of their own: the differentiable ones of several.
+        """Differentiable results that the caller gets, if there are several: each has hooks of its own.
 
-        They are in the order in which their hooks are to be called.
+        They come in the order in which their hooks are called.
         """
         found = self.differentiable()
         found.sort(key=lambda idx: self.heard.index(idx) if idx in self.heard else len(found))
@@ -245,8 +244,8 @@ def node_plan(
         traced: program and facts.
         plans: of the convention layers.
         split: the two graphs.
-        tangent_strides: strides that the backward graph was compiled for.
-        double_backward: what differentiating the backward takes.
+        tangent_strides: strides of tangents that the backward graph was compiled for.
+        double_backward: what is needed to differentiate the backward graph.
     """
     facts = traced.facts
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
@@ -344,7 +343,7 @@ def is_plain(facts: Facts) -> bool:
 
 
 def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[int, tuple[Waypoint, Tangent]]:
-    """The waypoints, by position, and what their gradients are taken for."""
+    """The waypoints, by position, and the recipes that are assumed for their gradients."""
     found: dict[int, tuple[Waypoint, Tangent]] = {}
     for position, waypoint in enumerate(passages.waypoints):
         if waypoint.total is not None:
@@ -354,7 +353,7 @@ def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[int, 
 
 
 def _meets_inside(waypoint: Waypoint, total: Recipe) -> bool:
-    """Whether the gradient of a view can go into the program, and meet the pieces there."""
+    """Whether the gradient of a view can enter the program, and be added to the pieces there."""
     is_view = waypoint.value is None
     return is_view and all(is_laid_out_as(total, one) for one in waypoint.pieces) and adds_beneath(total)
 
@@ -362,10 +361,10 @@ def _meets_inside(waypoint: Waypoint, total: Recipe) -> bool:
 def _kept_for_double_backward(
     traced: Traced, double_backward: DoubleBackwardPlan
 ) -> tuple[tuple[PrimalIdx, ...], str | None]:
-    """The inputs to keep, and why the gradients cannot be differentiated as a graph, if so.
+    """The inputs to keep, and why the backward graph cannot be differentiated, if so.
 
-    For autograd's graph of the trace, which is gone through then, and for gradients of other kinds, all that
-    get a gradient are kept.
+    Backwards that run through autograd's graph of the trace (of other kinds, or differentiable) need all
+    inputs that get a gradient.
     """
     obstacle, later = _obstacle(traced, double_backward), traced.later_backwards
     kept = {slot.path for slot in double_backward.primals} if obstacle is None else set[str]()
