@@ -1,7 +1,7 @@
-"""Lists, dictionaries and objects among the arguments: a program changes them at every call.
+"""Lists, dictionaries and objects among the arguments, which a program may change at every call.
 
-A trace is given others than the caller's, made of stand-ins; what became of these is repeated. Objects that
-the program makes and puts into them are made anew at every call (`aotdist.capture.objects`).
+A trace is given copies made of stand-ins; their changes are repeated on the caller's at every call. Objects
+that the program makes and puts into them are made anew at every call (`aotdist.capture.objects`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Attributes:
     """The `__dict__` of an object, or its slots.
 
     Args:
-        place: the object.
-        held: likewise.
-        in_slots: which of the two.
-        before: what was there before the trace.
+        place: the place of the object.
+        held: the object.
+        in_slots: whether these are its slots.
+        before: the attributes before the trace.
     """
 
     place: Source
@@ -46,7 +46,7 @@ class _Attributes:
         return slots_of(self.held) if self.in_slots else getattr(self.held, "__dict__", {})
 
     def entry(self, name: Any) -> Source:
-        """The place of one of them; past what the class does when it is assigned, if there is a way."""
+        """The place of an attribute: in `__dict__`, if there is one, past the class's own `__setattr__`."""
         path = f"{self.place.path}.{name}"
         if self.in_slots:
             return self.place.attribute(name, path)
@@ -77,7 +77,7 @@ class GivenContainers:
         args: positional arguments of the trace.
         kwargs: the others, by name.
         objects: the objects in these, with their paths.
-        apart: whether no container of the caller's is in two places; the trace has one in each.
+        apart: whether no container of the caller's is in two places; the trace has a copy in each.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class GivenContainers:
         for position, (path, value) in enumerate(objects):
             found += _watched_object(Source("objects", Given("objects")).item(position, path), value)
         self.counted: list[str] = []
-        """Numbers, by path, in the place of which `assigned` finds others of their type."""
-        # What lies deeper first: it may have left what it lay in.
+        """Paths of the numbers that the program changed to others of their type; `assigned` fills it."""
+        # Inner containers first: one may have been taken out of the one that held it.
         self._watched = sorted(found, key=lambda each: -len(each.place.steps))
 
     def assigned(self, made: dict[int, int]) -> list[tuple[Source, Any]]:
-        """Places that hold something else now, and what.
+        """Places whose value changed, and the new values.
 
         Args:
-            made: numbers of the objects that the program made, and that were taken apart so far.
+            made: numbers of the objects of the program's own that were taken apart so far, by identity.
 
         Raises:
-            UnsupportedProgram: a list is shorter, or holds what no call could be given; or a container is
-                changed where one is in two places.
+            UnsupportedProgram: a list lost items, or was given what no call can repeat; or a container is
+                changed while one is in two places.
         """
         if not self._apart:
             self._refuse_changes()
@@ -141,7 +141,7 @@ class GivenContainers:
         return found
 
     def changed(self) -> Iterator[str]:
-        """Paths of the containers and objects in which something else is found now."""
+        """Paths of the containers and objects that changed."""
         for watched in self._watched:
             now, before = map(_entries, (watched.now(), watched.before))
             pairs = itertools.zip_longest(now, before, fillvalue=(ABSENT, None))
@@ -157,7 +157,7 @@ class GivenContainers:
             )
 
     def deleted(self) -> list[Source]:
-        """Places of dictionaries and objects that hold nothing any more."""
+        """Places in dictionaries and objects that were deleted."""
         return [
             watched.entry(key)
             for watched in self._watched

@@ -56,7 +56,7 @@ def reach(
 
     Args:
         target: what to walk.
-        arguments: tensors that it is given: what hangs on them can be reached too.
+        arguments: tensors that it is given, whose attributes it can reach, too.
         code: modules, functions and classes that it is given, by name.
     """
     walk = _Walk()
@@ -91,7 +91,7 @@ def _display_name(fn: Any) -> str:
 
 @dataclass(slots=True)
 class _Named:
-    """Something whose attributes are read by name; `may_gain` if they may be more at another call."""
+    """Something whose attributes are read by name; `may_gain` if it may have more of them at another call."""
 
     source: Source
     value: Any
@@ -101,17 +101,17 @@ class _Named:
 
 @dataclass(slots=True)
 class _Walk:
-    """The walk, and what it has found so far; what is not explained here is as in `Reached`.
+    """The walk, and what it has found so far; fields that are not explained here are those of `Reached`.
 
-    Which attributes matter is known from the names in the code that was entered, and code is entered as it is
-    found in attributes: so names and attributes are gone through until nothing new appears (`follow_names`).
+    The names in the code that was entered say which attributes matter, and attributes lead to more code. So
+    names and attributes are gone through until nothing new appears (`follow_names`).
 
     Args:
         seen: the place of what was met, by identity; None for functions, which have no place of their own.
         met_again: identities of what was met twice.
-        opaque: objects that nothing is known of but which they are, each with its place.
-        named: what has attributes that are read by name.
-        names: attributes that the entered code mentions, of whatever object.
+        opaque: objects of which only the identity is known, each with its place.
+        named: objects whose attributes are read by name.
+        names: names of attributes in the entered code, of whatever object.
         stored: attributes that it assigns; as in `aotdist.capture.code.Names`, as are the next three.
         loaded: attributes that it reads.
         appended: variables and attributes to whose lists it appends.
@@ -184,9 +184,9 @@ class _Walk:
             yield from self._inside(source, value)
 
     def _meet_again(self, source: Source, value: Any) -> None:
-        """Note one more place of a value: another one may be in one of the two at another call.
+        """Note one more place of a value: at another call, two values may be in the two places.
 
-        Imported modules, which each file names, stay what they are.
+        Not for imported modules, which many files name.
         """
         self.met_again.add(id(value))
         first = self.seen[id(value)]
@@ -195,9 +195,9 @@ class _Walk:
         self.again.append((source, first))
 
     def look_at(self, source: Source, tensor: torch.Tensor, *, of_module: bool = False) -> None:
-        """Let the attributes of a tensor be read by name; those of a wrapper are not assigned.
+        """Note a tensor whose attributes are read by name, and may be assigned unless it is a wrapper.
 
-        An argument, and what hangs on one, is another at each call: what it is assigned is assigned again.
+        Arguments, and tensors reached from them, are others at each call; assignments to them are repeated.
         """
         if is_of_own_class(tensor):
             self.seen.setdefault(id(tensor), source)
@@ -219,10 +219,11 @@ class _Walk:
                 self.assigned += (named.source.attribute(name) for name in absent)
 
     def note_absent(self) -> None:
-        """Let it count that attributes are not there which the program may look for; a class may have them.
+        """Make the absence of attributes that the program may look for a part of the signature.
 
-        Those of modules are for the guard of their tree. Those of plain tensors, and functions, are looked
-        for by `getattr`; parameters and buffers, of which there are many, are not asked at every call.
+        Attributes of modules are watched by `ModuleGuard`. Those of plain tensors and functions matter only
+        if the program uses `getattr` or `hasattr`; parameters and buffers, of which there are many, are not
+        asked at every call.
         """
         for named in self.named:
             if isinstance(named.value, (torch.Tensor, types.FunctionType)) and not (
@@ -236,16 +237,16 @@ class _Walk:
                 self.constants.append((place, test(named.value)))
 
     def specialising_constants(self) -> Iterator[tuple[Source, Any]]:
-        """The constants, but for those in logs."""
+        """The constants, except those in logs."""
         logs = self._logs()
         for source, value in self.constants:
             if not any(source.lies_in(log) for log in logs):
                 yield source, value
 
     def specialising_identities(self) -> Iterator[tuple[Source, Any]]:
-        """What the program depends on as it is, but for what it assigns itself, another one at each call.
+        """Objects that are part of the signature by identity, except those that the program itself assigns.
 
-        A class gives another thing under a descriptor's name than the descriptor.
+        A descriptor is left out if reading its place gives another object.
         """
         yield from self.identities
         for source, value in self.opaque:
@@ -253,7 +254,7 @@ class _Walk:
                 yield source, value
 
     def specialising_ties(self) -> Iterator[tuple[Source, Source]]:
-        """Places of the same object, each once, but for those in logs."""
+        """Pairs of places of the same object, each place once, except those in logs."""
         logs = self._logs()
         known = set[Spot]()
         for source, first in self.again:
@@ -263,7 +264,7 @@ class _Walk:
                 yield source, first
 
     def _logs(self) -> list[Source]:
-        """The lists that the program appends to, and does nothing else with."""
+        """The lists that the program only appends to."""
         names = frozenset[str]() if self.any_name else self.appended - self.used
         return [
             source
@@ -272,7 +273,7 @@ class _Walk:
         ]
 
     def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """What a value leads to; what is read of it by name is left for `follow_names`."""
+        """What a value leads to; attributes that are read by name are left for `follow_names`."""
         read = reader_of(value, self.names)
         if read is not None or is_array(value):  # that of a tensor, which is read by it, may be replaced
             self._identity(source, value)
@@ -319,7 +320,7 @@ class _Walk:
             self._what_it_is(source, value)
 
     def _what_it_is(self, source: Source, value: Any) -> None:
-        """Let it count what an object is, as far as its attributes do not show it."""
+        """Make an object's class, or its identity, part of the signature, where attributes do not tell."""
         if isinstance(value, type):
             self._identity(source, value)
         elif is_users_class(type(value)) or (hasattr(value, "__dict__") and not callable(value)):
@@ -328,7 +329,7 @@ class _Walk:
             self.opaque.append((source, value))
 
     def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """What a deque holds, by position; what a set holds, which has no places, if it is constants."""
+        """The items of a deque, by position; a set, whose items have no places, is noted as a whole."""
         if not isinstance(value, frozenset):
             self.wholes.append((source, value))
         if isinstance(value, deque):
@@ -364,7 +365,7 @@ class _Walk:
         elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
             if is_constant(keys):
                 self.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
-            else:  # as optimizers keep their state; keys are the same ones if they are there, and as many
+            else:  # keys that are tensors, as in an optimizer's state: all are there, and there are no others
                 number = source.applied(len, f"the number of items of {source.path}")
                 self.constants.append((number, len(value)))
             cls = keeper_of(value)
@@ -437,8 +438,8 @@ class _Walk:
 
         Args:
             fn: the function.
-            special: it is called for an object whose attributes all count if it may read any, see
-                `_may_read_all`; it does not let those of others count.
+            special: whether it is a special method. If it may read any attribute, all attributes of its
+                object count (`_may_read_all`), but not those of others.
         """
         if not is_users_code(fn.__code__):
             yield from wrapped_by(fn)
@@ -471,27 +472,27 @@ class _Walk:
 
 
 def _spot(source: Source) -> Spot:
-    """What places have in common that are one; see `Source.spot`."""
+    """`Source.spot`; for a root without steps, its identity."""
     return source.spot() if source.steps else (id(source.root), None)
 
 
 def _name_of(source: Source) -> str:
-    """The variable or attribute that a place is, as code names it."""
+    """The name of the variable or attribute that a place is, as it stands in code."""
     return source.path.rpartition(".")[2]
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:
-    """What hangs on an object itself, by name; guards ask at every call, and slots are rare."""
+    """The attributes of an object itself, by name; quick, since guards ask at every call."""
     if hasattr(type(value), "__slots__"):
         return dict(attributes_of(value))
     return getattr(value, "__dict__", {})
 
 
 def _may_read_all(value: Any) -> bool:
-    """Whether all attributes of an object count, whatever names stand in code.
+    """Whether all attributes of an object count, not only those whose names stand in code.
 
-    Which of them an installed library's tensor class or container reads is not looked up; and special methods
-    of the user's may compute the names.
+    The code of an installed library's tensor class or container is not entered; and special methods of the
+    user's classes may compute names.
     """
     cls = type(value)
     if isinstance(value, torch.Tensor):
