@@ -1,11 +1,11 @@
 """What a traced stand-in shows to the user's code: the class of the tensor that it stands for.
 
 Beneath the user's code a stand-in is a `FunctionalTensor`. If it stands for a tensor of a user's class, it
-wears that class, and that tensor's very `__dict__`, while the user's code runs: `type(x)`, methods,
-attributes and `__torch_function__` are those of eager. The guise is taken off for each operator, and when the
-user's code returns. Where there is one, plain tensors of the trace show `torch.Tensor`: such classes ask.
+has that class, and that tensor's own `__dict__`, while the user's code runs: `type(x)`, methods, attributes
+and `__torch_function__` are those of eager. This guise is taken off for each operator, and when the user's
+code returns. If there is such a tensor, plain tensors of the trace show `torch.Tensor`: such classes look.
 
-Classes of wrapper tensors need none of this: their stand-ins are put together by the class itself.
+Wrapper tensors need none of this: their stand-ins are built by the class itself.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Guise:
     """One tensor's guise.
 
     Args:
-        tensor: who wears it, held weakly: of what `zeros_like` fills, autograd makes another tensor, with
-            another version counter, unless nobody else holds it.
+        tensor: who wears it, held weakly: autograd replaces the result of `zeros_like` by another tensor,
+            with another version counter, if anybody else holds it.
         cls: the class that it shows.
         attributes: the `__dict__` that it shows.
         beneath: its own class and `__dict__`, while it wears the guise.
@@ -77,7 +77,7 @@ class Guises:
         """Let `tensor` show this class and these attributes to the user's code.
 
         Raises:
-            UnsupportedProgram: an object cannot be given the class.
+            UnsupportedProgram: the class cannot be assigned to an object.
         """
         self._has_classes = True
         for plain, example in self._plain:
@@ -96,11 +96,11 @@ class Guises:
             self._bare.append((tensor, example))
 
     def stands_for_wrapper(self, tensor: torch.Tensor, example: torch.Tensor) -> None:
-        """Note a stand-in that a wrapper's class has put together; it knows nothing of other attributes."""
+        """Note a stand-in that a wrapper's class has built, which has no attributes of the user's."""
         self._bare.append((tensor, example))
 
     def show(self, result: Any) -> Any:
-        """What an operator has made, as the user's code is to see it."""
+        """Let the result of an operator show what the user's code is to see; returns it."""
         if self._has_classes and self._are_worn and not self._depth:
             for item in result if isinstance(result, (list, tuple)) else (result,):
                 if type(item) is FunctionalTensor:
@@ -126,7 +126,7 @@ class Guises:
         return tensor
 
     def worn(self) -> AbstractContextManager[None]:
-        """The user's code runs: attributes of tensors are there, as they are when it begins."""
+        """A context for the user's code, in which tensors have their attributes."""
         for tensor, example in self._bare:
             is_plain = isinstance(tensor, FunctionalTensor)
             for name, value in appearance(example)[1].items():
@@ -136,7 +136,7 @@ class Guises:
         return self._while(are_worn=True)
 
     def hidden(self) -> AbstractContextManager[None]:
-        """The user's code hands functions to an operator, which are traced as programs of their own."""
+        """A context for functions that the user's code hands to an operator; they are traced separately."""
         return self._while(are_worn=False)
 
     @contextmanager
@@ -164,7 +164,7 @@ class Guises:
 
     @contextmanager
     def off(self, tensors: Iterable[torch.Tensor]) -> Generator[None]:
-        """Beneath the user's code: tensors that wear a guise, see `among`, are what they are there."""
+        """A context for operators, in which tensors (those of `among`) wear no guise."""
         guises = [self._of[id(tensor)] for tensor in tensors]
         for guise in guises:
             guise.take_off()
@@ -202,7 +202,7 @@ class Guises:
         return _Guise(self._reference(tensor), type(tensor), attributes, (FunctionalTensor, own))
 
     def _reference(self, tensor: torch.Tensor) -> ReferenceType[torch.Tensor]:
-        """To a tensor that may be gone before the trace ends; another may have its `id` then."""
+        """A weak reference that removes the guise when the tensor is gone: another may get its `id`."""
         of, key = self._of, id(tensor)
 
         def forget(reference: ReferenceType[torch.Tensor]) -> None:
@@ -217,20 +217,20 @@ class Guises:
         return None if guise is None else guise.cls
 
     def forget_attributes(self) -> None:
-        """Let go of what the attributes hold: it is the caller's."""
+        """Drop the attributes, whose values are the caller's."""
         for tensor, _ in self._plain:
             _without_attributes(tensor)
         self._plain.clear()
-        for guise in list(self._of.values()):  # with its attributes, another tensor may go
+        for guise in list(self._of.values()):  # dropping attributes may free a tensor, and its guise
             guise.attributes = {}
 
 
 def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[torch.Tensor]) -> None:
-    """Let tensors have the attributes that their stand-ins have, of those that wear no guise."""
+    """Give tensors the attributes of their stand-ins, where these wear no guise."""
     for stand_in, example in zip(stand_ins, examples, strict=True):
         if isinstance(stand_in, FunctionalTensor):
             given, held = given_attributes(stand_in), vars(example)
-            if not is_wrapper(example):  # one that was swapped with a plain tensor holds what is inside of it
+            if not is_wrapper(example):  # one that was swapped with a plain tensor keeps its inner tensors
                 for name in held.keys() - given.keys():
                     del held[name]
             held.update(given)

@@ -1,8 +1,8 @@
 """The state of a module tree: tensors to lift, constants to watch, and how to trace with stand-ins.
 
-A parameter or buffer that hangs in several places (tied weights) is lifted once. Which objects hang
-where, constant attributes, `training` flags, hooks and classes (some conversions change them in place) are
-watched by a `ModuleGuard`: if one of them changes, the artifact no longer fits.
+A parameter or buffer in several places (tied weights) is lifted once. A `ModuleGuard` watches which objects
+are where, constant attributes, `training` flags, hooks and classes (some conversions change them in place):
+if one of these changes, the artifact no longer fits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = ("_parameters", "_buffers")
 """The dictionaries of a module that hold its state."""
 
 _NAMED = (*KINDS, "_non_persistent_buffers_set")
-"""Where names of state are: what a program goes through (`self.parameters()`, `state_dict()`)."""
+"""Attributes with the names of state, over which a program may iterate (`parameters()`, `state_dict()`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class StatePlace:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A parameter or buffer, once, with every place that it hangs in.
+    """A parameter or buffer, once, with every place that holds it.
 
     Args:
         path: its qualified name; of tied ones, the first.
@@ -96,7 +96,7 @@ def own_tensors(prefix: str, module: nn.Module, kind: str) -> Iterator[tuple[str
 
 
 def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
-    """Parameters, then buffers, of all `modules`; a tensor that hangs in several places once."""
+    """Parameters, then buffers, of all `modules`; a tensor in several places once."""
     places: dict[int, list[StatePlace]] = {}
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for kind in KINDS:
@@ -138,7 +138,7 @@ def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
 
 @contextlib.contextmanager
 def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> Generator[None]:
-    """Hang `stand_ins` in the places of `state`; put back afterwards what hung there."""
+    """Put `stand_ins` in the places of `state`; what was there is put back when the context is left."""
     hung = [(place, place.owner[place.key]) for tensor in state for place in tensor.places]
     try:
         for tensor, stand_in in zip(state, stand_ins, strict=True):
@@ -151,7 +151,7 @@ def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> 
 
 
 def attribute_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Source, torch.Tensor]]:
-    """Tensors that hang in plain attributes, neither parameter nor buffer."""
+    """Tensors in plain attributes, neither parameter nor buffer."""
     for prefix, module in modules.items():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
@@ -161,7 +161,7 @@ def attribute_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Source
 
 @contextlib.contextmanager
 def following_modules(modules: Mapping[str, nn.Module]) -> Generator[None]:
-    """Keep `aotdist.capture.annotations` told of which module's forward is running."""
+    """Tell `aotdist.capture.annotations` which module's forward is running."""
     names = {module: name for name, module in modules.items()}
     stack = [""]
 
@@ -200,8 +200,8 @@ class ModuleGuard:
     Args:
         modules: the modules, by qualified name.
         state: their parameters and buffers.
-        read: names of attributes that the program's code reads, if that is known of all of it.
-        open_: constants that may differ from call to call, by `Source.spot`.
+        read: names of the attributes that the program's code reads, if all of its code is known.
+        open_: spots (`Source.spot`) of constants that may differ from call to call.
     """
 
     def __init__(
@@ -217,11 +217,11 @@ class ModuleGuard:
         hooks += global_module_hooks()
         children = [_children(module) for module in modules.values()]
         named = [vars(module).get(kind, ()) for module in modules.values() for kind in _NAMED]
-        # What was empty is asked in one go: a hook, a layer of an empty list.
+        # What was empty (hooks, lists of layers) is tested in one go.
         self._empty = tuple(holder for holder in (*hooks, *children, *named) if not holder)
         self._held = tuple((holder, tuple(holder.values())) for holder in (*hooks, *children) if holder)
-        # All that hangs there is read at a call, so that what is gone is missed: one more can only show
-        # here. The names themselves would be 7 us for 300, their number is 3 for 225 of these.
+        # All of the state is read at a call, so one that is gone is noticed there; one more shows only here.
+        # Comparing names would take 7 us for 300 dictionaries; their lengths take 3 us for 225.
         self._named = tuple(holder for holder in named if holder)
         self._num_named = list(map(len, self._named))
         self._constants = tuple(
@@ -235,7 +235,7 @@ class ModuleGuard:
         self._unset = tuple(_unset_places(modules.values()))
         self._modules = tuple(modules.values())
         self._classes = tuple(map(type, self._modules))
-        # A new attribute may hide one of the class, or be asked for; of the others the guard has the values.
+        # A new attribute may hide one of the class, or be looked for; the values of others are compared.
         self._attributes = tuple(map(vars, self._modules))
         self._num_attributes = list(map(len, self._attributes))
         self._names = tuple(map(frozenset, self._attributes))
@@ -262,7 +262,7 @@ class ModuleGuard:
         return all(a.owner[a.key] is b.owner[b.key] for a, b in self._ties)
 
     def _has_new_attributes(self) -> bool:
-        """Whether attributes appeared that the program may read; if none of them is one, they are noted."""
+        """Whether attributes appeared that the program may read; if it reads none of them, they are noted."""
         for attributes, names, read in zip(self._attributes, self._names, self._read, strict=True):
             new = attributes.keys() - names
             if new if read is None else not read.isdisjoint(new):
@@ -271,7 +271,7 @@ class ModuleGuard:
         return False
 
     def described(self) -> dict[str, str]:
-        """What is watched, by name, in words: for saying why a call needed another artifact."""
+        """What is watched, by name, in words: to say why a call needed another artifact."""
         values = {f"`{path}`": repr(value) for _, _, value, path in self._constants}
         held = [", ".join(_describe(value) for value in values) for _, values in self._held]
         classes = ", ".join(cls.__qualname__ for cls in self._classes)
@@ -284,12 +284,12 @@ class ModuleGuard:
 
 
 def _is_of_known_code(cls: type) -> bool:
-    """Whether it is known which attributes a module's code reads: that of the user's classes is walked."""
+    """Whether it is known which attributes a module's code reads: the user's is walked, PyTorch's fixed."""
     return is_users_class(cls) or cls.__module__.partition(".")[0] == "torch"
 
 
 def _unset_places(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Places of state that have a name and hold nothing, where a tensor may appear later."""
+    """Places of parameters and buffers that are None, where a tensor may appear later."""
     for module in modules:
         for owner in (vars(module)[kind] for kind in KINDS):
             yield from ((owner, key) for key, value in owner.items() if value is None)
