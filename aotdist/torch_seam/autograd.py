@@ -41,9 +41,10 @@ def has_several_results(tensor: torch.Tensor) -> bool:
 
 
 def end_of_size(leaf: torch.Tensor, size: Sequence[int]) -> Any:
-    """Where gradients of a leaf arrive, of this size; for as long as it is held.
+    """The leaf's accumulation node for gradients of this size; it lives as long as it is held.
 
-    Autograd makes it when it first needs it, by the sizes of then; if it is there already, it is as it is.
+    Autograd makes the node when it is first needed, for the sizes that the leaf has then. One that exists
+    already stays as it is.
     """
     data = leaf.data
     leaf.data = data.new_empty(()).expand(size)
@@ -54,7 +55,7 @@ def end_of_size(leaf: torch.Tensor, size: Sequence[int]) -> Any:
 
 
 def sequence_nr(node: Any) -> int:
-    """The number of an autograd node: no two that one thread makes have the same."""
+    """The sequence number of an autograd node; no two nodes that one thread makes have the same."""
     return node._sequence_nr()
 
 
@@ -109,7 +110,7 @@ REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
 @contextmanager
 def saved_tensor_hooks_off() -> Generator[None]:
-    """No hooks on saved tensors: a checkpoint around a call must not see what its capture saves."""
+    """Switch hooks of saved tensors off: a checkpoint around a call must not see what its capture saves."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.append(top)
@@ -149,12 +150,12 @@ def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
 
 
 def creation_meta(tensor: torch.Tensor) -> Any:
-    """What autograd knows of how a view was made: by which it decides what to say of a write."""
+    """How autograd knows a view to be made, which decides what it says of a write; None for no view."""
     return torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else None
 
 
 def set_creation_meta(tensor: torch.Tensor, creation: Any) -> None:
-    """Let autograd know that of a view, if it is one."""
+    """Set what `creation_meta` gets, for a view; nothing for other tensors."""
     if creation is not None and tensor._is_view():
         torch._C._autograd._set_creation_meta(tensor, creation)
 
@@ -165,10 +166,10 @@ def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a Python autograd function is in the history of `tensors` that may tell None from zeros.
+    """Whether a Python autograd function in the history of `tensors` may tell None from zeros.
 
-    That takes several results; or a list operator after it, which sends None to some functions, and so zeros
-    beyond them. One of ours says that it does not by `passes_gradients_on`.
+    It may if it has several results; or if list operators follow it, which send None to some functions, and
+    so zeros beyond them. Functions of ours that do not are marked by `passes_gradients_on`.
     """
     lists = [node for node in nodes_behind(tensors) if node.name().startswith("Foreach")]
     nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]
@@ -243,7 +244,7 @@ def retains_grad(tensor: torch.Tensor) -> bool:
 
 
 def spent_history(tensor: torch.Tensor) -> str | None:
-    """What autograd says of a tensor on all of whose ways to leaves it has freed what it saved; else None."""
+    """Autograd's error for a tensor, if saved tensors were freed on all its paths to leaves; else None."""
     said = None
     pending = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen = set(pending)
@@ -260,7 +261,7 @@ def spent_history(tensor: torch.Tensor) -> str | None:
 
 
 def _freed(node: Any) -> str | None:
-    """What autograd says when it is asked for what a node of its own saved, if that was freed."""
+    """Autograd's error for reading what a node of its own saved, if that was freed; else None."""
     for name in dir(node):
         if name.startswith("_saved_"):
             try:
@@ -296,7 +297,7 @@ def hooks_after_accumulation(leaf: torch.Tensor) -> Any:
 
 
 def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:
-    """Let what `hooks_of_gradient` returned be called, or nothing if `hooks` is None."""
+    """Set the hooks of a leaf's gradient to what `hooks_of_gradient` returned, or to none."""
     leaf._backward_hooks = hooks
 
 
@@ -306,20 +307,20 @@ def in_thread_of_engine() -> bool:
 
 
 def has_grad_hooks(param: torch.Tensor) -> bool:
-    """Whether the user is called with this leaf's gradient, before or after it is accumulated."""
+    """Whether a leaf has hooks of its gradient, called before or after it is accumulated."""
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 class _Node(_SingleLevelFunction):
-    """What autograd's nodes of compiled programs are.
+    """The base class of the autograd nodes of compiled programs.
 
-    It is not `torch.autograd.Function`, whose `apply` first looks through every argument for what a
-    `torch.func` transform left behind: 10 us for 100. A compiled call under a transform does not get as far.
+    Not `torch.autograd.Function`, whose `apply` searches all arguments for wrappers of `torch.func`
+    transforms: 10 us for 100. A compiled call under a transform never gets here.
     """
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int]:
-        """What tells nodes apart on a tape that is compiled; it runs the backwards of ours as they are."""
+        """The key of a node on a tape that PyTorch compiles; our backwards are called as they are there."""
         cls = ctx._forward_cls
         if not hasattr(cls.backward, "_torchdynamo_orig_callable"):
             cls.backward = staticmethod(torch.compiler.disable(cls.backward))
@@ -327,7 +328,7 @@ class _Node(_SingleLevelFunction):
 
 
 def node_base() -> type[Any]:
-    """The base of autograd's nodes of ours, whose `apply` is C++ alone."""
+    """The base class of our autograd nodes, whose `apply` is C++ alone."""
     return _Node
 
 
@@ -358,9 +359,9 @@ def backward_task() -> int:
 
 
 def gradients_heard(hook: Callable[..., Any]) -> int | None:
-    """How many gradients one that waits for several has got in the running backward; None of any other hook.
+    """How many gradients a hook of `register_multi_grad_hook` has got in the running backward.
 
-    It is one of those that `register_multi_grad_hook` registers, which count together.
+    None for any other hook. The hooks that one such registration makes count together.
     """
     waits = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>"
     if not getattr(hook, "__qualname__", "").startswith(waits):
@@ -374,9 +375,9 @@ def runs_in_backward(leaf: torch.Tensor) -> bool:
 
 
 def hooks_of(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
-    """The hooks on a tensor with history: those that are there, and those that will be.
+    """The dictionary of hooks of a tensor with history, to which `register_hook` will add others.
 
-    Without keeping the tensor alive: this is what `register_hook` makes for the first hook.
+    It does not keep the tensor alive. If there is none yet, it is made as `register_hook` makes it.
     """
     if tensor.grad_fn is not None and tensor._backward_hooks is None:
         set_hooks(tensor, OrderedDict())
@@ -385,7 +386,7 @@ def hooks_of(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
 
 
 def set_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
-    """Let `register_hook` put the hooks of a tensor with history here."""
+    """Make `hooks` the dictionary to which `register_hook` of a tensor with history adds."""
     node = tensor.grad_fn  # that of a view whose base was written is made now, which forgets hooks
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Checks of a tensor's data that PyTorch's own functions make, and raise an error by."""
+"""Checks of a tensor's data that PyTorch's own functions make, and that raise an error."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch.distributions import distribution
 from aotdist.torch_seam.patches import Patch
 
 NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
-"""Takes what `torch._check_tensor_all_with` is given: an error, a condition, a message; is it seen to?"""
+"""Takes error, condition and message, as `torch._check_tensor_all_with`; True if it handles the check."""
 
 _check_now, _is_all_true_now = torch._check_tensor_all_with, torch._is_all_true
 _any_now = torch.any
 _NEGATIVE_VARIANCE = "var has negative entry/entries"
-"""What `gaussian_nll_loss` says."""
+"""The message of `gaussian_nll_loss`."""
 
 
 def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
-    """What PyTorch would check in this thread is told to `note`, and checked if that does not see to it.
+    """Checks of data in this thread go to `note`; PyTorch makes those that it does not handle.
 
-    `torch._check_tensor_all` is heard, the validation of `torch.distributions`, and `gaussian_nll_loss`.
+    They are those of `torch._check_tensor_all`, `torch.distributions` (validation) and `gaussian_nll_loss`.
     """
     return _CHECKS.applied(note)
 
 
 def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """PyTorch's, whose check that variances are not negative is told to whom checks are told."""
+    """`torch.nn.functional.gaussian_nll_loss`, whose check of variances goes to `note`, too."""
     note = _CHECKS.value
     with nullcontext() if note is None else _LOSS_CHECKS.applied(note):
         return torch.nn.functional.gaussian_nll_loss(*args, **kwargs)
 
 
 def raise_check(error: type[Exception], message: str | None) -> None:
-    """Raise as `torch._check_tensor_all_with` does for what is false."""
+    """Raise what `torch._check_tensor_all_with` raises for a false condition."""
     say: Any = None if message is None else lambda: message
     torch._check_with(error, False, say)  # noqa: FBT003
 
@@ -87,7 +87,7 @@ def _tell_of_negative_variance(*args: Any, **kwargs: Any) -> torch.Tensor | bool
 
 
 def _invalid(asking: types.FrameType) -> str:
-    """What a distribution says of invalid parameters or values; without these, which are traced."""
+    """A distribution's message for invalid parameters or values, without these, which are traced."""
     found = asking.f_locals
     kind, value = type(found["self"]).__name__, found["value"]
     of_shape = f"(Tensor of shape {tuple(value.shape)})"
@@ -99,11 +99,11 @@ def _invalid(asking: types.FrameType) -> str:
 
 
 Require: TypeAlias = Callable[[type[Exception], Callable[[], None], str], None]
-"""Takes a check of a symbolic number: the error, what tells PyTorch, and what is said where it fails."""
+"""Takes a check of a symbolic number: the error, what registers the check with PyTorch, and the message."""
 
 
 def hearing_of_checks_of_numbers(require: Require) -> AbstractContextManager[None]:
-    """What a program says of symbolic numbers in this thread (`torch._check`) is told to `require`."""
+    """A program's checks of symbolic numbers in this thread (`torch._check`) go to `require`."""
     return _CHECKS_OF_NUMBERS.applied(require)
 
 
@@ -113,7 +113,7 @@ _NO_MESSAGE = (
     "Expected cond to be True, but got False. (Could this error message be improved? If so, please report an "
     "enhancement request to PyTorch.)"
 )
-"""What PyTorch says where a check has no message."""
+"""PyTorch's message for a check that has none."""
 
 
 def _hook_checks_of_numbers(hearing: bool) -> None:

@@ -26,7 +26,7 @@ def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
 
 
 def group_words(group_name: Any) -> str:
-    """A process group for a reader: its description, if its maker gave it one, and how many ranks it has."""
+    """A process group in words: its description, if it was given one, and how many ranks it has."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     try:
@@ -39,7 +39,7 @@ def group_words(group_name: Any) -> str:
 
 
 def size_of_group(name: str) -> int:
-    """How many ranks a process group has, by what PyTorch calls it in this process."""
+    """How many ranks the process group of this name has."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(cast("Any", name)).size()
@@ -62,7 +62,7 @@ def no_objects_exchanged() -> Generator[None]:
 
 
 def default_store() -> Store | None:
-    """The store that `init_process_group` met in; None where ranks met without one (MPI)."""
+    """The store of `init_process_group`; None where ranks met without one (MPI)."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
@@ -105,22 +105,22 @@ def _all_to_all_single(
 
 
 def group_name_of(group: Any) -> str:
-    """The name of a process group as an operator takes it: as an object of TorchScript's."""
+    """The name of a process group that is given as an operator gets it, as an object of TorchScript's."""
     return torch.distributed.ProcessGroup.unbox(group).group_name
 
 
 def group_size_of(group: Any) -> int:
-    """How many ranks are in a process group, which is given as an object of TorchScript's."""
+    """The number of ranks of a process group that is given as an object of TorchScript's."""
     return torch.distributed.ProcessGroup.unbox(group).size()
 
 
 def name_of_reduction(reduction: Any) -> str:
-    """How functional collectives call a reduction that is an object of TorchScript's: `sum`."""
+    """What functional collectives call a reduction (`sum`) that is given as an object of TorchScript's."""
     return torch.distributed.ReduceOp.RedOpType(reduction.op()).name.lower()
 
 
 def finished_work() -> Any:
-    """What a collective returns that is over."""
+    """The work object of a collective that is done."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
