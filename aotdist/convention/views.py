@@ -26,8 +26,8 @@ class ViewEntry:
         base: what it was made of.
         steps: the operations that made it.
         made: when it was made, as a number that grows.
-        version: of the base then; None where nothing counts.
-        inside: what lay inside of the view then, by path.
+        version: the base's version counter then; None where there is none.
+        inside: the tensors inside of the view then, by path, if it is a wrapper.
     """
 
     view: torch.Tensor
@@ -51,8 +51,8 @@ class Made:
     """A tensor on the way from a base to a view, with a history that replaying views would lose.
 
     Args:
-        tensor: the tensor: a user's `autograd.Function` made it, say.
-        after: how, from there, to the next such tensor, or to the view.
+        tensor: the tensor; for example, a user's `autograd.Function` made it.
+        after: the steps from there to the next such tensor, or to the view.
     """
 
     tensor: torch.Tensor
@@ -65,9 +65,9 @@ class Root:
 
     Args:
         base: the tensor that it is a view of in the end.
-        steps: how, from there, to the first of `made`, or to the view itself.
-        made: the tensors on the way with histories of their own: all that are no views to autograd, which may
-            be the base of others, and the last that is one.
+        steps: the steps from there to the first of `made`, or to the view itself.
+        made: the tensors on the way with histories of their own: all that autograd does not take for views,
+            which may be the base of others, and the last one that it does.
     """
 
     base: torch.Tensor
@@ -75,14 +75,14 @@ class Root:
     made: tuple[Made, ...] = ()
 
     def all_steps(self) -> tuple[ViewStep, ...]:
-        """How, from the base to the view."""
+        """All steps from the base to the view."""
         return (*self.steps, *(step for made in self.made for step in made.after))
 
     def passing(self, before: torch.Tensor | None) -> Root:
-        """The same, where the tensor at which it has arrived so far is one of `made`, if it has to be.
+        """The same with `base` moved to `made`, if it has a history that matters.
 
         Args:
-            before: what it is a view of, if its gradient is not to arrive there as autograd would have it.
+            before: what `base` is a view of; if gradients are laid out otherwise there, its history matters.
         """
         matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
         matters = matters or (before is not None and _is_redistributed(self.base, before))
@@ -91,14 +91,14 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A tensor, and what lies inside of it, by path; the program may put other tensors there."""
+    """A tensor and the tensors inside of it, by path, as they were; the program may replace these."""
 
     tensor: torch.Tensor
     inside: tuple[tuple[str, torch.Tensor], ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Opened:
-        """With what is there now."""
+        """A tensor with what is inside of it now."""
         return cls(tensor, tuple(inner_tensors(tensor)))
 
     def plains(self) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ class Views:
         self._entries: dict[int, ViewEntry] = {}
         self._from_base: dict[int, tuple[ViewStep, ...]] = {}
         self._given: dict[int, torch.Tensor] = {}
-        """Those of these views that the program was given: they are in no entry."""
+        """Views among the inputs; they have no entry."""
         self._serials = itertools.count()
 
     def __iter__(self) -> Iterator[ViewEntry]:
@@ -131,7 +131,7 @@ class Views:
         self._entries[id(entry.view)] = entry
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Let a tensor be no view."""
+        """Forget that a tensor is a view."""
         self._entries.pop(id(tensor), None)
 
     def note_given(self, view: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -140,25 +140,25 @@ class Views:
         self.keep_first_steps(view, (ViewStep(make, (), serial=-1),))
 
     def was_given(self, view: torch.Tensor) -> bool:
-        """Whether that is known of a tensor."""
+        """Whether a tensor is such an input."""
         return id(view) in self._given
 
     def of(self, base: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that are views of `base` to autograd, those that the program was given too."""
+        """The tensors that are views of `base` to autograd, inputs among them."""
         known = [*(entry.view for entry in self), *self._given.values()]
         return [view for view in known if view._base is base]
 
     def next_serial(self) -> int:
-        """The number of what happens now; greater than all before."""
+        """A serial number for what happens now, greater than all before."""
         return next(self._serials)
 
     def shared_step(self, op: Callable[..., Any], *args: Any) -> ViewStep:
-        """A step that no operator shows, and that views have in common."""
+        """A step that is no operator, and whose result several views share."""
         grad = torch.is_grad_enabled()
         return ViewStep(op, args, grad=grad, serial=self.next_serial(), shared=True)
 
     def made(self, tensor: torch.Tensor) -> int:
-        """When a view was made, as a number that grows; before all others for what is no view."""
+        """The serial number of when a view was made; -1 for what is no view."""
         entry = self.get(tensor)
         return -1 if entry is None else entry.made
 
@@ -170,7 +170,7 @@ class Views:
             entry = self.get(entry.base)
 
     def bases_by_operators(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Those of them that autograd may know: not a wrapper for what lies inside of it, nor the reverse."""
+        """As `bases`, up to a step into a wrapper or out of one, which autograd does not know."""
         entry = self.get(tensor)
         while entry is not None and not isinstance(entry.steps[-1].op, (Inside, Around)):
             yield entry.base
@@ -204,19 +204,19 @@ class Views:
         return entry is not None and entry.is_outdated()
 
     def has_outdated_views(self, base: torch.Tensor) -> bool:
-        """Whether there are such views of a tensor, with a history."""
+        """Whether a tensor has outdated views that require grad."""
         views = [entry.view for entry in self._entries.values()]
         return any(v.requires_grad and self.is_view_of(v, base) and self.is_outdated(v) for v in views)
 
     def base_on(self, storage: int) -> torch.Tensor | None:
-        """A tensor, itself no view, that lies in a storage, if views were made of any."""
+        """The base, itself no view, of views in a storage; None if no views were made there."""
         for entry in self._entries.values():
             if entry.base not in self and storage_id(entry.base) == storage:
                 return entry.base
         return None
 
     def steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
-        """How a view was made of what it is one of to autograd, or of what that looks the same as."""
+        """The steps from `base` to a view; if an input is on the way, from what that is a view of."""
         steps: tuple[ViewStep, ...] = ()
         while view is not base and view in self:
             entry = self._entries[id(view)]
@@ -227,7 +227,7 @@ class Views:
         return steps
 
     def share(self, view: torch.Tensor) -> None:
-        """All that is a view of `view`, if it is one itself, is to be made of the same tensor."""
+        """Make all views of `view`, if it is a view itself, from one result of its last step."""
         entry = self.get(view)
         if entry is not None:
             steps = (*entry.steps[:-1], replace(entry.steps[-1], shared=True))
@@ -238,15 +238,15 @@ class Views:
         return any(passed is base for passed in self.bases(view))
 
     def first_steps(self, view: torch.Tensor) -> tuple[ViewStep, ...] | None:
-        """How a view was made of what it is one of to autograd, before that was reshaped, if it was."""
+        """The steps from a view's base to it before the base was reshaped, if that is known."""
         return self._from_base.get(id(view))
 
     def keep_first_steps(self, view: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
-        """Remember it."""
+        """Remember what `first_steps` returns."""
         self._from_base[id(view)] = steps
 
     def exchange(self, exchange: Exchange) -> None:
-        """Two tensors have become each other: what is known of the one is known of the other."""
+        """Note that two tensors have become each other: exchange what is known of them."""
         of = exchange.of
         views = {key: of(entry.view) for key, entry in self._entries.items()}
         views |= {key: of(view) for key, view in self._given.items()}
@@ -257,7 +257,7 @@ class Views:
 
 
 def share_memory(base: torch.Tensor, result: Any) -> bool:
-    """Whether a result, one tensor or several, lies in memory of `base`; wrappers by what is in them."""
+    """Whether a result, one tensor or several, shares memory with `base`; plain tensors are compared."""
     views = result if isinstance(result, (list, tuple)) else [result]
     if not all(isinstance(tensor, torch.Tensor) for tensor in (base, *views)):
         return False

@@ -1,7 +1,7 @@
-"""Storages of traced tensors, as the program sees them: their sizes can be asked, changed, and set.
+"""Storages of traced tensors, as the program sees them: it can ask for their sizes, and change them.
 
-FSDP frees the memory of what it gathers by `x.untyped_storage().resize_(0)`, and has it back by resizing once
-more. For a traced tensor there is nothing to free; what is done is noted, and repeated on the real one.
+FSDP frees the memory of what it gathers by `x.untyped_storage().resize_(0)`, and gets it back by resizing
+again. A traced tensor has nothing to free; the changes are noted, and repeated on the real tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _Memory:
     """One storage.
 
     Args:
-        tensor: a traced tensor in it, held so that no other memory gets its id.
-        before: its bytes at first.
-        now: its bytes now.
-        changes: numbers of the changes of its size, in the log.
+        tensor: a traced tensor in it, held so that no other storage gets its id.
+        before: bytes of the storage before the program ran.
+        now: bytes of the storage now.
+        changes: numbers, in the log, of the changes of its size.
     """
 
     tensor: FunctionalTensor
@@ -59,7 +59,7 @@ class Storages:
         return TracedStorage(self, tensor)
 
     def memory(self, tensor: FunctionalTensor) -> _Memory:
-        """The one that a tensor lies in."""
+        """The storage of a tensor."""
         with torch_functions_off():
             return self._memory(tensor)
 
@@ -82,10 +82,10 @@ class Storages:
         self._log.resize_storage(base, resize_storage, num_bytes, refill)
 
     def passing(self) -> set[int]:
-        """The changes, by number, that leave nothing behind.
+        """Numbers of the changes that leave nothing behind.
 
-        All but the last, where the memory is free in the end, or had room at first: what it holds then is
-        computed, or written, as that of any other. The last one too, if it is as long as before.
+        These are all but the last, if the storage is freed in the end, or had room at first: its contents are
+        then computed or written like those of any other. The last one, too, if the size is that of before.
         """
         found: set[int] = set()
         for memory in self._memories.values():
@@ -129,7 +129,7 @@ class Storages:
         return {key: memory.now for key, memory in self._memories.items()}
 
     def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Let a view lie in the memory that its base has grown to; False if it cannot be."""
+        """Move a view to the memory that its base has grown to; False if that is not possible."""
         pairs = list(zip(plain_tensors(view), plain_tensors(base), strict=False))
         plain = all(isinstance(tensor, FunctionalTensor) for pair in pairs for tensor in pair)
         return plain and all(self._strided.follow(*pair) for pair in pairs)  # type: ignore[arg-type]
