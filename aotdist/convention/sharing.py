@@ -1,6 +1,6 @@
-"""Which bases inputs need that share memory and are written.
+"""Which bases are needed by inputs that share memory and are written.
 
-See `aotdist.convention.synthetic_base` for what bases there are.
+`aotdist.convention.synthetic_base` describes the kinds of bases.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Writes:
 
     Args:
         written: inputs that are written, in forward or backward.
-        with_history: those of which a write takes part in the backward.
-        reaching: those around which the program looks in their storage, where something is written.
+        with_history: inputs of which a write takes part in the backward.
+        reaching: inputs around which the program reaches in their storage, while something is written.
     """
 
     written: frozenset[DistinctIdx] = frozenset()
@@ -37,7 +37,7 @@ class Writes:
     reaching: frozenset[DistinctIdx] = frozenset()
 
     def and_of(self, program: Program[DistinctIdx], facts: Facts, plan: BasePlan) -> Writes:
-        """These, and what a trace of `program` over the bases of `plan` showed."""
+        """These, and those that a trace of `program` over the bases of `plan` showed."""
         at = {idx: plan.position(idx) for idx in program.ins.indices()}
         written = facts.written()
         with_history = {idx for idx, fact in facts.inputs.enumerate() if _has_history(fact)}
@@ -48,7 +48,7 @@ class Writes:
         )
 
     def and_around(self, idx: DistinctIdx) -> Writes:
-        """These, and that the program looks around an input in its storage."""
+        """These, and that the program reaches memory around an input in its storage."""
         return replace(self, reaching=self.reaching | {idx})
 
 
@@ -80,9 +80,9 @@ def plan_bases(program: Program[DistinctIdx], writes: Writes) -> BasePlan:
 
 _Plain: TypeAlias = tuple[DistinctIdx, int]
 _Group: TypeAlias = list[_Plain]
-"""Plain tensors that share memory, each by its input and which of the plain tensors beneath that it is."""
+"""Plain tensors that share memory, each by its input and its position among the plain tensors beneath it."""
 _Part: TypeAlias = tuple[DistinctIdx, int, bool]
-"""A plain tensor, and whether it is one of the tensor that the input is a view of."""
+"""A plain tensor, and whether it lies beneath the base of the input rather than the input."""
 
 
 def _groups(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group]:
@@ -100,7 +100,7 @@ def _groups(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group]:
 
 
 def _connected(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group]:
-    """Views whose history a write of one changes, whether they share memory or not: each as a group."""
+    """Views of one base whose history a write of one of them changes, even if they share no memory."""
     of_base: dict[int, list[DistinctIdx]] = {}
     for idx, example in program.examples.enumerate():
         if (base := base_behind(example)) is not None:
@@ -112,7 +112,7 @@ def _connected(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group
 
 
 def _need_base(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether inputs of one root, one written with history, are to be traced through it."""
+    """Whether inputs of one base, one of them written with history, have to be traced through that base."""
     (first, *others) = inputs
     base = base_behind(first)
     return bool(others) or (base is not None and not is_written_alone(first, base))
@@ -125,7 +125,7 @@ def _whole(plain: torch.Tensor) -> torch.Tensor:
 
 
 def _clusters(program: Program[DistinctIdx], groups: Collection[_Group]) -> list[list[_Group]]:
-    """The groups, together where an input or the base of some is in several: autograd sees whole tensors."""
+    """The groups, joined where they have an input, or the base of inputs, in common."""
     found: list[tuple[set[int], list[_Group]]] = []
     for group in groups:
         roots = {id(_root_of(program.examples[idx])) for idx, _ in group}
@@ -150,7 +150,7 @@ class _Cluster:
         }
 
     def bases(self) -> list[Base]:
-        """What to trace the inputs through."""
+        """The bases to trace the inputs through."""
         view_bases = list(self._view_bases())
         base_of = {view: base for base in view_bases for view in base.views}
         merged: list[dict[_Part, None]] = []
@@ -166,7 +166,7 @@ class _Cluster:
         return any(storage_id(self._plain(part)) in self._taken_whole for part in parts)
 
     def _view_bases(self) -> Iterator[ViewBase]:
-        """Of what autograd knows to be views of one tensor, if the history of one may be written."""
+        """Bases of inputs that autograd knows as views of one tensor, if one is written with history."""
         by_root: dict[int, list[DistinctIdx]] = {}
         for idx in self._inputs:
             by_root.setdefault(id(_root_of(self._example(idx))), []).append(idx)
@@ -188,7 +188,7 @@ class _Cluster:
         return ViewBase(views, offsets, itself, creations)
 
     def _parts(self, plain: _Plain, base_of: dict[DistinctIdx, ViewBase]) -> Iterator[_Part]:
-        """The parts of a span by which the trace reaches a plain tensor: those of its base, if it has one."""
+        """The parts of a span that stand for a plain tensor: those of its view base, if it has one."""
         idx, leaf = plain
         base = base_of.get(idx)
         if base is None:
@@ -225,7 +225,7 @@ class _Cluster:
         return Span(tuple(members), num_bytes // dtype.itemsize, dtype, whole)
 
     def _in_whole_elements(self, parts: Sequence[_Part], start: int, num_bytes: int) -> int:
-        """As many bytes, or a few more, as each of the dtypes divides."""
+        """`num_bytes`, rounded up to whole elements of each dtype."""
         plains = [self._plain(part) for part in parts]
         widest = max(plain.element_size() for plain in plains)
         rounded = -(-num_bytes // widest) * widest

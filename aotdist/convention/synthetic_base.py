@@ -43,10 +43,11 @@ class Member:
     Args:
         input: the input.
         leaf: which of the plain tensors beneath it.
-        of_base: whether it is a part not of the input, but of what that is a view of, which is no input.
-        size: its sizes; `stride`: its strides.
+        size: its sizes.
+        stride: its strides.
         dtype: of its elements.
         offset: of its first element, from the beginning of the span, in elements of the span.
+        of_base: whether it is beneath the base of the input (which is no input itself) rather than the input.
     """
 
     input: DistinctIdx
@@ -71,7 +72,7 @@ class Span:
         members: the plain tensors that lie in it; the first tells where it is.
         numel: its length in elements.
         dtype: that of the members; bytes, where they differ.
-        whole: whether it is all of the storage: the program looks around its members, and writes.
+        whole: whether it is the whole storage: the program reaches memory around its members, and writes.
     """
 
     members: tuple[Member, ...]
@@ -132,7 +133,7 @@ class BasePlan:
     Args:
         bases: how to make each; spans are before the view bases that lie in them.
         kept: the inputs that follow them.
-        num_inputs: how many inputs there were when it was made; more, which only the trace meets, follow.
+        num_inputs: how many inputs there were when it was made; those that only the trace meets follow.
     """
 
     bases: Row[PrimalIdx, Base] = field(default_factory=lambda: Row[PrimalIdx, Base]())
@@ -227,7 +228,7 @@ def base_of(
 ) -> torch.Tensor | None:
     """What `views` are views of: `base`, if it is given.
 
-    None if they are not, start elsewhere in it, or were made such that autograd says other things of writes.
+    None if they are not views of it, start at other offsets, or have other `CreationMeta`s.
     """
     base = views[0]._base if base is None else base
     for view, offset, creation in zip(views, offsets, creations, strict=True):
@@ -239,7 +240,7 @@ def base_of(
 
 
 def lower(program: Program[DistinctIdx], plan: BasePlan) -> Program[PrimalIdx]:
-    """The same function, given the bases too. It still reads the inputs: the trace lets them share memory."""
+    """The same function, with the bases as inputs too; the trace makes the other inputs views of these."""
     order = [plan.position(idx) for idx in program.ins.indices()]
 
     def fn(*primals: Any) -> list[Any]:

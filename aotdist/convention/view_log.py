@@ -1,6 +1,6 @@
-"""What a traced program did to views and to what tensors are: the chains, and each change in place in order.
+"""The chains of views of a traced program, and its in-place changes of metadata, in order.
 
-`aotdist.convention.view_mode` writes it while the program runs.
+`aotdist.convention.view_mode` writes the log while the program runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _GROWING = frozenset[Any]({torch.ops.aten.resize_.default, resize_as_out})
 
 @dataclass(frozen=True, slots=True)
 class Uncounted:
-    """A write that autograd's version counter does not count, so that views made before are not made again.
+    """A write that autograd's version counter does not count, so that older views keep their history.
 
     Args:
         tensor: what was written.
-        serial: when, among all operations that the log counts.
-        is_recorded: whether it may have got a history by that.
+        serial: when, as one of the log's serial numbers.
+        is_recorded: whether the write may have given it a history.
     """
 
     tensor: torch.Tensor
@@ -52,12 +52,12 @@ class Storages(Protocol):
         ...
 
     def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Let a view lie in the memory that its base has grown to; False if it cannot be."""
+        """Move a view to the memory that its base has grown to; False if that is not possible."""
         ...
 
 
 class ViewLog:
-    """The chains of views, and what was done in place; ask it with `root`."""
+    """The chains of views, and in-place changes; `root` follows a chain."""
 
     def __init__(self) -> None:
         self.views = Views()
@@ -67,7 +67,7 @@ class ViewLog:
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Views, with what they are views of to autograd, where the log has gone on to the base of that."""
+        """Views whose entries were moved to the base of their base, with their base to autograd."""
         self._as_made: dict[int, torch.Tensor] = {}
 
     def root(self, tensor: torch.Tensor, known: Container[int], *, through_node: bool = False) -> Root:
@@ -77,8 +77,8 @@ class ViewLog:
             tensor: the view.
             known: the chain stops at a tensor whose id this holds: `y.detach()[0]` has `y.detach()` for its
                 `_base`, and the caller may hold both.
-            through_node: gradients of its base arrive at the node, which expects them to be laid out as that
-                is: views that were redistributed are among those with histories of their own.
+            through_node: whether gradients of its base arrive at the node, which expects them laid out like
+                the base: then redistributed views count as having a history of their own.
         """
         found = Root(tensor)
         entry = self.views.get(tensor)
@@ -97,11 +97,11 @@ class ViewLog:
         return found
 
     def changes_of(self, tensor: torch.Tensor) -> list[Change]:
-        """What was done in place to a tensor, in order."""
+        """The in-place changes of a tensor, in order."""
         return [change for change in self.changes if change.tensor is tensor]
 
     def as_made(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as it was before all that was done to it in place; the same object at every call."""
+        """A tensor as it was before all its in-place changes; the same object at every call."""
         known = self._as_made.get(id(tensor))
         if known is None:
             known = tensor
@@ -112,7 +112,7 @@ class ViewLog:
         return known
 
     def move(self, tensor: torch.Tensor, op: Callable[..., Any], do: Callable[[], None], *args: Any) -> None:
-        """Call `do()`, which is `op(tensor, *args)`, and note that the tensor has other memory then."""
+        """Call `do()`, which does `op(tensor, *args)`, and note that the tensor was moved to other memory."""
         size, former = tensor.size(), self._name(tensor)
         # For another dtype, autograd has gradients arrive elsewhere from now on.
         is_other = isinstance(args[0], torch.Tensor) and args[0].dtype != tensor.dtype
@@ -123,7 +123,7 @@ class ViewLog:
     def resize_storage(
         self, tensor: torch.Tensor, op: Callable[..., Any], num_bytes: int, refill: torch.Tensor | None
     ) -> None:
-        """Note that the storage of a tensor has another size; `refill` names what it holds from now on."""
+        """Note that the storage of a tensor was resized; `refill` is another name of what it holds now."""
         if refill is not None:
             self.views.forget(refill)
         former = self._name(tensor)
@@ -159,7 +159,7 @@ class ViewLog:
         former: torch.Tensor | None,
         edge: GradientEdge | None = None,
     ) -> Change:
-        """Note `op(tensor, *args, **kwargs)`, which has been called; `Change` says what the rest is."""
+        """Note a call of `op(tensor, *args, **kwargs)`; the other arguments are those of `Change`."""
         grown = another_name(tensor) if op in _GROWING and tensor.numel() > size.numel() else None
         change = Change(
             tensor=tensor,
@@ -192,20 +192,20 @@ class ViewLog:
         return self.storages is not None and self.storages.follow(view, base)
 
     def _name(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Another name for what the program has, which the log forgets."""
+        """Another name for a tensor of the program's, of which the log knows nothing."""
         name = another_name(tensor)
         self.views.forget(name)
         return name
 
     def rebase_views_of(self, entry: ViewEntry) -> None:
-        """Let views of a view that is reshaped be views of what that is one of."""
+        """Let the views of a view that is reshaped be views of its base."""
         for other in [other for other in self.views if other.base is entry.view]:
             if other.view._base is entry.view:
                 self._parted[id(other.view)] = other.view, entry.view
             self.views.put(replace(other, base=entry.base, steps=(*entry.steps, *other.steps)))
 
     def exchange(self, exchange: Exchange) -> None:
-        """Two tensors have become each other: what is known of the one is known of the other."""
+        """Note that two tensors have become each other: exchange what is known of them."""
         of = exchange.of
         parted = [(of(view), of(base)) for view, base in self._parted.values()]
         self._parted = {id(view): (view, base) for view, base in parted}
@@ -218,11 +218,11 @@ class ViewLog:
         ]
 
     def refuse_lost(self, values: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
-        """Refuse views that show other memory, or have another history, than the log can tell."""
+        """Refuse views whose memory or history the log does not know."""
         if is_recorded(values):
             for view in written:
                 base = view._base
-                # Autograd cuts gradients of a base by where the two lie: the view as ever, the base as now.
+                # Autograd slices the base's gradient by the strides of both: the base has new ones by now.
                 if base is not None and lies_elsewhere(base, self._changes_since_made(view, base)):
                     raise outgrown()
         for value in values:
@@ -246,7 +246,7 @@ class ViewLog:
         return [change for change in self.changes_of(base) if change.serial > self.views.made(view)]
 
     def _is_recorded_since(self, entry: ViewEntry) -> bool:
-        """Whether the base of a view got another history, of which autograd does not know, after the view."""
+        """Whether the base of a view got another history after the view was made, unnoticed by autograd."""
         return any(
             write.is_recorded
             and write.serial > entry.made

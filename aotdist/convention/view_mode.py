@@ -1,8 +1,8 @@
-"""Remembers, while a program is traced, by which operation each view was made of which tensor.
+"""Records, while a program is traced, by which operation each view was made of which tensor.
 
-A dispatch mode on top of all others sees every operation on the tensors that the user handles,
-wrappers included, below autograd. So one log serves plain tensors and subclasses, under `no_grad`
-and `detach` too, where autograd itself forgets what a view was made of.
+This dispatch mode is on top of all others and below autograd, so it sees every operation on the tensors that
+the user handles, wrappers included. So one log serves plain tensors and subclasses, also under `no_grad` and
+`detach`, where autograd itself forgets what a view was made of.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LIKE_ANOTHER = {
     torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
     torch.ops.aten.expand_as.default: torch.ops.aten.broadcast_to.default,
 }
-"""What does the same without a second tensor; only in inference mode they come here whole."""
+"""The same views without a second tensor; these operators get here undecomposed in inference mode only."""
 _DETACH_ = torch.ops.aten.detach_.default
 _SET = torch.ops.aten.set_.source_Tensor
 _FROM_STORAGES = frozenset(
@@ -60,15 +60,15 @@ _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _VIEW_AS_DTYPE = torch.ops.aten.view.dtype
 _LIFT = torch.ops.aten.lift_fresh.default
-"""What `torch.tensor` does with its data; to the program the result is no view of anything."""
+"""What `torch.tensor` calls on its data; to the program the result is not a view."""
 
 
 class ViewMode(TorchDispatchMode):
-    """Logs views, and what is done in place to what a tensor is.
+    """Logs views, and in-place changes of metadata.
 
     Args:
         log: the log that it writes.
-        guises: what the user's code sees of the tensors, if it sees something else.
+        guises: the classes that the user's code sees of tensors, if any.
     """
 
     supports_higher_order_operators = True
@@ -96,13 +96,13 @@ class ViewMode(TorchDispatchMode):
         return self._guises.show(result)
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call an operator, and log it if it makes a view, or changes in place what a tensor is."""
+        """Call an operator, and log it if it makes a view, or changes a tensor's metadata in place."""
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)  # none of them makes views
         whole = is_left_whole_in_inference(func)
         if whole and not any(map(is_wrapper, args)):
-            # Elsewhere autograd has broken `view_as` and `reshape` up before they come here. Wrappers
-            # get to see `view_as` itself, as in eager. What it is broken up into is not inside of anything.
+            # Outside of inference mode, autograd decomposes `view_as` and `reshape` before they get here.
+            # Wrappers see `view_as` itself, as in eager. The parts are operators of the program like others.
             with self, nullcontext() if makes_views(func) else enable_reentrant_dispatch():
                 return broken_up(func, *args, **kwargs)
         targets = [*written_by(func, args, kwargs)] if is_operator(func) else []
@@ -117,7 +117,7 @@ class ViewMode(TorchDispatchMode):
             if isinstance(args[0], torch.Tensor) and (not whole or share_memory(args[0], result)):
                 self._log(func, args, kwargs, result)
             return result
-        # `detach_` comes here in inference mode only, where nothing has a history.
+        # `detach_` gets here in inference mode only, where nothing has a history.
         if torch.Tag.inplace_view in getattr(func, "tags", ()) and func is not _DETACH_:
             return self._log_in_place(func, args, kwargs)
         results = out_names(func) if is_operator(func) else ()
@@ -143,7 +143,7 @@ class ViewMode(TorchDispatchMode):
                 self.log.views.put(ViewEntry(view, base, (step,), made, version, Opened.of(view).inside))
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor.data`, which looks like `detach` from here."""
+        """`tensor.data`, which this mode would otherwise log as `detach`."""
         self._reads_data = True
         try:
             view = tensor.data
@@ -156,11 +156,11 @@ class ViewMode(TorchDispatchMode):
         return view
 
     def _view_by(self, func: OpOverload) -> Callable[..., Any]:
-        """`func`, as `.data` calls it: above autograd, so that writes of what lies inside are counted."""
+        """`func`; for `.data`, what calls it above autograd, so that writes of inner tensors are counted."""
         return _detached_for_data if self._reads_data and func is DETACH else func
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """`view.t_()`: the view is one more step away from its base, and views of it are not."""
+        """Log `view.t_()`: the view is one step further from its base then, and views of it are not."""
         op, do = func, func
         if func is _AS_STRIDED_:
             refuse_looking_around(self.log.views, args[0], *args[1:], **kwargs)
@@ -187,7 +187,7 @@ class ViewMode(TorchDispatchMode):
         if entry is not None:
             self.log.rebase_views_of(entry)
         if twin is not None and (entry is not None or self.log.views.was_given(changed)):
-            # Autograd makes the history of a view again after any write: grad mode matters when it is made.
+            # Autograd rebuilds a view's history after a write, in the grad mode in which the view was made.
             grad = (entry is None or entry.steps[-1].grad) if changed._is_view() else change.grad
             step = ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial)
             self._reshaped.append((changed, step))
@@ -197,7 +197,7 @@ class ViewMode(TorchDispatchMode):
         return result
 
     def _as_steps(self, step: ViewStep, changed: torch.Tensor, change: Change) -> tuple[ViewStep, ...]:
-        """How to make a view that was reshaped in place of what it was."""
+        """The steps from what a view was before it was reshaped in place to what it is now."""
         if changed._is_view():
             return (step,)
         # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one.
@@ -206,7 +206,7 @@ class ViewMode(TorchDispatchMode):
     def _log_outs(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
     ) -> Any:
-        """An operator may give its `out=` another size."""
+        """Call an operator with `out=`, and log if it gives one of these another size."""
         outs = [kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)]
         before = [(out.size(), another_name(out)) for out in outs]
         result = func(*args, **kwargs)
@@ -218,7 +218,7 @@ class ViewMode(TorchDispatchMode):
         return result
 
     def settle(self) -> None:
-        """Let views that were reshaped in place by the call before be what they are now, to autograd, too."""
+        """Make views that the last call reshaped in place again, so that autograd knows them as they are."""
         views = self.log.views
         while self._reshaped:
             view, last = self._reshaped.pop()
@@ -226,14 +226,14 @@ class ViewMode(TorchDispatchMode):
             if base is not None:
                 known = views.first_steps(view)
                 steps = (*known, last) if known else views.steps_from(base, view)
-                rewind(base, 1)  # as if it was made before, so that its history is made again
+                rewind(base, 1)  # so that autograd takes the view for outdated, and rebuilds its history
                 self._make_again(view, base, steps)
                 bump(base, 1)
 
     def _make_views_again(self, base: torch.Tensor) -> None:
-        """Let what is known as a view of `base`, which was reshaped in place, be one of what that is now.
+        """Make the views of `base`, which was reshaped in place, again from what it is now.
 
-        The operators that made it, by which autograd makes its history again, hold for what the base was.
+        Autograd rebuilds their history by the operators that made them, which fit what the base was before.
         """
         views = self.log.views
         for view in views.of(base):
@@ -243,7 +243,7 @@ class ViewMode(TorchDispatchMode):
     def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
         with self._guises.off(self._guises.among([view])):
             if not isinstance(view, FunctionalTensor) or view.is_inference():
-                return  # the history of a wrapper follows from where it lies
+                return  # the history of a wrapper follows from its layout
             self.log.views.keep_first_steps(view, steps)
             self._is_off = True
             try:
@@ -252,7 +252,7 @@ class ViewMode(TorchDispatchMode):
                 self._is_off = False
 
     def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
-        """A tensor as it was when the trace was so far, by views of what it is now."""
+        """A tensor as it was at a point of the trace, made by views of what it is now."""
         for change in reversed(self.log.changes_of(base)):
             base = change.before(base) if change.serial > serial else base
         return base
@@ -264,7 +264,7 @@ class ViewMode(TorchDispatchMode):
 
 
 def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, from where autograd has been left behind."""
+    """`another_name`, called below autograd."""
     with enable_reentrant_dispatch():
         return another_name(tensor)
 
@@ -286,7 +286,10 @@ def _detached_for_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:
-    """In inference mode, a view of a tensor from outside of it is a normal tensor too, if its dtype is."""
+    """The mode to make a view in: of a normal tensor it is a normal tensor, in inference mode too.
+
+    Except for `view(dtype)`, which makes an inference tensor there.
+    """
     is_view = getattr(func, "is_view", False) and func is not _VIEW_AS_DTYPE
     if torch.is_inference_mode_enabled() and is_view and not args[0].is_inference():
         stack = ExitStack()

@@ -63,20 +63,20 @@ _ANOTHER_WITH_HISTORY = frozenset(
         "_linalg_solve_ex",
     }
 )
-"""Where these are, autograd computes gradients by other formulas under `create_graph=True`.
+"""Operators whose gradients autograd computes by other formulas under `create_graph=True`.
 
-What a trace without it recorded has no derivative then, or a wrong one.
+What a trace without it recorded has no derivative, or a wrong one.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DoubleBackwardPlan:
-    """What differentiating the backward takes.
+    """What is needed to differentiate the backward.
 
     Args:
         primals: the plain inputs that the gradients depend on, which must be kept.
-        kept: saved values that stem from random numbers alone; they are not drawn again.
-        obstacle: why it cannot be done, if so: an end of a sentence.
+        kept: saved values that follow from random numbers alone; they are not drawn again.
+        obstacle: why it cannot be differentiated, if so: the end of a sentence.
     """
 
     primals: tuple[Slot, ...]
@@ -87,13 +87,13 @@ class DoubleBackwardPlan:
 def plan_double_backward(
     joint: Graph, functions: Sequence[str], saved: Sequence[Slot], *, hooked: bool
 ) -> DoubleBackwardPlan:
-    """What it takes for the gradients of `joint`, as the trace recorded it, to be differentiated.
+    """What is needed to differentiate the gradients of `joint`, as the trace recorded it.
 
     Args:
         joint: the graph, before any pass.
         functions: names of the user's autograd functions in it.
         saved: what is saved for the backward.
-        hooked: whether hooks of the program's own tensors hear of gradients: of those of gradients, too.
+        hooked: whether there are hooks on the program's own tensors, which would run for these, too.
     """
     drawn = _drawn(joint)
     by_name = {slot.path.removeprefix("%"): slot for slot in saved if slot.path.startswith("%")}
@@ -122,7 +122,7 @@ def _slots(joint: Graph) -> list[Slot]:
 
 
 def _drawn(joint: Graph) -> set[Node]:
-    """What random numbers alone decide, and the shapes of other values: no gradient passes it."""
+    """Nodes that depend on random numbers and on the shapes of other values only: no gradient passes them."""
     drawn: set[Node] = set()
     empty: set[Node] = set()
     for node in joint.gm.graph.nodes:

@@ -2,10 +2,10 @@
 
 The trace cuts the joint graph at every waypoint (`aotdist.joint.waypoints`). Usually nobody watches: the cuts
 are closed again (`linked`), and the backward is one graph. When somebody does, it runs part by part. A gate
-is an autograd node behind the program's own, which the results at its level come from: it computes the pieces
-of the waypoints' gradients that these results, and those of higher levels, lead to; autograd adds them up
-in the order of the trace, which is eager's, lets the caller watch, and goes on to the next. What parts have
-in common is computed in each: to the last bit the same, and nothing has to be handed over.
+is an autograd node behind the program's own, from which the results at its level come. It computes those
+pieces of the waypoints' gradients that follow from these results and from those of higher levels; autograd
+sums them in the order of the trace, which is eager's, lets the caller watch, and goes on to the next gate.
+What parts have in common is computed in each, with the same bits, so nothing has to be handed over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def linked(cut: Graph, met: Collection[Slot] = ()) -> Graph:
 
     Args:
         cut: the joint graph.
-        met: waypoints that stay arguments: views whose own gradient is there, and comes first in their sum.
+        met: waypoints that stay arguments: views with a gradient of their own, which comes first in the sum.
     """
     arrives = {slot: node for slot, node in cut.named_results().items() if slot.role == "total"}
     goes_on = {slot: node for slot, node in cut.named_placeholders().items() if slot.role == "total"}
@@ -59,10 +59,10 @@ def linked(cut: Graph, met: Collection[Slot] = ()) -> Graph:
         waiting.setdefault(arrives[slot], []).append((slot, node))
     builder = GraphBuilder(cut.gm)
     first = {slot: builder.placeholder(goes_on[slot]) for slot in goes_on if slot in met}
-    late: dict[Node, list[Node]] = {}  # what stands before the gradient it goes on from, by what it lacks
+    late: dict[Node, list[Node]] = {}  # nodes that wait for a gradient recorded after them, by that gradient
 
     def go_on(node: Node) -> list[Node]:
-        """Close the cuts at `node`; returns who waited for it."""
+        """Close the cuts at `node`; returns the nodes that waited for it."""
         waiters = late.pop(node, [])
         for slot, argument in waiting.pop(node, ()):
             own = first.get(slot)
@@ -102,8 +102,8 @@ def _met(builder: GraphBuilder, cut: Graph, total: Slot, own: Node) -> Node:
 def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
     """The gates of a joint graph that is cut at its waypoints, from the lowest level up: one for each level.
 
-    A piece is sent by the gate where all that it depends on has arrived, and never before one that eager
-    adds earlier. There are none at all where parts cannot run apart, since the backward draws random numbers.
+    A piece is sent by the gate at which all that it depends on has arrived, and never before one that eager
+    adds earlier. There are no gates if the backward draws random numbers: its parts cannot run separately.
     """
     passages = facts.passages
     levels = _levels(cut, facts) if passages.waypoints else {}
@@ -129,7 +129,7 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
 
 
 def _levels(cut: Graph, facts: Facts) -> Mapping[Node, int | None]:
-    """The level where all that a node of the backward depends on has arrived; None where nothing arrives."""
+    """The level at which all that a backward node depends on has arrived; None where nothing arrives."""
     passages = facts.passages
     arrives = {waypoint.path: waypoint.value for waypoint in passages.waypoints}
     goes_in = {out.slot.path: idx for idx, out in facts.node_outs.enumerate()}
@@ -162,6 +162,6 @@ def parts_of(cut: Graph, split: Split) -> Graph:
 
 
 def part(parts: Graph, outs: Sequence[Slot], arrived: Collection[Slot], *, any_strides: bool) -> Graph:
-    """Of the backward, what computes `outs` where only the gradients `arrived` are there."""
+    """The part of the backward that computes `outs` from the gradients `arrived` alone."""
     missing = [slot for slot in parts.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
     return without_tangents(returning(parts, outs), missing, any_strides=any_strides)
