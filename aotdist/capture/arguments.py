@@ -42,7 +42,7 @@ class ConstantLeaf:
 
 @dataclass(frozen=True, slots=True)
 class NumberLeaf:
-    """A number that the program counts in, whatever it is: `position` among these of the call."""
+    """A number that the program changes, and that a symbol stands for; `position` among these of the call."""
 
     path: str
     position: int
@@ -67,7 +67,7 @@ class ObjectLeaf:
 
 @dataclass(frozen=True, slots=True)
 class UnreadLeaf:
-    """What hangs on an object, and is none of these: no program may read it."""
+    """An attribute of an object that is none of these: a program that reads it is refused."""
 
     path: str
     cls: type
@@ -77,7 +77,7 @@ Leaf: TypeAlias = TensorLeaf | ConstantLeaf | NumberLeaf | CodeLeaf | ObjectLeaf
 
 
 class Numbers(list[Any]):
-    """The numbers of a call that its program counts in; symbols, while it is traced."""
+    """The numbers of a call that its program changes; symbols while it is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Instance:
     """An object among the arguments.
 
     Args:
-        path: where it was met first.
+        path: of its first occurrence.
         cls: its class.
         spec: pytree structure of its attributes and items.
     """
@@ -102,8 +102,8 @@ class Arguments:
     Args:
         spec: pytree structure of `(args, kwargs)`.
         leaves: what stands at each leaf, in pytree order; then at each leaf of the instances.
-        instances: the objects among them, each once, those that are met in others behind these.
-        numbers: the numbers among them that are counted in.
+        instances: the objects among them, each once; objects inside of others come after these.
+        numbers: the numbers among them that the program changes.
     """
 
     spec: pytree.TreeSpec
@@ -117,7 +117,7 @@ class Arguments:
         return all(isinstance(leaf, (TensorLeaf, ConstantLeaf)) for leaf in self.leaves)
 
     def refuse_objects(self, stage: str, fix: str) -> None:
-        """Refuse what is neither tensor nor constant, where it cannot be said what it is.
+        """Refuse leaves that are neither tensors nor constants.
 
         Raises:
             UnsupportedProgram: there is some.
@@ -140,7 +140,7 @@ class Arguments:
         return [leaf.path for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
 
     def counts(self) -> list[Source]:
-        """Where the numbers are that the program counts in."""
+        """The places of the numbers that the program changes."""
         leaves = [leaf for leaf in self.leaves if isinstance(leaf, NumberLeaf)]
         return [Source(leaf.path, self.numbers).item(leaf.position, leaf.path) for leaf in leaves]
 
@@ -169,7 +169,7 @@ class Arguments:
     def match_all(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[Any], list[int | float]] | None:
-        """The same, the objects, and the numbers that the program counts in."""
+        """The same tensors, the objects, and the numbers that the program changes; or None."""
         values, spec = pytree.tree_flatten((args, self._in_order(kwargs)), is_leaf=is_leaf)
         if spec != self.spec:
             return None
@@ -187,7 +187,7 @@ class Arguments:
         return met.tensors, met.objects, met.numbers
 
     def _in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """`kwargs` in the order in which the first call gave them: keyword arguments have names for that."""
+        """`kwargs` in the order of the first call, since the order of keyword arguments does not matter."""
         names = tree_children(self.spec)[1].context
         return {name: kwargs[name] for name in names} if set(kwargs) == set(names) else dict(kwargs)
 
@@ -227,7 +227,7 @@ def _rebuilt(spec: pytree.TreeSpec, values: Iterator[Any]) -> Any:
 
 
 def _fits(leaf: Leaf, value: Any, met: _Met) -> bool:
-    """Whether `value` is what stands at a leaf; it is noted then."""
+    """Whether `value` fits a leaf; if so, it is noted in `met`."""
     match leaf:
         case TensorLeaf():
             if not isinstance(value, torch.Tensor):
@@ -255,7 +255,7 @@ def read_arguments(
     Args:
         args: positional arguments.
         kwargs: the others.
-        counted: paths of numbers that may be any.
+        counted: paths of numbers that symbols stand for.
 
     Raises:
         UnsupportedProgram: a leaf is none of tensor, constant, object and code.

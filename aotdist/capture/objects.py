@@ -1,9 +1,9 @@
 """Objects that no pytree takes apart, in what a program returns: a key-value cache beside the logits.
 
-Eager makes such an object anew at every call. One that holds tensors of the program is therefore taken apart
-by its attributes, which become results, and put together again at every call: an object of the same class,
-whose `__init__` does not run. A module that the program makes is one. What holds none of them stays the
-object that the capture made.
+Eager makes such an object anew at every call. So an object that holds tensors of the program (a module that
+it makes, for example) is taken apart: its attributes become results, and every call puts an object of the
+same class together from these, without running `__init__`. An object without such tensors stays the one that
+the capture made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aotdist.torch_seam.trees import pytree, tree_children
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _WHOLE = (torch.Tensor, type, *_CODE)
-"""What has attributes, and is no object to be taken apart."""
+"""Kinds of objects with attributes that are never taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class MadeObject:
-    """An object that the program makes, in another of its places: one that is put together before."""
+    """A further place of an object that the program makes, which is put together at its first place."""
 
     number: int
 
@@ -95,7 +95,7 @@ def taken_apart(
         existing: identities of objects that were there before the call; they stay themselves.
         made: numbers of those that were taken apart so far, by identity; more are added.
         given: positions of the objects that the call is given, by identity; these stay the caller's.
-        anew: whether objects without tensors of the program are another one at each call, too.
+        anew: whether objects without tensors of the program are made anew at each call, too.
 
     Raises:
         UnsupportedProgram: tensors are held in a way that cannot be repeated.
@@ -151,7 +151,7 @@ class _Apart:
 
 
 def _refuse_deferred(value: Any, existing: Collection[int]) -> None:
-    """Refuse what computes, or shows, tensors of the program when the call is over."""
+    """Refuse results that compute, or show, tensors of the program after the call (iterators, functions)."""
     kind = type(value).__name__
     if isinstance(value, (Iterator, MappingView)) and type(value).__module__ in ("builtins", "itertools"):
         raise UnsupportedProgram(

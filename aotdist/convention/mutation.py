@@ -25,9 +25,9 @@ from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves
 
 
 def write_plain(target: torch.Tensor, value: torch.Tensor, bumps: int) -> None:
-    """Let `target` hold `value`, without history, and count `bumps` more writes (none for `.data`).
+    """Overwrite `target` with `value`, without history, and count `bumps` writes (none for `.data`).
 
-    A value that a kernel stored there already is the target itself.
+    If a kernel has stored the value there already, `value` is `target`.
     """
     if value is target:
         bump(target, bumps)
@@ -45,9 +45,9 @@ class DifferentiableWrites:
     Args:
         writes: input, position of its new value among the node's outputs, number of writes to count.
         num_values: how many of the node's outputs are results; new values follow them.
-        counted: inputs that are written without history, though they have one, and how often. That is
-            counted before the region runs: autograd makes the history of a view anew when its base was
-            written, and the region's results are to come from the new one, as in eager.
+        counted: inputs with a history that are written without one, and how often. These writes are counted
+            before the region runs: autograd then rebuilds the history of views of them, and the region's
+            results come from the new history, as in eager.
     """
 
     writes: tuple[tuple[PrimalIdx, NodeOutIdx, int], ...]
@@ -67,7 +67,7 @@ class DifferentiableWrites:
         return lifted
 
     def taken(self, primals: Sequence[Any]) -> tuple[list[Any], dict[PrimalIdx, torch.Tensor | None]]:
-        """What the region is given, and of each input that is written the rest of its base."""
+        """The region's arguments, and for each input that is written the rest of its base."""
         refuse_forbidden(*(primals[primal] for primal, _, _ in self.writes))
         for primal, bumps in self.counted:
             bump(primals[primal], bumps)

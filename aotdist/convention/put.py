@@ -1,8 +1,8 @@
-"""Writing over a tensor outside of the autograd node, so that it gets a history as eager would give it.
+"""Overwriting a tensor outside of the autograd node, so that it gets the history that eager would give it.
 
-`copy_` would do, but for two things. It gives zeros to what was written over, whose gradient is the region's
-to give, and -0.0 + 0.0 is 0.0. And a tensor that is a view shares its base's history: eager's `CopySlices`
-puts the base's gradient together from that of the written part and that of the rest; `copy_` would add them.
+`copy_` would do, except for two things. It sends zeros to the old value, whose gradient comes from the
+region, and -0.0 + 0.0 is 0.0. And a view shares its base's history: eager's `CopySlices` assembles the base's
+gradient from those of the written part and of the rest; `copy_` would add them.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _Place:
 
 
 class _Take(torch.autograd.Function):
-    """What is to be written over, and the rest of the tensor that it is a view of.
+    """The view that is to be overwritten, and the rest of its base.
 
-    Differentiated, the two come together again as eager's `CopySlices` puts them together: in the place of
-    the one, its own gradient; in all others that of the rest. Adding them up would turn -0.0 into 0.0.
+    The backward assembles the base's gradient as eager's `CopySlices` does: where the view lies, that of the
+    view; elsewhere, that of the rest. Adding them would turn -0.0 into 0.0.
     """
 
     @staticmethod
@@ -83,9 +83,9 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Writes a value over a tensor, or over a view of it; what was written over gets no gradient from here.
+    """Overwrites a tensor, or a view of it; the old value gets no gradient from this node.
 
-    The region has its own gradient for the old value; `copy_` would add zeros to it.
+    The region computes the old value's gradient; `copy_` would add zeros to it.
     """
 
     @staticmethod
@@ -122,21 +122,21 @@ def base_behind(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_written_alone(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether `take` and `put` can write a view as eager does, if it is the only one of its base.
+    """Whether `take` and `put` can write a view as eager does, if no other input is a view of its base.
 
-    Strides say where it lies in its base; not so in a wrapper, or among elements of another kind. Where no
-    gradient reaches the base by itself, autograd does all of it.
+    They find it in its base by its strides, which fails for wrappers, and for a base of another dtype. If no
+    gradient reaches the base otherwise, autograd does everything.
     """
     return not base.requires_grad or (not is_wrapper(view) and kind_of(view) == kind_of(base))
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
-    """What strides do not say of a tensor's elements: dtype, and whether they are conjugated or negated."""
+    """The dtype of a tensor, and whether it is conjugated or negated."""
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def are_written_alone(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether `take` and `put` can write each of `written`: else the trace has to see the base."""
+    """Whether `take` and `put` can write each of `written`; if not, the trace has to see the base."""
     views = [(tensor, base) for tensor in written if (base := base_behind(tensor)) is not None]
     if not views:
         return True
@@ -145,7 +145,7 @@ def are_written_alone(written: Sequence[torch.Tensor], others: Sequence[torch.Te
 
 
 def refuse_forbidden(*targets: torch.Tensor) -> None:
-    """Let autograd say of which views it forbids to write them, before anything is done.
+    """Let autograd raise, before anything is done, for views that it forbids to write.
 
     Raises:
         RuntimeError: one is of several that an operator returned, made by an autograd function, or the like.
@@ -157,7 +157,7 @@ def refuse_forbidden(*targets: torch.Tensor) -> None:
 
 
 def take(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the region gets for an input that it writes with history, and the rest of its base, for `put`."""
+    """The region's argument for an input that it writes with history, and the rest of its base, for `put`."""
     base = target._base
     if base is None or not (base.requires_grad and target.requires_grad) or is_wrapper(target):
         return target, None
@@ -165,7 +165,7 @@ def take(target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def put(target: torch.Tensor, rest: torch.Tensor | None, value: torch.Tensor, bumps: int) -> None:
-    """Let `target` hold `value`, with the history of `value`, and count `bumps` more writes."""
+    """Overwrite `target` with `value` and its history, and count `bumps` writes."""
     with nullcontext() if bumps else uncounted(target):
         if rest is None:
             _Put.apply(target, value, None, None)

@@ -1,7 +1,7 @@
-"""Gives functional tensors other memory: `set_`, `resize_`, `.data =`, `out=` of another size.
+"""Moves functional tensors to other memory: `set_`, `resize_`, `.data =`, `out=` of another size.
 
-A functional tensor is a shell around what has the memory. The shell, which the program and autograd hold,
-stays; what is in it is exchanged for what is in another shell, made by a view or by new memory.
+A functional tensor is a shell around the tensor that owns the memory. The program and autograd hold the
+shell, which stays; its content is replaced by that of another shell, made by a view or by an allocation.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ _ATEN = torch.ops.aten
 
 
 class Rebinding:
-    """Does it; called with the functionalisation mode on.
+    """Implements these operators; called with the functionalisation mode on.
 
     Args:
-        strided: knows who owns which memory.
+        strided: makes views of the tensors that own memory.
     """
 
     def __init__(self, strided: Strided) -> None:
         self._strided = strided
         self._whole: dict[int, tuple[FunctionalTensor, FunctionalTensor]] = {}
         self.in_more: set[int] = set()
-        """Storages that hold more than the tensors of theirs that the program has."""
+        """Storages that are larger than the tensors of the program in them."""
         self.does: dict[OpOverload, Callable[..., None]] = {
             _ATEN.set_.default: self.set_to_nothing,
             _ATEN.set_.source_Tensor: self.set_to,
             _ATEN.resize_.default: self.resize,
             _ATEN.resize_as_.default: self.resize_as,
         }
-        """What is done for each operator."""
+        """What implements each operator."""
 
     def exchange(self, exchange: Exchange) -> None:
-        """Two tensors have become each other."""
+        """Note that two tensors have become each other."""
         pairs = [(exchange.of(tensor), whole) for tensor, whole in self._whole.values()]
         self._whole = {id(tensor): (tensor, whole) for tensor, whole in pairs}
 
     def set_to(self, tensor: FunctionalTensor, source: FunctionalTensor) -> None:
-        """Let `tensor` be another name for what `source` is."""
+        """Move `tensor` to the memory of `source`, with its sizes and strides."""
         if source.dtype != tensor.dtype:
             raise RuntimeError(
                 f"Could not set tensor of type {source.dtype} to a tensor of type {tensor.dtype}"
@@ -68,7 +68,7 @@ class Rebinding:
         rebind(tensor, _ATEN.detach.default(source))
 
     def set_to_nothing(self, tensor: FunctionalTensor) -> None:
-        """Let `tensor` be empty."""
+        """Make `tensor` empty."""
         self._whole.pop(id(tensor), None)
         rebind(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ class Rebinding:
         template: torch.Tensor,
         memory_format: torch.memory_format | None = None,
     ) -> None:
-        """Let `tensor` have the size of `template`."""
+        """Give `tensor` the size of `template`."""
         if memory_format is torch.preserve_format:
             return self.resize_to(tensor, template.size(), template.stride())
         return self.resize(tensor, template.size(), memory_format=memory_format)
@@ -89,13 +89,13 @@ class Rebinding:
         size: Sequence[int],
         memory_format: torch.memory_format | None = None,
     ) -> None:
-        """Let `tensor` have another size, on the storage that it has, or on more of it."""
+        """Give `tensor` another size, in its storage, which grows if need be."""
         if tensor.size() != torch.Size(size):
             shape = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
             self.resize_to(tensor, size, shape.stride())
 
     def resize_to(self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]) -> None:
-        """Let `tensor` have another size and other, dense, strides."""
+        """Give `tensor` another size and other, dense, strides."""
         whole = self._whole.get(id(tensor), (tensor, tensor))[1]
         numel, room = math.prod(size), whole.numel()
         grows_around = numel > room and not self._is_all_of_its_storage(whole)
@@ -148,7 +148,7 @@ class Rebinding:
 def _results(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """What an operator's results are like, without data."""
+    """Tensors without data that have the metadata of an operator's results, by name."""
     maker = without_outs(func)
     # Of a fake mode: not all kernels for tensors without data take symbolic sizes.
     mode = mode_of_fake(functional_value(kwargs[names[0]]))

@@ -1,9 +1,9 @@
 """Waypoints: tensors in the caller's hands that gradients of other results pass inside of the program.
 
 In eager each such tensor has its place in autograd's graph, where the caller can watch what passes. Here the
-program is one node, so the trace notes where gradients pass: of each waypoint, the summands of its gradient,
-and the sum. The sum goes on as a new argument of the graph. So the recorded graph is cut at every waypoint;
-`aotdist.partition.gates.linked` closes the cuts again.
+program is one node, so the trace notes where gradients pass: for each waypoint, the summands of its gradient
+and their sum. From there on the sum is a new argument of the graph, so the recorded graph is cut at every
+waypoint; `aotdist.partition.gates.linked` closes the cuts again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeldTensor:
 
     Args:
         path: its name.
-        place: what it is to the caller.
+        place: where the caller holds it.
         value: the node output that it is, if it is one.
         tensor: the traced tensor.
     """
@@ -52,13 +52,13 @@ class HeldTensor:
         return self.value is not None or not has_several_results(self.tensor)
 
     def edge(self) -> Edge:
-        """Where gradients of it arrive."""
+        """The edge at which its gradients arrive."""
         return self.tensor.grad_fn, self.tensor.output_nr
 
 
 @dataclass
 class _Passing:
-    """What the trace saw pass a waypoint."""
+    """The gradients that passed a waypoint in the trace."""
 
     held: HeldTensor
     pieces: list[torch.Tensor] = field(default_factory=list)
@@ -69,8 +69,8 @@ class Waypoints:
     """Finds the waypoints of a program before its backward is traced, and watches them meanwhile.
 
     Args:
-        held: what the caller will hold.
-        ends: the differentiable node outputs, whose gradients the backward starts from.
+        held: the tensors that the caller will hold.
+        ends: the differentiable node outputs, at which the backward starts.
     """
 
     def __init__(self, held: Sequence[HeldTensor], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]) -> None:
@@ -122,7 +122,11 @@ class Waypoints:
                 yield node, _noting(sources)
 
     def passages(self, num_values: int) -> Passages:
-        """The facts, for so many node outputs."""
+        """The facts about these waypoints.
+
+        Args:
+            num_values: how many outputs the node has.
+        """
         if not self._passing:
             return NO_PASSAGES
         levels = Row[NodeOutIdx, int](self._levels.get(NodeOutIdx(k), 0) for k in range(num_values))
@@ -166,7 +170,7 @@ def _values(recorder: Recorder, tensor: torch.Tensor) -> list[torch.fx.Node]:
 
 
 def _walk(ends: Iterable[Node], bits: Mapping[Edge, int]) -> tuple[list[Node], dict[Node, int]]:
-    """The nodes behind `ends`, each after those behind it, and to which edges each leads.
+    """The nodes behind `ends`, in topological order, and for each the edges that it leads to.
 
     Args:
         ends: where to begin.

@@ -4,9 +4,9 @@ Autograd calls the hooks of all results of a node when it runs the node, with No
 came back to, and those of all inputs with whatever the node returns. In eager most tensors have a node of
 their own, and so their hooks are not called then.
 
-Hooks of leaves are called in the order in which their gradients arrive in eager. The node has all of them at
-once, and autograd would take leaves as they lie in its heap; so each that has hooks gets a node in between,
-and of these the one that was made last goes first.
+Hooks of leaves are called in the order in which their gradients arrive in eager. The program's node returns
+all gradients at once, and autograd would take the leaves in the order of its heap. So each leaf with hooks
+gets a node in between; of these, autograd runs the one that was made last first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _WithGradient:
     def _tell_that_none_comes(self) -> None:
         """Let a hook that waits for several gradients go on without this one, if it gets any of the others.
 
-        It asks the engine which nodes are run, and the one node of the program leads to all of its inputs.
+        Such a hook asks the engine which nodes will run, and the program's one node leads to all its inputs.
         """
         match gradients_heard(self.hook):
             case None:
@@ -72,8 +72,8 @@ class _IfAccumulated:
 
     Args:
         hook: the hook.
-        grad: what was there before.
-        version: its version counter.
+        grad: the `.grad` before.
+        version: the version counter of that.
     """
 
     hook: Hook
@@ -82,7 +82,7 @@ class _IfAccumulated:
 
     @classmethod
     def since_now(cls, hook: Hook, leaf: torch.Tensor) -> _IfAccumulated:
-        """From what is there now."""
+        """A hook that compares with the `.grad` of now."""
         return cls(hook, leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
 
     def __call__(self, leaf: torch.Tensor) -> Any:
@@ -124,13 +124,13 @@ class _Turn(node_base()):
 
 
 def _silence(tensor: torch.Tensor) -> None:
-    """No hooks of a tensor, until the backward ends, unless a gradient comes from elsewhere."""
+    """Call no hooks of a tensor until the backward ends, unless a gradient comes from elsewhere."""
     _wrap(hooks_of_gradient(tensor), _WithGradient)
     _wrap(hooks_after_accumulation(tensor), lambda hook: _IfAccumulated.since_now(hook, tensor))
 
 
 def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hook]) -> None:
-    """Let other hooks stand in their places until the backward ends."""
+    """Put wrapped hooks in the place of hooks until the backward ends."""
     before = {k: h for k, h in (hooks or {}).items() if not isinstance(h, (_WithGradient, _IfAccumulated))}
     if hooks is not None and before:
         hooks.update({key: wrapped(hook) for key, hook in before.items()})

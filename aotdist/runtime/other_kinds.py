@@ -25,7 +25,7 @@ Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
 """The gradients that there are."""
 
 Gradients: TypeAlias = tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor | None]]
-"""Those of the inputs, and what user code in the backward keeps."""
+"""The gradients of the inputs, and what user code in the backward keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class OtherBackward:
     """A backward for some kinds of gradients.
 
     Args:
-        tangents: what each is taken for.
+        tangents: the recipe that is assumed for each.
         whole: computes the inputs' gradients.
         grads: recipe of each input's gradient, or None.
         kept: recipes of what user code in the backward keeps.
@@ -61,13 +61,13 @@ class OtherBackward:
 
 @dataclass(frozen=True, slots=True)
 class OtherKinds:
-    """Runs such backwards.
+    """Runs backwards for gradients of other kinds.
 
     Args:
         plan: how tensors pass through the node.
-        compiled: compiles one, each once.
-        guarded: puts around the call of a backward what stands around every one.
-        after: called when the gradients are there.
+        compiled: compiles a backward for such gradients, each once.
+        guarded: wraps the call of a backward in the contexts that every backward runs in.
+        after: called once the gradients are computed.
     """
 
     plan: NodePlan

@@ -1,4 +1,4 @@
-"""Makes a tangent that arrives into what the backward graph was compiled for."""
+"""Converts a tangent that arrives to what the backward graph was compiled for."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Tangent:
 
 
 def tangent_like(path: str, recipe: Recipe, *, loose: bool) -> Tangent:
-    """What a backward takes that was recorded for gradients like `recipe`; if `loose`, of any strides."""
+    """The tangent of a backward that was recorded for gradients like `recipe`; of any strides, if `loose`."""
     strides = tuple(None if loose else plain.stride for _, plain in leaves(recipe))
     return Tangent(path, recipe, strides)
 
