@@ -10,10 +10,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from aotdist.codegen.fx import attribute_of
-from aotdist.errors import BadArtifact, UnsupportedProgram
+from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.store.kinds import NodeAt, Shape
-from aotdist.store.values import Json, Values
+from aotdist.store.values import Json, Values, damaged
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.operators import OpOverload, argument_names
 from aotdist.torch_seam.proxies import graph_module
@@ -141,13 +141,13 @@ class Graphs:
         target = json["target"]
         if json["op"] == "get_attr":
             if not str(target).isidentifier() or str(target).startswith("__"):
-                raise BadArtifact(f"a graph holds something as {target!r}", stage="store")
+                raise damaged(f"a graph holds something as {target!r}")
             held = json["holds"]
             setattr(root, target, self._module(held["nodes"]) if "nodes" in held else self._values.read(held))
         elif json["op"] == "call_function":
             target = self._values.read(target)
         elif json["op"] not in ("placeholder", "output"):
-            raise BadArtifact(f"a graph calls a {json['op']}", stage="store")
+            raise damaged(f"a graph has a node of the kind {json['op']!r}")
 
         def linked(value: Any) -> Any:
             return before[value.position] if isinstance(value, NodeAt) else value

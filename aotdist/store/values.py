@@ -197,8 +197,8 @@ class Values:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             what = f"a {kind} is written in another way than ours ({type(error).__name__}: {error})"
-            raise BadArtifact(what, stage="store") from error
-        raise BadArtifact(f"the artifact holds a {kind!r}, which is no kind of ours", stage="store")
+            raise damaged(what) from error
+        raise damaged(f"the artifact holds a {kind!r}, which is no kind of ours")
 
     def _all_read(self, parts: Any) -> list[Any]:
         return [self.read(part) for part in parts]
@@ -262,6 +262,11 @@ class Values:
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         made = flat.view(_checked(getattr(torch, json["dtype"]), torch.dtype)).reshape(json["size"])
         return made.to(self.live.device_here(torch.device(json["device"])))
+
+
+def damaged(what: str) -> BadArtifact:
+    """An error for an artifact that holds what no version of ours writes."""
+    return BadArtifact(what, stage="store", fix="make the artifact again, or copy it again")
 
 
 def _checked(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
