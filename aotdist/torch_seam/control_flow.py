@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -114,11 +114,10 @@ ENCODER_LAYER = torch._transformer_encoder_layer_fwd
 """What an encoder of transformers asks before it packs a padded batch, how it does so, and a layer of it."""
 
 
-@contextmanager
-def fast_paths_on() -> Generator[None]:
-    """Let encoders of transformers, and their layers, take their fast path in a trace, where eager would.
+def fast_paths_on() -> AbstractContextManager[None]:
+    """Let `nn.TransformerEncoder` and its layers take their fast path in a trace, where eager would.
 
-    They ask whether a tensor hears of torch functions, and in a mode of ours all seem to.
+    They ask whether a tensor overrides torch functions, and in a mode of ours all seem to.
     """
     asked = torch.overrides.has_torch_function
 
@@ -127,11 +126,7 @@ def fast_paths_on() -> Generator[None]:
             return asked(values)
         return any(hears_of_functions(type(value)) for value in values if isinstance(value, torch.Tensor))
 
-    torch.overrides.has_torch_function = has_torch_function
-    try:
-        yield
-    finally:
-        torch.overrides.has_torch_function = asked
+    return replaced(torch.overrides, "has_torch_function", has_torch_function)
 
 
 def encoder_that_asks() -> torch.nn.TransformerEncoder | None:

@@ -3,8 +3,8 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +25,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from aotdist.torch_seam.classes import CACHED_SIZES, dispatches
 from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.patches import replaced
 from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
 
@@ -128,18 +129,10 @@ def is_functional_base(tensor: FunctionalTensor) -> bool:
     return torch._is_functional_tensor_base(tensor.elem)
 
 
-@contextmanager
-def uncached_fake(tensor: torch.Tensor) -> Generator[None]:
+def uncached_fake(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """The mode of a fake tensor computes every result anew, instead of recalling its sizes and strides."""
-    if not isinstance(tensor, FakeTensor):
-        yield
-        return
-    mode = tensor.fake_mode
-    cached, mode.cache_enabled = mode.cache_enabled, False
-    try:
-        yield
-    finally:
-        mode.cache_enabled = cached
+    is_cached = isinstance(tensor, FakeTensor)
+    return replaced(tensor.fake_mode, "cache_enabled", False) if is_cached else nullcontext()
 
 
 def replace_functional_value(tensor: FunctionalTensor, value: torch.Tensor) -> None:

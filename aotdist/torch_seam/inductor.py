@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from torch._guards import tracing as tracing
 
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam.patches import Patch, replaced
 
 T = TypeVar("T")
 
@@ -54,17 +54,9 @@ def shape_environment(fake_mode: FakeTensorMode | None) -> Generator[None]:
         fake_mode.shape_env = None
 
 
-@contextmanager
-def constants_allowed(fake_mode: FakeTensorMode | None) -> Generator[None]:
+def constants_allowed(fake_mode: FakeTensorMode | None) -> AbstractContextManager[None]:
     """Let operators take the tensors that a graph holds (`torch.tensor([1.0, 2.5])`) beside fake ones."""
-    if fake_mode is None:
-        yield
-        return
-    before, fake_mode.allow_non_fake_inputs = fake_mode.allow_non_fake_inputs, True
-    try:
-        yield
-    finally:
-        fake_mode.allow_non_fake_inputs = before
+    return nullcontext() if fake_mode is None else replaced(fake_mode, "allow_non_fake_inputs", True)
 
 
 def inductor_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:

@@ -14,6 +14,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from aotdist.torch_seam.patches import replaced
+
 
 def no_modes() -> AbstractContextManager[Any]:
     """Every dispatch mode off: real tensors can be inspected in the middle of a trace."""
@@ -73,15 +75,9 @@ def python_kernels() -> AbstractContextManager[None]:
     return enable_python_dispatcher()
 
 
-@contextmanager
-def quiet_fakes() -> Generator[None]:
+def quiet_fakes() -> AbstractContextManager[None]:
     """Operators that fail on fake tensors raise, and do not log the C++ stack as well."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def under_transform() -> bool:
