@@ -17,7 +17,7 @@ _STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.d
 
 
 def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tensor) -> None:
-    """Raise for a write into memory that one of the tensor's bases shows several times.
+    """Raise for a write to a tensor of which several elements, or several of a base's, share memory.
 
     Eager refuses most such writes itself; for the others functionalisation would add up the repeats.
     """
@@ -45,9 +45,9 @@ def refuse_looking_around(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> None:
-    """Raise for `as_strided_` that shows more than the view did.
+    """Raise for an `as_strided_` after which a view shows elements that it did not show before.
 
-    Eager sends gradients of what else it shows nowhere, and after a write to what its base is.
+    In eager no gradient arrives for those elements; after a write, their gradient goes to the base.
     """
     if view not in views or not view.requires_grad or not view._is_view():
         return
@@ -61,7 +61,7 @@ def refuse_looking_around(
 
 
 def refuse_resized_inside(out: torch.Tensor, former: torch.Tensor) -> None:
-    """Refuse a wrapper that does not have the sizes of what is in it any more: eager leaves it so."""
+    """Refuse a wrapper whose inner tensors were resized as `out=`: in eager it keeps its former sizes."""
     inside = zip(plain_tensors(out), plain_tensors(former), strict=True)
     if is_wrapper(out) and any(plain.size() != before.size() for plain, before in inside):
         raise UnsupportedProgram(
@@ -73,9 +73,9 @@ def refuse_resized_inside(out: torch.Tensor, former: torch.Tensor) -> None:
 
 
 def detached_since(where: str | None = None) -> UnsupportedProgram:
-    """An error for a view whose base has no history any more, of which its own is to be made again."""
+    """An error for a view whose history is to be made again from that of its base, which has none now."""
     return UnsupportedProgram(
-        "a view is used of a tensor that was detached (`detach_`), and then written, in place",
+        "a view is used whose base was detached in place (`detach_`), and then written, after it was made",
         where=where or Origins().current() or None,
         stage="joint",
         fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
@@ -83,7 +83,7 @@ def detached_since(where: str | None = None) -> UnsupportedProgram:
 
 
 def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
-    """An error for a view whose base looks otherwise now, and has got a history since; `how` says more."""
+    """An error for a view whose base has been reshaped since, and has got a history; `how` says more."""
     return UnsupportedProgram(
         f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
         where=where or Origins().current() or None,
@@ -103,9 +103,9 @@ def grows_as_a_view() -> UnsupportedProgram:
 
 
 def outgrown() -> UnsupportedProgram:
-    """An error for a view whose base lies in other memory since."""
+    """An error for a view whose base has moved to other memory since."""
     return UnsupportedProgram(
-        "a view is used of a tensor whose size grew in place, or whose storage was replaced, after the view",
+        "a view is used whose base grew in place, or was given another storage, after it was made",
         where=Origins().current() or None,
         stage="joint",
         fix="make the view afterwards, or resize the tensor before the compiled function",

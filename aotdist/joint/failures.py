@@ -211,7 +211,7 @@ def _noting_when() -> Generator[None]:
 
 def _no_backward(error: Exception) -> UnsupportedProgram:
     return UnsupportedProgram(
-        f"the program has no backward, in eager neither ({error})",
+        f"the program has no backward, as in eager ({error})",
         stage="joint",
         fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
     )
@@ -230,8 +230,9 @@ def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
 
 def _some_parts(error: Exception) -> UnsupportedProgram:
     return UnsupportedProgram(
-        "of several views of a DTensor (`split`), some get no gradient with the others, or the program "
-        f"returns one and computes with another: there is no backward unless all get one at once ({error})",
+        "one operator (`split`) makes several views of a DTensor, and some get no gradient with the others, "
+        "or the program returns one and computes with another: it has a backward for all at once only "
+        f"({error})",
         stage="joint",
         fix="make each by an operator of its own (`narrow`), or return a clone of it",
     )
@@ -267,10 +268,10 @@ def _gone_through_before(error: RuntimeError) -> UnsupportedProgram:
 def reshaped_unseen(how: str) -> UnsupportedProgram:
     """An error for a gradient that has other sizes than autograd knows of; `how` says which."""
     return UnsupportedProgram(
-        "a tensor with history has its sizes written in place under `no_grad`, or by `.data`, so that the "
+        "the sizes of a tensor with history are changed in place under `no_grad`, or by `.data`, so that its "
         f"gradient does not fit any more ({how})",
         stage="joint",
-        fix="use the function that is not in place (`t` for `t_`), or write with grad mode on",
+        fix="use the function that is not in place (`t` for `t_`), or change them with grad mode on",
     )
 
 

@@ -83,7 +83,7 @@ class DoubleBackward:
                 "gradients are differentiated in turn (`create_graph=True`) by way of autograd's own graph, "
                 "and hooks, `retain_grad` or `torch.autograd.grad` look at what passes between results",
                 stage="runtime",
-                fix="watch nothing in that backward",
+                fix="use no hooks, `retain_grad` or `torch.autograd.grad` of results in that backward",
             )
         compiled = self.compiler(arrived)
         if not compiled.grads:

@@ -167,7 +167,7 @@ EXCEPTIONS: list[Known] = [
     ),
     *_known(
         Kind.NO_BACKWARD,
-        "the program has no backward, in eager neither",
+        "the program has no backward, as in eager",
         {"acosh_": 0, "asinh_": 0, "atanh_": 0},
         walks=WITH_GRAD,
     ),

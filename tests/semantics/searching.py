@@ -24,12 +24,12 @@ REFUSALS = (
     "writes through an expanded tensor",
     "reads a tensor's data",
     "size, strides or storage written in place",
-    "whose size grew in place, or whose storage was replaced, after the view",
+    "whose base grew in place, or was given another storage",
     "a tensor is resized in place, and",
-    "a tensor with history has its sizes written in place under `no_grad`",
+    "the sizes of a tensor with history are changed in place under `no_grad`",
     "writes memory that `as_strided` shows",
     "a tensor inside of it was replaced",
-    "a view is used of a tensor that was detached",
+    "a view is used whose base was detached in place",
     "shows memory of an input as another dtype than it has",
     "whose base was reshaped in place after it was made",
     "itself a view of another tensor, that was made before a write",
@@ -47,8 +47,8 @@ REFUSALS = (
 
 OF_BACKWARD = (
     "the backward of the program fails, as in eager",
-    "the program has no backward, in eager neither",
-    "of several views of a DTensor",
+    "the program has no backward, as in eager",
+    "makes several views of a DTensor",
 )
 """What it may be refused for besides, if eager is not asked for all gradients.
 
@@ -57,7 +57,7 @@ A view made under `no_grad` has none to ask for; its base, which the caller gets
 
 WATCHED = (
     "gradients of other kinds than the results arrive",
-    "of several views of a DTensor",
+    "makes several views of a DTensor",
 )
 """What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes.
 
