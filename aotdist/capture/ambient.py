@@ -23,17 +23,23 @@ _WORDS = {
     "device": "`torch.set_default_device`",
     "kernels": "which kernels operators may choose from",
 }
-"""What switches each."""
+"""What the user calls to switch each mode."""
 
 
 class Ambient(NamedTuple):
-    """What is on around a call. A tuple, so that comparing two is quick.
+    """The modes around a call. A tuple, so that comparing two is quick.
 
-    `autocast` holds, for each device type where it is on, the device and its dtype; `casting` whether a
-    parameter is cast once, and the dtypes that autocast has where a program switches it on and names none;
-    `dtensor` what contexts such as `loss_parallel` make of operators on DTensors; `device` where new tensors
-    are made, if a context says so (`with torch.device(...)`); `kernels` which of them operators and
-    attention layers may choose from (`sdpa_kernel`).
+    Attributes:
+        grad: whether grad mode is on.
+        inference: whether inference mode is.
+        autocast: each device type for which autocast is on, with its dtype.
+        casting: whether autocast casts a parameter once only, and the dtypes that it takes where a program
+            switches it on without naming one.
+        deterministic: whether deterministic algorithms are used.
+        default_dtype: the dtype of new floating-point tensors.
+        dtensor: how contexts such as `loss_parallel` change operators on DTensors.
+        device: where new tensors are made, if a context says so (`with torch.device(...)`).
+        kernels: which kernels operators and attention layers may choose from (`sdpa_kernel`).
     """
 
     grad: bool
@@ -53,7 +59,7 @@ def _casting() -> tuple[bool, tuple[torch.dtype, ...]]:
 
 
 def ambient() -> Ambient:
-    """What is on now; about 3 us."""
+    """The modes that are on now; about 3 us."""
     return Ambient(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -68,14 +74,14 @@ def ambient() -> Ambient:
 
 
 class AmbientGuard:
-    """Whether what is on is what was on at capture.
+    """Whether the modes are those of the capture.
 
-    A call costs 1.6 us once one has found that it is so: PyTorch's snapshot of most of it is compared in
-    C++. The snapshot also holds what no artifact depends on (how many threads there are), so a call that
-    finds another compares everything, and takes a new one.
+    It costs 1.6 us once it has held: PyTorch's snapshot of most modes is compared in C++. The snapshot also
+    has what no artifact depends on (the number of threads), so where it differs, everything is compared, and
+    a new snapshot is taken.
 
     Args:
-        at_capture: what was on.
+        at_capture: the modes of the capture.
     """
 
     __slots__ = ("_at_capture", "_snapshot")
@@ -103,10 +109,10 @@ class AmbientGuard:
 
 @contextmanager
 def modes_left_alone() -> Generator[None]:
-    """What runs in the context may switch no mode and leave it so; if it does, all are as before afterwards.
+    """Refuse what leaves a mode switched when the context ends; the modes of before are restored in any case.
 
     Raises:
-        UnsupportedProgram: it does.
+        UnsupportedProgram: a mode is another than before.
     """
     before, level = ambient(), torch.get_deterministic_debug_mode()
     try:

@@ -1,8 +1,8 @@
 """Checks of data in a program: whether all elements are true is known when the program has run.
 
-`torch._check_tensor_all` makes them, and `torch.distributions`, whose parameters and values are validated.
-So each is one more output, a single boolean, at which the compiled call looks before it returns. What the
-program writes is written by then; eager raises where the check stands.
+`torch._check_tensor_all` makes them, and so does the validation of parameters and values in
+`torch.distributions`. Each is one more output, a single boolean, which the compiled call reads before it
+returns. By then the program's writes are done, where eager raises at the check.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Checks:
     def note(
         self, error: type[Exception], condition: torch.Tensor, message: Callable[[], object] | None
     ) -> bool:
-        """Note a check, if it can be made later on."""
+        """Note a check; False if it cannot be made after the program has run."""
         knows = getattr(builtins, error.__name__, None) is error
         if not knows or under_transform() or is_wrapper(condition) or is_real(condition):
             return False
         check = Check(error.__name__, None if message is None else str(message()))
         if self._has_returned:
-            return check in self.made  # what a checkpoint computes again was checked before
+            return check in self.made  # a checkpoint that recomputes repeats checks of the forward
         self.made.append(check)
         self.outs.append(condition.detach().all())
         return True

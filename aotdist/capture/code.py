@@ -1,4 +1,4 @@
-"""What a piece of the user's code reads, by name: globals, and attributes of whatever it handles."""
+"""What a piece of the user's code reads, by name: globals, and attributes of any object."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Names:
         assigned: global variables that it assigns.
         stored: attributes that it assigns, of any object.
         loaded: attributes that it reads.
-        appended: variables and attributes to whose lists it appends.
-        used: those that it reads for something else.
-        texts: strings that stand in it, in tuples too.
+        appended: variables and attributes that it appends to (`append`, `extend`).
+        used: those that it reads for anything else.
+        texts: string constants in it, those in tuples too.
     """
 
     globals: frozenset[str]
@@ -61,7 +61,7 @@ class Names:
         return self.stored | self.loaded
 
     def reads_by_computed_name(self) -> bool:
-        """Whether it may read attributes whose names do not stand in the code."""
+        """Whether it may read attributes by names that it computes (`getattr`, `vars`)."""
         named = self.globals | self.attributes
         return not (
             self.globals.isdisjoint(_COMPUTED_READS)
@@ -122,9 +122,9 @@ def _appended_and_used(instructions: Sequence[dis.Instruction]) -> tuple[set[str
 
 
 def special_methods(cls: type) -> dict[str, types.FunctionType]:
-    """What operators, built-in functions and statements call without naming it, as far as the user wrote it.
+    """The user's methods of a class that operators, built-in functions and statements call.
 
-    `cls`'s own and inherited methods, by name: `__getitem__`, `__len__`, `__enter__`.
+    Own and inherited ones, by name: `__getitem__`, `__len__`, `__enter__`.
     """
     found: dict[str, types.FunctionType] = {}
     for base in reversed(cls.__mro__):

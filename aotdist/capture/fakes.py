@@ -36,9 +36,9 @@ def fakes_of(
     """The fake tensors of a call.
 
     Args:
-        named: the tensors that it is given, with their names.
-        closed_over: identities of what it may close over.
-        around: the mode to take if it is given none.
+        named: the tensors that the call is given, with their names.
+        closed_over: identities of tensors that it may close over.
+        around: the mode to take if no fake tensor is among them.
 
     Raises:
         UnsupportedProgram: they are of several modes.

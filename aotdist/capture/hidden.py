@@ -1,7 +1,7 @@
 """Tensors of the program in what it returns and assigns: shown by pytrees, or hidden in other objects.
 
-What a pytree shows becomes outputs, and is put together again at every call. What another object holds would
-stay what it is at capture: a stand-in.
+The tensors that a pytree shows become outputs, and the tree is built anew at every call. A tensor that any
+other object holds would remain the stand-in that it is at capture.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shows_traced(value: Any) -> bool:
 
 @contextmanager
 def no_results_kept(caches: Iterable[Any]) -> Generator[None]:
-    """Empty caches (`functools.lru_cache`) that got results inside: these may be tensors of the program."""
+    """Empty the caches (`functools.lru_cache`) that got results inside: these may be the trace's tensors."""
     before = [(cache, cache.cache_info().misses) for cache in caches]
     try:
         yield
@@ -54,8 +54,8 @@ def hides_traced(value: Any, existing: Collection[int]) -> bool:
 
     Args:
         value: the object.
-        existing: identities of objects from before the call. Those that are modules hide nothing: while a
-            program is traced, stand-ins hang in them; they are taken out again.
+        existing: identities of objects from before the call. Modules among them hide nothing: they hold
+            stand-ins only while the program is traced.
     """
     if isinstance(value, torch.Tensor) or _is_known_module(value, existing):
         return False
@@ -124,7 +124,7 @@ def contents(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What hangs on an object itself, by name: in its `__dict__`, and in the slots of its classes."""
+    """An object's own attributes by name: those in its `__dict__`, and those in the slots of its classes."""
     yield from getattr(value, "__dict__", {}).items()
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())

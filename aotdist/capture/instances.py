@@ -1,9 +1,9 @@
 """Objects that no pytree takes apart, among the arguments: a key-value cache, a batch that is a dataclass.
 
-What an object holds (attributes, slots, the items of a class that is made of a list or a dictionary) is part
-of a call as the items of a dictionary are: tensors are inputs, constants belong to the signature. A trace is
-given another object of the same class, whose `__init__` does not run, made of stand-ins; what it changes
-there is changed at every call in the caller's (`aotdist.capture.given`).
+What an object holds (attributes, slots, the items of a subclass of `list` or `dict`) is part of a call as the
+items of a dictionary are: tensors are inputs, constants belong to the signature. The trace is given another
+object of the same class, whose `__init__` does not run, filled with stand-ins; what the program changes in it
+is changed in the caller's object at every call (`aotdist.capture.given`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MADE_BY = (object, dict, list, types.SimpleNamespace)
 
 @dataclass(frozen=True, slots=True)
 class GivenObject:
-    """An object of the call, by its position among those: what a program that returns it says."""
+    """Stands, in what a program returns, for an object among its arguments, by position among those."""
 
     position: int
 
@@ -55,14 +55,14 @@ def is_code(value: Any) -> bool:
 
 
 def is_same_code(a: Any, b: Any) -> bool:
-    """Whether two of these are one; a method is another object whenever it is asked for."""
+    """Whether two of these are the same; every access to a method makes another object."""
     if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     return a is b
 
 
 def is_instance(value: Any) -> bool:
-    """Whether `value` is an object that is taken apart, and can be made anew."""
+    """Whether `value` is an object that can be taken apart, and made anew."""
     if is_unreadable(value) or isinstance(value, _NO_DATA) or is_constant(value) or is_code(value):
         return False
     return type(value) not in pytree.SUPPORTED_NODES and _can_be_made(type(value))
@@ -74,13 +74,13 @@ def _can_be_made(cls: type) -> bool:
         return False
     try:
         make_instance(cls)
-    except TypeError:  # it has abstract methods, or memory of its own
+    except TypeError:  # it has abstract methods, or a layout in memory that is its own
         return False
     return True
 
 
 def _maker(cls: type) -> type:
-    """The nearest base whose `__new__` is no function of Python's."""
+    """The nearest base whose `__new__` is not written in Python."""
     return next(
         base
         for base in cls.__mro__
@@ -89,7 +89,7 @@ def _maker(cls: type) -> type:
 
 
 def state_of(value: Any) -> tuple[dict[str, Any], Any]:
-    """Attributes of an object by name, and its items if its class is made of a list or a dictionary."""
+    """Attributes of an object by name, and its items if its class is a subclass of `list` or `dict`."""
     return dict(attributes_of(value)), items_of(value)
 
 
@@ -100,7 +100,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 
 def items_of(value: Any) -> Any:
-    """The items of an object whose class is made of a list or a dictionary, as one of these."""
+    """The items of an object of a subclass of `list` or `dict`, as a `list` or `dict`; None of any other."""
     if isinstance(value, dict):
         return dict(dict.items(value))
     return list.copy(value) if isinstance(value, list) else None

@@ -1,4 +1,4 @@
-"""What hangs on modules whose code is a library's: the walk does not enter it, so more of it counts."""
+"""Attributes of modules whose code is a library's: the walk does not enter that code, so they all count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 
 
 def is_watched(name: str, value: Any) -> bool:
-    """Whether the guard of the module's tree, or nobody, has to watch an attribute of a module."""
+    """Whether an attribute of a module is watched by the guard of its tree, or need not be watched."""
     return name in OF_EVERY_MODULE or isinstance(value, ATTACHED) or is_constant(value)
 
 
@@ -37,7 +37,7 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
 
 
 def computed_once() -> Iterator[tuple[Source, Any]]:
-    """What parametrized modules keep, and find again, inside of `parametrize.cached()`."""
+    """What parametrized modules cache inside of `parametrize.cached()`."""
     parametrize = Source("parametrize", PARAMETRIZATIONS)
     enabled = bool(PARAMETRIZATIONS["_cache_enabled"])
     yield parametrize.item("_cache_enabled").applied(bool, "whether `parametrize.cached()` is on"), enabled
@@ -46,7 +46,7 @@ def computed_once() -> Iterator[tuple[Source, Any]]:
 
 
 def library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    """The constants of what an installed library's module hangs on itself (Hugging Face's `config`).
+    """The constants in objects that an installed library's module has as attributes (transformers' `config`).
 
     Which of them its `forward` reads is not looked up, so all count.
     """
@@ -62,7 +62,7 @@ def library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any
 
 
 def library_functions(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    """The functions that hang on a module whose `forward` is a library's (`activation`): all count."""
+    """The functions among the attributes of a module whose `forward` is a library's (`activation`)."""
     code = getattr(type(module).forward, "__code__", None)
     if code is not None and is_users_code(code):
         return

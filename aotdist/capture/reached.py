@@ -1,4 +1,4 @@
-"""What a callable can reach, as `aotdist.capture.reach` finds it, and what of that a call is asked for."""
+"""What a callable can reach, as `aotdist.capture.reach` finds it, and the constants that a call checks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Reached:
         modules: outermost modules, each with its place.
         tensors: tensors outside of modules.
         constants: constants, with the value that they have now; those of modules are not among them.
-        identities: functions, built-in ones too, modules, classes, and what else the program depends on as
-            it is.
-        again: further places of what was found elsewhere, with the first one: both hold the same object.
+        identities: functions, built-in ones too, modules, classes, and other objects on whose identity the
+            program depends.
+        again: further places of an object that was found before, each with the first place.
         owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
             classes, are some.
         containers: lists and dictionaries whose items the program may reassign.
@@ -33,7 +33,7 @@ class Reached:
         generators: random generators.
         python_generators: those of Python's and NumPy's, which the program may not draw from.
         caches: functions that keep what they return (`functools.lru_cache`).
-        names: attributes that the code reads, of whatever; None if it may read any (`getattr`),
+        names: attributes that the code reads, of any object; None if it may read any (`getattr`),
             or ask for any (`hasattr`).
     """
 
@@ -57,12 +57,12 @@ def constants_but(
 ) -> Iterator[Source]:
     """The places of constants, without those that may differ from call to call.
 
-    A container that has one of them is no single constant any more.
+    Of a container that holds one that may differ, the keys and the other items are constants by themselves.
 
     Args:
         reached: has the constants.
-        open_: what may differ, by `Source.spot`.
-        inputs: tensors of which it is known that they are some, by the same.
+        open_: places that may differ, by `Source.spot`.
+        inputs: places that are known to hold tensors, by the same.
     """
     for source, _ in reached.constants:
         if source.steps[-1] == Applied(is_tensor) and source.owner().spot() in inputs:
@@ -79,7 +79,7 @@ def constants_but(
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is one; a program may ask that of what it does not compute with."""
+    """Whether `value` is a tensor; a program may ask that of a value that it does not compute with."""
     return isinstance(value, torch.Tensor)
 
 
@@ -89,5 +89,5 @@ def items_of(container: Any) -> tuple[Any, ...]:
 
 
 def keys_of(container: Any) -> tuple[Any, ...]:
-    """By what a list, tuple or dictionary is indexed, as a tuple."""
+    """The keys of a dictionary, or the indices of a list or tuple, as a tuple."""
     return tuple(container) if isinstance(container, Mapping) else tuple(range(len(container)))

@@ -1,6 +1,6 @@
-"""What a program reads through objects that are no containers: context variables, weak references, arrays.
+"""What a program reads through objects that are not containers: context variables, weak references, arrays.
 
-Such an object stays the same while what it gives changes, so an artifact is specialised on what that is.
+Such an object stays the same while its content changes, so an artifact is specialised on the content.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
 
     Args:
         value: any object.
-        names: attributes that the program reads. Arrays that it may turn into tensors are theirs: a tensor
-            shows at each call what its array holds.
+        names: attributes that the program reads. If it may turn arrays into tensors that share their memory,
+            nothing is read off arrays: at each call, the tensor shows what its array holds.
     """
     if isinstance(value, contextvars.ContextVar):
         return value_of_variable
@@ -57,7 +57,7 @@ def value_of_variable(variable: contextvars.ContextVar[Any]) -> Any:
 
 
 def referent(reference: weakref.ref[Any]) -> Any:
-    """What a weak reference leads to; None if that is gone."""
+    """The object that a weak reference refers to; None if it is gone."""
     return reference()
 
 
@@ -67,10 +67,10 @@ def environment(variables: MutableMapping[str, str]) -> tuple[tuple[str, str], .
 
 
 def items(values: bytearray | array.array[Any]) -> tuple[Any, ...]:
-    """What a mutable array of Python's own holds."""
+    """The items of a mutable array of Python's standard library."""
     return tuple(values)
 
 
 def numbers(values: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """What a numpy array, or a number of numpy's, holds."""
+    """The dtype, shape and bytes of a numpy array or scalar."""
     return values.dtype.str, values.shape, values.tobytes()

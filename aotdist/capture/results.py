@@ -19,7 +19,7 @@ from aotdist.torch_seam.trees import pytree
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A constant output: what is found at a place, so that it is the same object there and in the result."""
+    """An output that is read at a place of the caller's: the same object stands there and in the result."""
 
     source: Source
 
@@ -44,8 +44,13 @@ def with_attributes(
 ) -> tuple[list[Any], list[Shown]]:
     """`outs`, followed by what the attributes of tensors among them hold, and how these are shown.
 
-    What the program is given keeps its class, and its attributes are assigned by `Reassignments`. Objects
-    that are `existing`, by identity, were there before the call.
+    Inputs keep their class; their attributes are assigned by `Reassignments`.
+
+    Args:
+        outs: what the program returns, as leaves.
+        inputs: the tensors that it is given.
+        reached: what it can reach.
+        existing: identities of objects that were there before the call.
 
     Raises:
         UnsupportedProgram: an attribute hides tensors that the program computes.
@@ -69,7 +74,7 @@ def with_attributes(
 
 
 def _places(reached: Reached) -> Mapping[int, Source]:
-    """Where objects are read that are no constants, by identity."""
+    """Of the objects that are not constants, by identity, the place where each is read."""
     known = [*reached.containers, *reached.owners, *reached.identities]
     return {id(value): source for source, value in known if not isinstance(value, torch.Tensor)}
 

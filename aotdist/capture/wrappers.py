@@ -25,19 +25,20 @@ class WrapperAttributes:
         }
 
     def replaced(self) -> dict[tuple[int, str], torch.Tensor]:
-        """What has been put in the place of another tensor, by position of the input and path (`.scale`).
+        """The tensors that have replaced others, by position of the input and path (`.scale`).
 
-        The other is put back: it may have been written, and outside it is there until the program is over.
+        The replaced ones are put back: they may have been written, and outside they are in place until the
+        program is over.
 
         Raises:
-            UnsupportedProgram: it is no tensor.
+            UnsupportedProgram: something that is no tensor replaces one.
         """
         found: dict[tuple[int, str], torch.Tensor] = {}
         for (idx, path), before in self._before.items():
             if vars(self._inputs[idx]) is not self._vars[idx]:
                 continue  # `torch.utils.swap_tensors`: all that is inside has gone to another tensor
             if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
-                continue  # it is gone with what it was in
+                continue  # the wrapper that it was in has been replaced
             now = operator.attrgetter(path[1:])(self._inputs[idx])
             if now is before:
                 continue
