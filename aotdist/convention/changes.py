@@ -1,7 +1,7 @@
-"""What a traced program does in place to what a tensor is, rather than to what it holds.
+"""In-place changes that a traced program makes to a tensor's metadata, rather than to its data.
 
-Sizes and strides (`t_`, `resize_`), the storage that it lies in (`set_`, `.data =`, `out=` of another size),
-the size of that storage, its history (`detach_`, `requires_grad_`).
+To its sizes and strides (`t_`, `resize_`), to its storage (`set_`, `.data =`, `out=` of another size), to the
+size of that storage, or to its history (`detach_`, `requires_grad_`).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ INVERSES: Mapping[OpOverload, Callable[[torch.Tensor, Change], torch.Tensor]] = 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something done in place: `op(tensor, *args, **kwargs)`.
+    """One such change: `op(tensor, *args, **kwargs)`.
 
     Args:
-        tensor: what was changed.
-        serial: when, among the views and changes of the program.
+        tensor: the tensor that was changed.
+        serial: its place in the order of the program's views and changes.
         size: its sizes before.
         op: the operator, or a function that does the same to a real tensor.
         args: its other positional arguments; tensors among them are sources of a storage.
         kwargs: its keyword arguments as pairs.
         grad: whether grad mode was on.
         bumps: by how much the version counter goes up.
-        former: another name for the memory that the tensor had, in its sizes of then; None where the operator
-            has an inverse.
-        grown: another name for the memory that it has now, where that is more than it was.
-        edge: where the gradient of a leaf arrived before: `set_` lets it begin another one.
+        former: another name for the memory that the tensor had, in the sizes that it had; None where the
+            operator has an inverse.
+        grown: another name for the memory that it has now, if that has grown.
+        edge: the gradient edge that a leaf had before: after `set_` it has another.
     """
 
     tensor: torch.Tensor
@@ -63,7 +63,7 @@ class Change:
     edge: GradientEdge | None = None
 
     def moves(self) -> bool:
-        """Whether the tensor lies in another storage now, or in one of another size."""
+        """Whether the tensor may lie in another storage now, or in one of another size."""
         return self.op not in INVERSES and self.op not in _IN_PLACE
 
     def reshapes(self) -> bool:
@@ -71,7 +71,10 @@ class Change:
         return self.op not in _OF_HISTORY
 
     def is_unseen(self, size: torch.Size) -> bool:
-        """Whether autograd takes a gradient of what it left, of this size, for one of what was before."""
+        """Whether autograd accepts a gradient of the changed tensor, of this size, for the former one.
+
+        So it is where the change ran under `no_grad` and kept the size: autograd was told nothing of it.
+        """
         return not self.grad and self.op in INVERSES and size == self.size
 
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,10 +91,10 @@ class Change:
         return self.former
 
     def before_to_autograd(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same, with the history that it had: autograd was told of no change under `no_grad`.
+        """The same, with the history that it had: of a change under `no_grad`, autograd was not told.
 
-        Gradients come as the tensor lies since; where they do not fit, eager has none either. The history of
-        a view is made again.
+        Gradients arrive in the sizes of after the change; where they do not fit, eager raises, too. The
+        history of a view is made again.
         """
         if not tensor.requires_grad or tensor._is_view() or not self.is_unseen(tensor.size()):
             return self.before(tensor)
@@ -99,7 +102,7 @@ class Change:
 
 
 def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """What an operator does to its `out=` of another size."""
+    """Resize a tensor as an operator resizes an `out=` of another size."""
     with beneath_autograd():  # which refuses to resize a leaf: operators do it further down
         tensor.resize_(size)
     if tensor.stride() != stride:
@@ -123,7 +126,7 @@ def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def spend_history(tensor: torch.Tensor, reason: str) -> None:
-    """Let `tensor` have a history that is gone through no more: its backward raises, and says `reason`."""
+    """Let `tensor` have a history whose backward raises, and says `reason`."""
     put(tensor, None, failing_in_backward(tensor, reason), 0)
 
 

@@ -1,8 +1,8 @@
-"""Views that a user's autograd function returns: of what eager says they are, with the function's backward.
+"""Views that a user's autograd function returns: views of the same base as in eager, with its backward.
 
 Replaying the views alone would lose the backward, and returning the region's value alone would lose whose
 memory it shows. So the view is made again inside of an autograd function of our own, which sends the gradient
-to the region's value; autograd then knows it as a view that a function made, as in eager.
+to the region's value; autograd then treats it as a view made by an autograd function, as in eager.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _FunctionView(torch.autograd.Function):
     def forward(
         ctx: Any, value: torch.Tensor, base: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        ctx.set_materialize_grads(False)  # what is not there stays away from the region
+        ctx.set_materialize_grads(False)  # the region gets no zeros for gradients that do not arrive
         return make(base)
 
     @staticmethod
@@ -38,10 +38,10 @@ def function_view(
     """The view that `make` makes of `base`, with the history of `value`.
 
     Args:
-        base: what it shows.
-        value: the same numbers, with a history.
-        make: makes the view; None for what lies inside of a wrapper and was written: it is the view.
-        creation: what autograd is to know of how it was made.
+        base: the tensor whose memory it shows.
+        value: the region's result, which has the view's numbers and its history.
+        make: makes the view; None where `base`, out of a wrapper and written, is the view itself.
+        creation: autograd's `CreationMeta` for the view.
     """
     if make is None:
         put(base, None, value, 0)

@@ -1,8 +1,8 @@
 """Writes to what a tensor is, rather than to what it holds: `t_`, `resize_`, `set_`, `requires_grad_`.
 
-They are done to the user's tensor, outside of the region and in the order of the program, by the very
-operations that the program used. The region sees the tensor as it was: new data comes back, and is written,
-in the old sizes and strides, before these change.
+They are repeated on the user's tensor, outside of the region and in the program's order, by the operations
+that the program used. The region sees the tensor as it was: new data is returned, and written, in the old
+sizes and strides, before these change.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ class SwitchedOn:
     """Inputs that begin to require grad, or whose gradients are of other sizes than they are.
 
     Args:
-        inputs: the first; before the call, which is to give them gradients.
-        sized: the others, leaves, and the sizes that they have where the program first uses them. Autograd
-            goes by these, and is told before the call, which uses them as they are.
+        inputs: those that begin to require grad; done before the call, whose node gives them gradients.
+        sized: leaves with gradients of other sizes, and the sizes that they have where the program first uses
+            them. Autograd checks gradients against these, so their accumulation nodes are made for these
+            sizes, before the call.
     """
 
     inputs: tuple[PrimalIdx, ...] = ()
     sized: tuple[tuple[PrimalIdx, tuple[int, ...]], ...] = ()
 
     def lift(self, call: Call) -> Call:
-        """Switch it on, and tell autograd."""
+        """`call`, after `requires_grad_` of the inputs and the making of accumulation nodes."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
             for idx in self.inputs:
@@ -51,8 +52,15 @@ class SwitchedOn:
 def rewrite(
     tensor: torch.Tensor, write: MetadataWrite, args: Sequence[Any], data: torch.Tensor | None = None
 ) -> None:
-    """Do one write of metadata to `tensor`, with `args` in the place of the write's own."""
-    history_of(tensor)  # a view whose base got one is a leaf to autograd until somebody asks for it
+    """Repeat one write of metadata on `tensor`, with `args` in the place of the write's own.
+
+    Args:
+        tensor: the caller's.
+        write: the write.
+        args: its arguments, tensors of the trace replaced by those of the call.
+        data: what the tensor's plain tensors are to hold afterwards; None to leave them as they are.
+    """
+    history_of(tensor)  # makes it: a view whose base got one is a leaf to autograd until it is asked for
     with torch.set_grad_enabled(write.grad):
         write.op(tensor, *args, **dict(write.kwargs))
     if data is not None:

@@ -1,4 +1,4 @@
-"""Other names for a tensor: tensors of the same memory, of which autograd does not know that."""
+"""Other names for a tensor: tensors in the same memory, which autograd does not take for views."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aotdist.torch_seam.autograd import history_of
 
 
 class _Named(torch.autograd.Function):
-    """Identity that records nothing: its result is a second tensor around the same values, and no view."""
+    """The identity, whose result is a second tensor of the same values, and to autograd no view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, second: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -25,17 +25,17 @@ class _Named(torch.autograd.Function):
 
 
 NAMED = f"{_Named.__name__}Backward"
-"""What autograd calls it."""
+"""The name of its autograd node."""
 
 
 def with_history_of(tensor: torch.Tensor, second: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`second()`, a tensor of the same values as `tensor`, with the history of that."""
+    """`second()`, a tensor of the same values as `tensor`, with the history of `tensor`."""
     with torch.enable_grad():
         return _Named.apply(tensor, second)
 
 
 def named_history(name: torch.Tensor) -> Any | None:
-    """The history of what `name` is another name for."""
+    """The history of the tensor that `name` is another name of."""
     node = history_of(name)
     return None if node is None else node.next_functions[0][0]
 

@@ -1,8 +1,8 @@
-"""Views of tensors that were changed in place since, to autograd.
+"""Histories of views whose base was changed in place after they were made.
 
-After any write of its base, autograd makes the history of a view again, once it is asked for it. In eager
-that follows from where the two lie in memory, whatever the base looks like by then. Tensors of a trace lie
-nowhere: autograd calls the operators that made the view once more, on the base as it is now.
+After a write to its base, autograd makes the history of a view again when it is asked for it. In eager it
+goes by the places of the two in memory, whatever sizes the base has by then. Tensors of a trace have no
+memory: there, autograd calls the operators that made the view once more, on the base as it is now.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from aotdist.torch_seam.swaps import swap_histories
 
 
 def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
-    """Let a view be made of what its base is after a change, to autograd.
+    """Give a view the history of one that is made of its base as that is after a change.
 
     Args:
-        view: it stays what it is in all else.
+        view: the view; all else of it stays.
         changed: a view of the base as it is now, that shows it as it was.
-        steps: how the view was made of what the base was.
+        steps: how the view was made of the base as it was.
     """
     creation, again = creation_meta(view), changed
     for step in steps:
@@ -34,7 +34,10 @@ def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewSt
 
 
 def lies_elsewhere(base: torch.Tensor, changes: Iterable[Change]) -> bool:
-    """Whether some of these changes let a tensor lie otherwise in its storage: eager counts from there."""
+    """Whether some of these changes moved a tensor in its storage, or gave it other sizes or strides.
+
+    Eager makes the history of a view again from places in the storage.
+    """
     formers = [change.former for change in changes if change.moves() and change.former is not None]
     return any(_place(former) != _place(base) for former in formers)
 

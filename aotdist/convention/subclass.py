@@ -24,7 +24,7 @@ class UnwrapPlan:
     Args:
         ins: recipe of each input.
         outs: recipe of each output.
-        bumps: inputs that this layer, or no layer, writes, and number of writes to count.
+        bumps: inputs whose writes no other layer counts, each with the number of writes.
         versions: wrappers among the outputs that the program wrote after making them, and how often.
     """
 
@@ -60,7 +60,7 @@ def rebuild_all(recipes: Iterable[Recipe], plains: Sequence[Any]) -> list[Any]:
 
 
 def plain_positions(recipes: Row[PrimalIdx, Recipe]) -> Row[PrimalIdx, tuple[PlainIdx, ...]]:
-    """Where the plain tensors of each input stand among all plain tensors."""
+    """The positions of the plain tensors of each input among all plain tensors."""
     positions: list[tuple[PlainIdx, ...]] = []
     start = 0
     for recipe in recipes:

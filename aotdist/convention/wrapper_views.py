@@ -1,4 +1,4 @@
-"""Views that no operator makes: what lies inside of a wrapper, and the wrapper around a tensor."""
+"""Views that no operator makes: the tensors inside of a wrapper, and a wrapper around a tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from aotdist.torch_seam.functional import memory_of
 
 
 def look_inside(log: ViewLog, tensors: Iterable[Any], inputs: Sequence[Opened]) -> None:
-    """Take for views, from now on, what lies inside of inputs that are wrappers, and what wraps inputs.
+    """Treat as views, from now on, the tensors inside of inputs that are wrappers, and wrappers of inputs.
 
-    Eager has it in their memory, which is written when the region has run. What lies inside of views of
-    inputs, or wraps those, counts too.
+    In eager they share the inputs' memory, which is written when the region has run. Tensors inside of views
+    of inputs, and wrappers of those, count too.
 
     Args:
-        tensors: what may be a view, in the end, of such a tensor.
-        inputs: what the program was given.
+        log: where the views are noted.
+        tensors: those that may be views, over several steps, of such tensors.
+        inputs: the inputs of the program.
     """
     memory = {memory_of(plain) for given in inputs for plain in given.plains()}
     for tensor in tensors:
@@ -33,7 +34,7 @@ def look_inside(log: ViewLog, tensors: Iterable[Any], inputs: Sequence[Opened]) 
 
 
 def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Container[int]) -> ViewEntry | None:
-    """How the base of a tensor comes from a wrapper, or from what it wraps, which no mode sees."""
+    """How the base of a tensor comes out of a wrapper, or wraps another tensor: no mode sees that happen."""
     if not isinstance(tensor, torch.Tensor):
         return None
     base = log.root(tensor, ()).base
@@ -46,7 +47,7 @@ def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Contain
 
 
 def _inside(views: Views, inner: torch.Tensor, inputs: Sequence[Opened]) -> ViewEntry | None:
-    """Out of which wrapper to take a tensor: an input, or a tensor that views were made of, or a view."""
+    """The step that takes a tensor out of a wrapper: of an input, of a base of views, or of a view."""
     logged = {id(tensor): tensor for entry in views for tensor in (entry.base, entry.view)}
     for given in inputs:
         logged.pop(id(given.tensor), None)
@@ -58,7 +59,7 @@ def _inside(views: Views, inner: torch.Tensor, inputs: Sequence[Opened]) -> View
 
 
 def _around(views: Views, wrapper: torch.Tensor) -> ViewEntry | None:
-    """What to put into a wrapper, if that is one tensor alone."""
+    """The step that puts a tensor into a wrapper, if that wraps one tensor only."""
     inside = around_one(wrapper)
     if inside is None:
         return None

@@ -1,4 +1,4 @@
-"""Wrappers taken apart, and put together, with a history: for gradients that are differentiated in turn."""
+"""Wrappers taken apart and put together by differentiable functions: for the backward of a backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Together(torch.autograd.Function):
 
 
 def joined(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """What `recipe` puts together, without a history; None if a part is missing."""
+    """The tensor of `recipe` made of `plains`, without a history; None if one of them is missing."""
     there = [plain for plain in plains if plain is not None]
     return rebuild(recipe, there) if len(there) == len(plains) else None
 
@@ -42,19 +42,19 @@ def in_turn(
     plains: Iterator[torch.Tensor | None],
     put: Callable[[Recipe, Sequence[torch.Tensor | None]], torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """What `put` (`joined`, `together`) makes for each recipe of the next `plains`; None for no recipe."""
+    """For each recipe, what `put` (`joined`, `together`) makes of the next `plains`; None for no recipe."""
     return [
         None if recipe is None else put(recipe, [next(plains) for _ in leaves(recipe)]) for recipe in recipes
     ]
 
 
 def apart(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The plain tensors beneath `tensor`; gradients of theirs are gradients of its."""
+    """The plain tensors of `tensor`; their gradients become a gradient of `tensor`."""
     return _Apart.apply(tensor) if is_wrapper(tensor) else [tensor]
 
 
 def together(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The inverse of `apart`; None if a part is missing."""
+    """The inverse of `apart`; None if one of `plains` is missing."""
     there = [plain for plain in plains if plain is not None]
     if len(there) < len(plains):
         return None

@@ -1,10 +1,11 @@
-"""Where the gradient of a view in the caller's hands meets those that the program has for the view.
+"""Gradients of returned views, added where eager adds them: at the view, inside of the program.
 
-The caller's view is made outside of the node, so its gradient would come in through the view's base, added up
-apart from what the program itself sends the view. Eager adds all of them at the view, and what comes of the
-sum to what else uses the base: where the view repeats elements (`expand`), or others use the base, the last
-bit tells. So, unless somebody watches, the view's gradient is caught before its node, and goes into the
-program at the view's place there.
+A view that the program returns is made outside of the autograd node, so autograd would hand the node the
+gradient of the view's base, and what the program itself computes with the view would be added to that. Eager
+adds all gradients of the view first, and takes the sum to the base: where the view repeats elements
+(`expand`), or the base has other uses, the two orders differ in the last bit. So, unless hooks or the like
+observe it, the view's gradient is caught before it reaches the view's own node, and goes into the program at
+the place of the view there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from aotdist.torch_seam.autograd import backward_task
 
 @dataclass(slots=True)
 class CaughtGradients:
-    """The gradients of one call's views that were caught, by position of the waypoint.
+    """The gradients of one call's views that were caught.
 
     Args:
-        task: the backward that they are caught in; None while they are let through.
-        caught: those of that backward.
+        task: the id of the backward in which they are caught; None while they are let through.
+        caught: the gradients of that backward, by position of the waypoint.
     """
 
     task: int | None = None
@@ -35,17 +36,21 @@ class CaughtGradients:
             self.task, self.caught = backward_task(), {}
 
     def has_caught(self) -> bool:
-        """Whether there are any of the running backward."""
+        """Whether gradients were caught in the running backward."""
         return bool(self.caught) and self.task == backward_task()
 
     def close(self) -> Mapping[int, torch.Tensor]:
-        """Catch no more; what was caught in the running backward."""
+        """Catch no more.
+
+        Returns:
+            what was caught in the running backward.
+        """
         caught = self.caught if self.has_caught() else {}
         self.task, self.caught = None, {}
         return caught
 
     def hold(self, view: torch.Tensor, position: int, kind: type[torch.Tensor]) -> None:
-        """Catch gradients of `view`, of one kind, while open."""
+        """Catch gradients of `view` that are of class `kind`, while open; by a hook before its node."""
         assert view.grad_fn is not None, "a waypoint has a history"
         number = view.output_nr
 

@@ -25,13 +25,13 @@ from aotdist.torch_seam.autograd import failing_in_backward
 
 @dataclass(frozen=True, slots=True)
 class CompiledDoubleBackward:
-    """A differentiable backward for some kinds of gradients.
+    """A differentiable backward for gradients of certain sizes, layouts and classes.
 
     Args:
-        tangents: what each gradient that arrives is taken for, and whether it requires grad.
+        tangents: how each gradient that arrives is converted, and whether it requires grad.
         primals: the inputs of the node that it takes.
-        values: the names of what else it takes.
-        needed: the names of all whose data it reads.
+        values: the names of the other values that it takes.
+        needed: the names of all values whose data it reads.
         call: inputs, gradients, values -> gradients.
         grads: which result is the gradient of which input; none if none has a history.
         kept: the results that user code in the backward keeps.
@@ -48,7 +48,7 @@ class CompiledDoubleBackward:
     failure: str = ""
 
     def takes(self, arrived: Arrived) -> bool:
-        """Whether it is the one for these gradients."""
+        """Whether it was compiled for such gradients."""
         return arrived.keys() == self.tangents.keys() and all(
             arrived[idx].requires_grad is requires_grad and tangent.takes(arrived[idx])
             for idx, (tangent, requires_grad) in self.tangents.items()
@@ -57,11 +57,11 @@ class CompiledDoubleBackward:
 
 @dataclass(frozen=True, slots=True)
 class DoubleBackward:
-    """Runs such programs: the backward under `create_graph=True`.
+    """The backward under `create_graph=True`: runs a `CompiledDoubleBackward`.
 
     Args:
         plan: how tensors pass through the node.
-        compiler: compiles one, each once.
+        compiler: gives the one for these gradients; compiles each once.
     """
 
     plan: NodePlan
@@ -107,7 +107,7 @@ class DoubleBackward:
 
 
 def _failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:
-    """`grad` with a history that only says, when it is gone through, that there is none."""
+    """`grad` with a history whose backward raises, and says why there is none."""
     if grad is None or not failure:
         return grad
     return failing_in_backward(grad, f"the backward of a compiled program has no gradient ({failure})")

@@ -1,4 +1,4 @@
-"""What the context of a node holds for its backward, by name."""
+"""What the context (`ctx`) of an autograd node holds for its backward, by name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def held_by_name(
     apart: Callable[[torch.Tensor], Sequence[torch.Tensor]],
     needed: Collection[int | Slot],
 ) -> dict[Slot, Any]:
-    """Saved values, kept inputs, sizes, seed and offset.
+    """Saved values, kept inputs, sizes, seed and offset, by name.
 
     Args:
-        ctx: the context.
-        plan: of the node.
-        apart: takes an input apart.
-        needed: the names of what is looked at.
+        ctx: the context of the node.
+        plan: the plan of the node.
+        apart: gives the plain tensors of an input.
+        needed: the names of the values whose data the backward reads.
 
     Raises:
-        RuntimeError: a saved value was written since; autograd's own.
-        UnsupportedProgram: so was an input that is kept, and that eager does not look at.
+        RuntimeError: a saved value was written since the forward; autograd's own error.
+        UnsupportedProgram: a kept input was written since, which eager would not look at.
     """
     saved, kept = plan.saved, plan.kept
     held: dict[Slot, Any] = dict(zip(saved.slots, ctx.saved_tensors if saved.frees else (), strict=True))
@@ -52,7 +52,7 @@ def sizes_by_name(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any
 
 
 def let_go(ctx: Any, plan: NodePlan) -> None:
-    """Free what was saved, unless the caller wants to come back, or may as eager has nothing to free."""
+    """Free what was saved, unless the graph is retained, or eager would have nothing to free."""
     if plan.saved.frees and not keeps_graph():
         ctx.maybe_clear_saved_tensors()
         ctx.kept_primals = None

@@ -1,8 +1,7 @@
-"""Losses one by one: what is kept of a graph that is not retained, for results whose backward is to come.
+"""Backwards of one result after the other, without `retain_graph`: what is kept for those still to come.
 
-When a backward of some results is over, autograd frees all that the node saved. In eager each result has
-nodes of its own, as far as it has nothing in common with the others: those may still be differentiated, and
-what they saved is still there.
+When the backward of some results is over, autograd frees all that the node saved. In eager, results that
+share no autograd nodes with these can still be differentiated: what their nodes saved is still there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from aotdist.torch_seam.autograd import keeps_graph
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the backwards of results have in common.
+    """What the backwards of several results share.
 
     Args:
         freed: see `Facts.freed`.
@@ -39,11 +38,11 @@ class Shares:
         tangents: Mapping[NodeOutIdx, Sequence[Slot]],
         num_saved: int,
     ) -> Shares:
-        """Those of a backward.
+        """What they share in a graph.
 
         Args:
             freed: see `Facts.freed`.
-            backward: its first arguments are the saved values.
+            backward: the graph; its first arguments are the saved values.
             tangents: names of the gradients of each result.
             num_saved: how many values are saved.
         """
@@ -80,7 +79,8 @@ class Rest:
 
     Args:
         spent: the results whose backward was run.
-        values: if there are others, all saved values (a compiled graph takes all), and version counters.
+        values: all saved values (a compiled graph takes all), each with its version counter; None if no other
+            result can still be differentiated.
     """
 
     spent: frozenset[NodeOutIdx]
@@ -91,7 +91,7 @@ def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list
     """The saved values, for the backward of some results.
 
     Raises:
-        RuntimeError: those that it needs were freed, or written since; autograd's own.
+        RuntimeError: those that it needs were freed, or written since; autograd's own error.
     """
     rest: Rest | None = getattr(ctx, "rest", None)
     if rest is None or rest.values is None or not shares.are_apart(rest.spent, arrived):
@@ -105,7 +105,7 @@ def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list
 def keep_for_others(
     ctx: Any, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor], shares: Shares
 ) -> None:
-    """Keep what the results with nothing in common with `arrived` need, unless all is kept anyway."""
+    """Keep what results that share nothing with `arrived` need, unless the graph is retained anyway."""
     if keeps_graph():
         return
     rest: Rest | None = getattr(ctx, "rest", None)

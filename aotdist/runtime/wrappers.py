@@ -1,7 +1,7 @@
 """Wrappers whose plain tensors a node has saved, and that nobody may write before its backward.
 
-Autograd looks at the version counters of what is saved, and these are of plain tensors: a write of the
-wrapper around them, of a view of it or of what was detached from it, counts there alone.
+Autograd compares the version counters of what is saved, which are those of plain tensors. A write to the
+wrapper around them, to a view of it or to what was detached from it, is counted in the wrapper's own only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Noted: TypeAlias = tuple[tuple[torch.Tensor, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SavedWrappers:
-    """The wrappers that the saved values of a node lie in.
+    """The wrappers whose memory the saved values of a node share.
 
     Args:
         ins: those among the inputs.
         outs: those among the outputs.
-        names: of all of them.
+        names: of all of them, inputs first.
     """
 
     ins: tuple[PrimalIdx, ...]
@@ -76,7 +76,7 @@ class SavedWrappers:
 
 
 def _saved(split: Split) -> set[torch.fx.Node]:
-    """What owns the memory of saved values, in the forward graph."""
+    """The nodes of the forward graph whose memory the saved values share: no views."""
     results = dict(zip(split.forward.outs, split.forward.results(), strict=True))
     inputs = split.forward.named_placeholders()
     found = (
@@ -89,7 +89,7 @@ def _saved(split: Split) -> set[torch.fx.Node]:
 def _wrapped(
     split: Split, outs: Row[NodeOutIdx, NodeOut]
 ) -> Iterator[tuple[NodeOutIdx, list[torch.fx.Node]]]:
-    """The wrappers that the node returns to the user, and what owns the memory inside of each."""
+    """The wrappers that the node returns to the user, each with the nodes that own its memory."""
     results = iter(split.forward.results())
     for idx, out in outs.enumerate():
         nodes = [next(results) for _ in leaves(out.recipe)]
@@ -104,7 +104,7 @@ def _owner(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def check_unwritten(noted: Noted, names: Sequence[str]) -> None:
-    """Raise as autograd does for what was saved and written since.
+    """Raise autograd's error for what was saved and written since.
 
     Raises:
         RuntimeError: a wrapper was written.
