@@ -1,4 +1,4 @@
-"""What a run of a backward has computed, and whether another has recorded the same operations."""
+"""What a run of a backward has computed, and whether another run has recorded the same operations."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Computed:
 
     Args:
         grads: the gradients of inputs.
-        kept: what user code in it keeps.
+        kept: the tensors that user code in it keeps.
     """
 
     grads: Mapping[PrimalIdx, torch.Tensor]
     kept: tuple[torch.Tensor, ...]
 
     def recipes(self) -> tuple[dict[PrimalIdx, Recipe], tuple[Recipe, ...]]:
-        """Those of the gradients, and of what is kept."""
+        """The recipes of the gradients, and of the tensors that are kept."""
         return {idx: recipe_of(grad) for idx, grad in self.grads.items()}, tuple(map(recipe_of, self.kept))
 
     def is_like(self, recorder: Recorder, other: Computed) -> bool:
@@ -43,12 +43,12 @@ class Computed:
         return all(numbers[one] == numbers[other] for one, other in zip(ones, others, strict=True))
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
+        """The gradients, then the tensors that are kept."""
         return [*self.grads.values(), *self.kept]
 
 
 def _numbers(graph: torch.fx.Graph) -> Mapping[Node, int]:
-    """A number for each node, the same for those that compute the same."""
+    """A number for each node; nodes that compute the same (value numbering) have the same."""
     known: dict[Hashable, int] = {}
     numbers: dict[Node, int] = {}
 

@@ -1,13 +1,12 @@
-"""Choices of a library's modules by data that is there before a call.
+"""Branches of a library's modules on data that is there before a call.
 
-`nn.TransformerEncoder` looks whether the mask that it is given is the causal one (`(mask == causal).all()`),
-models of transformers whether theirs pads anything. Such a condition is found out while the program is
-captured, from the tensors of that call. What was chosen holds for calls with the same answers: a compiled
-call finds the conditions out anew before it runs, and where an answer is another, the program is compiled
-anew. So a condition has to follow from arguments, buffers and closed-over tensors that no gradient is taken
-of, by a few operators.
+`nn.TransformerEncoder` tests whether its mask is the causal one (`(mask == causal).all()`), models of
+transformers whether theirs masks anything. The capture evaluates such a condition on the tensors of its call.
+The compiled program holds for calls with the same answers: each call evaluates the conditions before it runs,
+and where an answer differs, the program is compiled again. So a condition has to follow, by a few operators,
+from arguments, buffers and closed-over tensors that no gradient is taken of.
 
-Conditions of the user's own code are refused: what they choose is better chosen on the device, at each call.
+Conditions in the user's own code are refused: it is better to decide them on the device, at each call.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _MOST_STEPS = 16
 
 
 class NeedsSizes(Exception):
-    """A condition may follow from sizes that are symbols: the program is to be traced without."""
+    """A condition may depend on symbolic sizes: the program is to be traced again with static ones."""
 
 
 class Answers:
-    """The conditions that a program has chosen by.
+    """The conditions that a program has branched on.
 
     Attributes:
-        given: what the program chose by, in order.
+        given: the conditions with their answers, in order.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class Answers:
             root: holds the constants of the graph.
 
         Raises:
-            NotKnown: it follows from something that is not there before a call, or by many operators.
+            NotKnown: it depends on something that is not there before a call, or takes too many operators.
         """
         steps = known.leading_to(condition, self._there)
         if len(steps) > _MOST_STEPS:
@@ -72,6 +71,6 @@ class Answers:
         return holds
 
     def forget(self) -> None:
-        """The program has returned: let go of the caller's tensors; nothing is asked any more."""
+        """Drop the caller's tensors: the program has returned, and no more conditions are evaluated."""
         self._there.clear()
         self._reals.clear()

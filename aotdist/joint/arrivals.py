@@ -1,8 +1,8 @@
-"""Where the gradient of a base arrives that the caller holds only a view of.
+"""When the gradient of a base arrives, if the caller holds only a view of the base.
 
-The caller makes the view again, and autograd hands the program the base's gradient. To the traced program it
-comes from the view: eager adds it to what else uses the base when the view's turn is, not first of all, and
-sums of three floating-point numbers tell.
+The caller makes the view again, so autograd hands the program the gradient of the base. In eager that comes
+from the view's node, and is added to the gradients of the base's other uses when that node runs, not before
+all others: sums of three floating-point numbers depend on the order. So the trace brings it in at that node.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from aotdist.torch_seam.autograd import nodes_behind, result_size, takes_gradien
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A view that a base's gradient comes through.
+    """The view through whose node the gradient of a base comes.
 
     Args:
-        view: the traced view; autograd starts there, with nothing.
-        position: which of the results of the view's node is the base's gradient.
+        view: the traced view; autograd starts there, without a gradient of its own.
+        position: which of the gradients that the view's node returns is the base's.
     """
 
     view: torch.Tensor
@@ -33,7 +33,7 @@ class Arrival:
 
     @contextmanager
     def bringing(self, tangent: torch.Tensor) -> Generator[None]:
-        """While autograd runs inside, the view's node sends `tangent` to the base."""
+        """While autograd runs in this context, the view's node sends `tangent` to the base."""
 
         def bring(grads: Sequence[torch.Tensor | None], _: Any) -> tuple[torch.Tensor | None, ...]:
             return tuple(tangent if k == self.position else grad for k, grad in enumerate(grads))
@@ -49,11 +49,11 @@ class Arrival:
 def find_arrivals(
     outs: Sequence[Any], facts: Iterable[OutputFact], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]
 ) -> Mapping[NodeOutIdx, Arrival]:
-    """The bases whose gradient comes through one node, which the program itself uses for nothing else.
+    """The bases whose gradient comes through one node, of views that the program itself does not use.
 
     Args:
         outs: what the program returns.
-        facts: what that is.
+        facts: the fact of each of `outs`.
         ends: the differentiable node outputs.
     """
     views: dict[NodeOutIdx, list[torch.Tensor]] = {}

@@ -1,6 +1,6 @@
-"""The bits of a tensor that say it is to be read as the conjugate, or negated, of what memory holds.
+"""The conjugate and negative bits of a tensor: its memory is read as the conjugate, or negated.
 
-Complex numbers are negated as pairs of real ones, as what shows their parts does in eager: in vectors, the
+Complex numbers are negated as pairs of real ones, as eager negates views of their parts: the vectorised
 kernel for complex numbers subtracts from zero, and a zero loses its sign (torch 2.13).
 """
 
@@ -10,19 +10,19 @@ import torch
 
 
 def is_read_otherwise(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are not read in the same way."""
+    """Whether two tensors differ in one of the bits."""
     return (a.is_conj(), a.is_neg()) != (b.is_conj(), b.is_neg())
 
 
 def with_bits_flipped(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """The same memory read as the conjugate of what it was read as, or negated, where `model` is."""
+    """A view of `tensor` with those bits flipped that are set in `model`."""
     if model.is_conj():
         tensor = torch.ops.aten._conj.default(tensor)
     return torch.ops.aten._neg_view.default(tensor) if model.is_neg() else tensor
 
 
 def memory_to_read_as(model: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What memory holds of `value` if it is read as its conjugate, or negated, where `model` is."""
+    """What memory has to hold for a tensor with the bits of `model` to be equal to `value`."""
     memory = with_bits_flipped(value, value)
     if value.is_neg() != model.is_neg():
         memory = _negated_by_parts(memory) if memory.is_complex() else torch.ops.aten.neg.default(memory)
@@ -32,7 +32,7 @@ def memory_to_read_as(model: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def with_negation_done(numbers: torch.Tensor) -> torch.Tensor:
-    """Real numbers that are to be read negated, as numbers that are not."""
+    """Real numbers that have the negative bit, negated in memory instead: `resolve_neg`, as two operators."""
     return torch.ops.aten.neg.default(torch.ops.aten._neg_view.default(numbers))
 
 

@@ -1,8 +1,8 @@
-"""`torch.cond`: one of two graphs runs, decided by data, and so does the one for its gradients.
+"""`torch.cond`: data decide which of two graphs runs, and which of two graphs computes the gradients.
 
-Both branches take the same operands: the arguments, and all that either closes over. The backward computes
-a branch's gradients from the operands again; of what the forward computed, it gets only the random numbers.
-What either writes without history (buffers) is returned by both, and written outside.
+Both branches take the same operands: the arguments, and all tensors that either closes over. The backward
+recomputes a branch from the operands; of the forward's intermediates, it gets only the random numbers.
+Tensors that either writes without history (buffers) are returned by both, and written outside.
 An operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
 """
 
@@ -28,13 +28,13 @@ _COND: Any = torch.ops.higher_order.cond
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Two branches that return alike.
+    """Two branches whose results agree in structure, sizes, strides and dtypes.
 
     Args:
-        recorder: of the program around them.
-        pred: which of them runs.
-        bodies: if so, if not.
-        operands: what they take.
+        recorder: records the program around them.
+        pred: the node of the boolean that decides which of them runs.
+        bodies: the branch for true, and the one for false.
+        operands: the tensors that they take.
     """
 
     recorder: Recorder
@@ -47,14 +47,14 @@ class Branches:
         """The branches, checked.
 
         Raises:
-            UnsupportedProgram: what they return differs in more than numbers.
+            UnsupportedProgram: their results differ in structure, sizes, strides, dtypes or constants.
         """
         _check_alike(*bodies)
         operands = {id(o.tensor): o for body in bodies for o in body.operands()}
         return cls(recorder, recorder.value(pred), bodies, tuple(operands.values()))
 
     def call(self) -> Any:
-        """What the branch that runs returns."""
+        """Record the call; returns what the program gets from `torch.cond`."""
         tensors = [operand.tensor for operand in self.operands]
         outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)[0]
         num_results = len(self.bodies[0].recipes())
@@ -76,8 +76,8 @@ class Branches:
         """Record the branches on the operands' `tensors`.
 
         Returns:
-            the results and then what is `written`; the random numbers of both branches, zeros for the one
-            that does not run.
+            the results, followed by the new values of the operands that are `written`; and the nodes of the
+            random numbers of both branches, zeros for the one that does not run.
         """
         plains = [plain for tensor in tensors for plain in plain_tensors(tensor)]
         drawn = [body.drawn() for body in self.bodies]
@@ -103,7 +103,10 @@ class Branches:
         return [operand for operand in self.operands if id(operand.tensor) in found]
 
     def _new_values(self, body: Body) -> list[Node | int]:
-        """What a branch leaves in each plain tensor that either writes: if it does not, what was there."""
+        """A branch's new value of each plain tensor that either writes: the former, if only the other does.
+
+        A number is a position among the plain tensors of all operands.
+        """
         position, places = 0, dict[int, range]()
         for operand in self.operands:
             count = len(plain_tensors(operand.tensor))
@@ -126,12 +129,12 @@ class Branches:
         """Record the gradients of the branches.
 
         Args:
-            saved: what is `needed`.
-            drawn: the random numbers that `forward` gave.
-            tangents: one for each result; those of results without gradient are not looked at.
+            saved: the operands that are `needed`.
+            drawn: the random numbers that `forward` returned.
+            tangents: one for each result; those of results without gradient are not used.
 
         Returns:
-            one for each operand, or None.
+            the gradient of each operand; None where neither branch has one.
         """
         given = [plain for tensor in saved for plain in plain_tensors(tensor)]
         arriving = self._plain_tangents(tangents)
@@ -183,7 +186,7 @@ class Branches:
         ]
 
     def _tangents(self) -> list[tuple[int, Recipe]]:
-        """The results with a gradient, and what it is taken to be."""
+        """The positions of results with a gradient, each with the recipe that is assumed of the gradient."""
         recipes = self.bodies[0].recipes()
         return [(k, tangent_recipe(recipes[k])) for k, found in enumerate(self.differentiable()) if found]
 

@@ -1,4 +1,4 @@
-"""Tensors of the user's classes in a trace: the program makes some of others, and asks them what to do."""
+"""Tensors of the user's classes in a trace: conversions between classes, and `__torch_function__`."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ class Classes:
         self._stand_in: Callable[[torch.Tensor], torch.Tensor] | None = stand_in
 
     def forget_inputs(self) -> None:
-        """Let go of what is the caller's: from now on, no input is met for the first time."""
+        """Drop the caller's tensors and attributes: no new input is met from now on."""
         self._stand_in = None
         self.guises.forget_attributes()
 
     @property
     def guises(self) -> Guises:
-        """What the trace's tensors show."""
+        """The classes and attributes that the trace's tensors show."""
         return self._recorder.guises
 
     @contextmanager
     def shown(self, *, asked: bool = True) -> Generator[None]:
-        """The user's code runs: a forward, or what of it takes part in a backward.
+        """For while the user's code runs: a forward, or hooks and autograd functions in a backward.
 
         Args:
-            asked: whether classes hear of torch functions.
+            asked: whether `__torch_function__` of classes is called.
         """
         with self.guises.worn(), hearing_of_classes(self._remake):
             with class_functions_on() if asked else class_functions_off():
                 yield
 
     def are_asked_in_backward(self, outs: Sequence[Any]) -> bool:
-        """Whether classes hear of torch functions in the backward of a program that returns `outs`.
+        """Whether `__torch_function__` is called in the backward of a program that returns `outs`.
 
-        That is for its caller to say. One who starts at a tensor of such a class calls a torch function,
-        which the usual `__torch_function__` runs without asking again.
+        That depends on the caller. `backward` of a tensor of such a class is a torch function, and the
+        default `__torch_function__` runs it with those of classes switched off.
         """
         shown = (self.guises.class_of(out) for out in outs)
         return not any(hears_of_functions(cls) for cls in shown if cls is not None)
@@ -62,7 +62,7 @@ class Classes:
     def _remake(
         self, tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]
     ) -> torch.Tensor | None:
-        """`tensor` as a tensor of another class, if it is one of the trace's, or is to become one."""
+        """`tensor` as a tensor of another class, if it is the trace's, or has or gets a stand-in there."""
         if cls is FunctionalTensor:  # of a plain tensor, where nothing is shown as another class
             cls = torch.Tensor
         if not self.guises.are_worn or dispatches(cls):
@@ -81,7 +81,7 @@ class Classes:
 def ask_classes(
     func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What the first of the classes that has an answer gives for a torch function, as eager asks them.
+    """The result of a torch function by the first `__torch_function__` that has one, as in eager.
 
     Args:
         func: the function.
@@ -94,7 +94,7 @@ def ask_classes(
     """
     instances = {type(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs))}
     for cls in types:
-        # PyTorch asks the argument, so that one which is no class method is told which it is.
+        # PyTorch looks it up on the argument: an implementation that is no class method gets it as `self`.
         answer = instances.get(cls, cls).__torch_function__(func, types, args, kwargs)
         if answer is not NotImplemented:
             return answer

@@ -1,7 +1,7 @@
-"""What is done to results when all else is done: they keep their gradients, or have no backward any more.
+"""What is done to results last: they are given `retain_grad`, or a history whose backward raises.
 
-The program may have asked autograd for gradients itself (`torch.autograd.grad`), which freed the history of
-what it returns: eager returns that all the same, and its backward raises. Or it may have said `retain_grad`.
+The program may itself have called `torch.autograd.grad`, which freed the graph of what it returns: eager
+returns that all the same, and its backward raises. Or it may have called `retain_grad`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from aotdist.torch_seam.autograd import retains_grad, spent_history
 
 
 def spent_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
-    """Results whose backward raises, by identity, with what it says.
+    """Results whose graph was freed, by identity, each with the message of the error of its backward.
 
-    Inputs, views, and what results are views of are not among them: their backward is tried, and refused.
+    Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
     """
     tensors = [out for out in outs if isinstance(out, torch.Tensor)]
     viewed = {id(base) for out in tensors for base in log.views.bases(out)}
@@ -43,11 +43,11 @@ def endings(
     spent: Mapping[int, str],
     retained: Iterable[PrimalIdx],
 ) -> tuple[MetadataWrite, ...]:
-    """What to do to results, and to inputs, when all are made.
+    """The actions on results, and on inputs, once all results are made.
 
     Args:
         outs: what the program returned.
-        facts: what that is.
+        facts: the fact of each of `outs`.
         spent: see `spent_results`.
         retained: inputs that retain their gradients.
     """

@@ -1,4 +1,4 @@
-"""What PyTorch raises while a program is traced, forward or backward, as errors of ours."""
+"""Errors that PyTorch raises while a program is traced, forward or backward, turned into errors of ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aotdist.torch_seam.symbols import is_undecided
 
 
 def refusal(what: str, fix: str) -> UnsupportedProgram:
-    """An error that names the line of the user's which the trace is at."""
+    """An error that names the user's line that is being traced."""
     return UnsupportedProgram(what, where=Origins().current() or None, stage="joint", fix=fix)
 
 
@@ -71,10 +71,10 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 @contextmanager
 def naming_outdated_views(log: ViewLog) -> Generator[None]:
-    """What fails because a view is used whose base was reshaped in place since becomes an error of ours.
+    """A failure of a view whose base was reshaped in place after it was made becomes an error of ours.
 
-    Autograd makes the history of such a view again; where it cannot look at memory, by the view's own
-    operator, which may not do for the new shape.
+    Autograd makes the history of such a view again. Tensors of a trace have no memory to go by, so it calls
+    the view's own operator, which may not fit the new shape.
     """
     try:
         yield
@@ -166,10 +166,11 @@ def _needs_data(error: Exception) -> str:
 
 @contextmanager
 def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
-    """What autograd refuses becomes an error of ours, too.
+    """In a backward: what autograd refuses becomes an error of ours, too.
 
     Args:
-        of_assumed: whether the gradients that it starts from are of the kinds that are assumed.
+        of_assumed: whether the gradients that it starts from have the sizes, layouts and classes that a trace
+            assumes before it knows those of a call.
     """
     with _noting_when(), naming_failures():
         try:
@@ -196,7 +197,7 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
 
 @contextmanager
 def _noting_when() -> Generator[None]:
-    """An error of the user's code says why it comes now, and not when `backward()` is called."""
+    """Adds to an error of the user's code why it comes now, and not when `backward()` is called."""
     try:
         yield
     except AotdistError:
@@ -218,7 +219,10 @@ def _no_backward(error: Exception) -> UnsupportedProgram:
 
 
 def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
-    """A user's function is wrong; the names of autograd's own end in a number, and a tensor was reshaped."""
+    """An error for a gradient that does not fit: of a user's function, which is wrong, or of autograd's own.
+
+    The names of the latter end in a number; for them, a tensor was reshaped.
+    """
     if not function.endswith("Backward"):
         return reshaped_unseen(str(error))
     return UnsupportedProgram(
@@ -284,7 +288,7 @@ def accumulated_inside(slot: Slot) -> UnsupportedProgram:
 
 
 def written_without_others(slot: Slot) -> UnsupportedProgram:
-    """An error for a backward of some results that writes what the backward of all does not."""
+    """An error for a backward of some results that writes something that the backward of all does not."""
     return refusal(
         f"the backward (a hook, an autograd function) writes `{slot}` only where a gradient is None",
         fix="write it whichever gradients are None",

@@ -1,7 +1,7 @@
-"""Fused optimizer steps (`_fused_adamw_`), which PyTorch's functionalisation does not know how to take.
+"""Fused optimizer steps (`_fused_adamw_`), which PyTorch's functionalisation cannot handle.
 
-It stumbles over their empty lists, and has no shapes for the results of most. Their functional twins return
-new tensors; they are recorded, and what they return is written where the step would have written it.
+It fails for their empty lists, and most have no meta kernels. Their functional variants return new tensors;
+these are recorded, and their results are written where the step would have written them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _SCALED = ("grad_scale", "found_inf")
 
 
 def is_fused_optimizer(func: Any) -> bool:
-    """Whether a call is of an optimizer's fused step, in place."""
+    """Whether an operator is an optimizer's fused step, in place."""
     return func in _TWIN_OF
 
 
 def is_functional_step(func: Any) -> bool:
-    """Whether a call is of the functional twin of one."""
+    """Whether an operator is the functional variant of one."""
     return func in _STEP_OF
 
 
 def step_functionally(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Do the step by its functional twin, and write the results."""
+    """Do the step by its functional variant, and write the results."""
     results = _TWIN_OF[func](*args, **kwargs)
     for (position, name), new in zip(written_arguments(func), results, strict=True):
         # Gradients are written only where they are unscaled on the way.
@@ -37,7 +37,7 @@ def step_functionally(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 
 def results_like(func: OpOverload, args: Sequence[Any]) -> tuple[list[torch.Tensor], ...]:
-    """What the functional twin of a step returns, without its numbers."""
+    """Tensors of the sizes that the functional variant of a step returns; their values are arbitrary."""
     lists = (args[position] for position, _ in written_arguments(_STEP_OF[func]))
     return tuple([torch.empty_like(tensor) for tensor in tensors] for tensors in lists)
 

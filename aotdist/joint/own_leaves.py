@@ -1,8 +1,8 @@
-"""Tensors that begin to require grad inside of a program: leaves that are none of its inputs.
+"""Leaves that a program makes itself: tensors that begin to require grad inside of it.
 
-`x.detach().requires_grad_()` is one, and so is what a class makes of data that requires grad. The node knows
-nothing of it: if the caller gets it, or a view of it, it is made outside and switched on there, and gradients
-of views arrive at it as in eager. Gradients of other results never would.
+`x.detach().requires_grad_()` is one, and so is what a class makes of data that requires grad. The autograd
+node of the program is not their history: if the caller gets one, or a view of it, `requires_grad_` is called
+outside, and gradients of views arrive at it as in eager. Gradients of other results would not.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from aotdist.torch_seam.autograd import is_leaf_with_grad, nodes_behind
 def refuse_uses_of_own_leaves(
     outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
 ) -> None:
-    """Refuse results that are functions of such leaves, where the caller can get at these.
+    """Refuse results that are functions of such leaves, if these, or views of them, are returned, too.
 
     Args:
         outs: what the program returned.
-        outputs: what that is.
+        outputs: the facts of `outs`.
         inputs: the stand-ins.
         log: the views.
 
@@ -46,7 +46,7 @@ def refuse_uses_of_own_leaves(
 def _own_leaves(
     outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
 ) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Those that results are, or are views of."""
+    """The leaves among results and among bases of results, with the slot of the result."""
     for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
         if not isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
             continue

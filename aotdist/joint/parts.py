@@ -1,8 +1,9 @@
 """Gradients of views that one operator makes together (`split`, `unbind`), where these are wrappers.
 
-Where such a node gets no gradient for a view, it makes plain zeros, which some wrappers (DTensor) refuse
-together with their own. In eager the caller gives every view that it holds a gradient; in a trace that is
-part of their base's, and the node gets those only that the program itself computes with.
+The autograd node of such an operator makes plain zeros for a view that gets no gradient, and some wrappers
+(DTensor) refuse operators on plain tensors and their own. In eager each view that the caller holds can get a
+gradient; in a trace that is part of the gradient of their base, and the node gets gradients only of the views
+that the program itself computes with.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from aotdist.torch_seam.autograd import has_several_results, nodes_behind
 def parts_without_gradient(
     views: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Those of `views`, made together with one of `starts`, that a backward from there gives nothing to.
+    """Those of `views` that are made together with one of `starts` and get no gradient from a backward there.
 
-    Where the program computes with one of them itself, nobody gives all of them a gradient outside. Nor does
-    anybody where one of them is none of `views`; eager fails then, too.
+    Not where the program computes with one of them itself, since then the caller cannot give all of them a
+    gradient; nor where one of them is not among `views`, where eager fails, too.
     """
     views = [view for view in filter(is_wrapper, views) if has_several_results(view)]
     if not views:

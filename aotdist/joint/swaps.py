@@ -1,9 +1,9 @@
-"""Tensors that the program lets become each other: `torch.utils.swap_tensors`.
+"""Tensors that the program exchanges: `torch.utils.swap_tensors`.
 
-What a trace notes (views, changes, what stands for which input) it notes of what a tensor is, and finds by
-the Python object that is it. Two objects that become each other exchange all that was noted. So nothing else
-in the trace knows of it, and outside it comes last: results are made and inputs written as if nothing had
-been exchanged, then the objects are, in the order of the program.
+What a trace notes (views, changes, which input a stand-in is for) belongs to a tensor, and is found by its
+Python object. When two objects exchange their tensors, all that was noted is exchanged as well, so nothing
+else in the trace needs to know. Outside, exchanges come last: results are made and inputs written as if there
+were none, then the objects are swapped in the order of the program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Swapped:
 
 
 class Swaps:
-    """Hears of them, and repeats them in the trace.
+    """Is told of swaps, and repeats them in the trace.
 
     Args:
         inputs: the stand-ins.
@@ -57,10 +57,10 @@ class Swaps:
         self._recorder, self._stand_in = recorder, stand_in
         self._swapped: list[_Swapped] = []
         self._now: dict[int, torch.Tensor] = {}
-        """By the identity of an object: which one is now what it was at first."""
+        """By the identity of an object: the object that has the tensor which it had at first."""
 
     def hear(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Two tensors are to become each other; what they have as Python objects is exchanged already."""
+        """Swap two tensors, whose Python attributes are exchanged already."""
         swap_attributes(first, second)  # back: they may be real
         pair = first, second
         if any(map(self._recorder.is_foreign, pair)):
@@ -90,9 +90,9 @@ class Swaps:
                 raise _refuse("after its size, storage or history was written in place")
 
     def seen_outside(self, outs: Sequence[Any]) -> list[Any]:
-        """By the objects that are now what they were at first: `outs`, then what else is swapped.
+        """`outs` as they would be without swaps, then the other swapped tensors that are no inputs.
 
-        Outside, they are exchanged after they have been made.
+        Outside, they are made so, and swapped afterwards.
         """
         found = [self._now.get(id(out), out) for out in outs]
         known = set(map(id, found))
@@ -100,7 +100,7 @@ class Swaps:
         return [*found, *others]
 
     def actions(self, outs: Sequence[Any]) -> list[Swap]:
-        """What to do outside, last; `outs` are those of `seen_outside`."""
+        """The swaps to do outside, last; `outs` are those of `seen_outside`."""
         first = {id(out): OutIdx(position) for position, out in reversed([*enumerate(outs)])}
 
         def place(tensor: torch.Tensor) -> Place:
@@ -114,7 +114,7 @@ class Swaps:
         ]
 
     def refuse_with(self, written: Sequence[Any]) -> None:
-        """Refuse what the backward writes: by then the inputs are others.
+        """Refuse writes in the backward: by then, other tensors are in the inputs' places.
 
         Raises:
             UnsupportedProgram: it writes something, and tensors are swapped.

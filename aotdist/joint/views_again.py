@@ -1,8 +1,8 @@
-"""Inputs that are views, made again of the stand-in of what they are views of.
+"""Inputs that are views, made again of the stand-in of their base.
 
-Autograd makes a view again by `as_strided`, after what shows the base as another kind of tensor: `z.real`
-is `view_as_real(z)`, seen through strides. Functionalisation writes through `as_strided` only where no other
-view comes before. So such a view is made of operators that count from the tensor.
+Autograd makes a view again by `as_strided`, after a view as another dtype where there is one: `z.real` is an
+`as_strided` of `view_as_real(z)`. Functionalisation writes through `as_strided` only where no other view
+comes before. So such a view is made by operators that do not go by strides: indexing, `permute`, `unsqueeze`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_reshaped(view: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether `made`, the stand-in of a view, shows other dimensions than that.
+    """Whether `made`, the stand-in of a view, has other sizes or strides than the view.
 
     A wrapper that was reshaped in place is made again as the view that it was before (torch 2.13).
     """
@@ -40,7 +40,7 @@ def is_reshaped(view: torch.Tensor, made: torch.Tensor) -> bool:
 
 
 def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Sizes, and strides where there are several elements, as numbers."""
+    """Sizes, and strides of dimensions with several elements, as numbers."""
     sizes = map(hint, tensor.size())
     return [
         (size, hint(stride) if size > 1 else 0) for size, stride in zip(sizes, tensor.stride(), strict=True)
@@ -68,14 +68,14 @@ def _shown_as(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
 
 
 def _negated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`tensor`, conjugated and negated as a view is."""
+    """`tensor` with the conjugate and negative bits of `like`."""
     tensor = tensor if tensor.is_conj() == like.is_conj() else tensor.conj()
     return tensor if tensor.is_neg() == like.is_neg() else torch.ops.aten._neg_view.default(tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """What a view shows of a tensor of its kind, without strides.
+    """The elements of a tensor that a view of the same dtype shows, as operators that do not go by strides.
 
     Args:
         picks: what to take of each dimension of the tensor: an index, or a slice.
@@ -89,7 +89,7 @@ class _Selection:
 
     @classmethod
     def of(cls, view: torch.Tensor, whole: torch.Tensor, offset: int) -> _Selection | None:
-        """What `view` shows of `whole`, which starts at `offset`; None if that takes strides to say."""
+        """What `view` shows of `whole`, which starts at `offset`; None if only strides can express it."""
         starts = _starts(whole, int(view.storage_offset()) - offset)
         if starts is None:
             return None

@@ -1,4 +1,4 @@
-"""What is set around a call: devices, choices of kernels, autocast."""
+"""Modes around a call: device contexts, choices of kernels, autocast."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -20,10 +20,10 @@ def fills_uninitialized_memory() -> bool:
 
 
 def kernel_choices() -> tuple[bool, ...]:
-    """Which kernels operators may choose from.
+    """Whether operators may choose each of these kernels.
 
-    Of attention: flash, memory-efficient, math, cuDNN's. Of convolutions and recurrent layers: oneDNN's and
-    cuDNN's. Of attention layers in evaluation: one for the whole layer.
+    For attention: flash, memory-efficient, math, cuDNN. For convolutions and recurrent layers: oneDNN, cuDNN.
+    For attention layers in evaluation: the fast path, one kernel for the whole layer.
     """
     return (
         torch._C._get_flash_sdp_enabled(),
@@ -42,7 +42,7 @@ def uses_onednn() -> bool:
 
 
 def choose_kernels(choices: tuple[bool, ...]) -> None:
-    """Let operators choose from the kernels that `kernel_choices` told."""
+    """Restore what `kernel_choices` returned."""
     setters = (
         torch._C._set_sdp_use_flash,
         torch._C._set_sdp_use_mem_efficient,
@@ -57,8 +57,8 @@ def choose_kernels(choices: tuple[bool, ...]) -> None:
 
 
 def device_of_context() -> torch.device | None:
-    """Where new tensors are made that nobody places, if a context or `torch.set_default_device` says so."""
-    # `torch.get_default_device` takes 5 us, and asks the modes of a trace as well.
+    """The default device of new tensors, if a context or `torch.set_default_device` sets one."""
+    # `torch.get_default_device` takes 5 us, and is itself a torch function, of which a trace's modes hear.
     num_modes = torch._C._len_torch_function_stack()
     if not num_modes:
         return None
@@ -76,7 +76,7 @@ def any_autocast() -> bool:
 
 @contextmanager
 def own_autocast_cache() -> Generator[None]:
-    """The cast parameters that autocast keeps are those of this context alone; afterwards none are left."""
+    """Autocast's cache of cast parameters is empty when the context begins, and emptied when it ends."""
     torch.clear_autocast_cache()
     try:
         yield

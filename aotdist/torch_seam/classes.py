@@ -1,4 +1,4 @@
-"""Classes of tensors: what they hear of, and where a tensor is given another one."""
+"""Classes of tensors: which functions they override, and where a tensor is converted to another class."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.patches import Patch
 
 Remake: TypeAlias = Callable[[torch.Tensor, type[torch.Tensor], Callable[..., torch.Tensor]], Any]
-"""Told of a tensor that is to be shown as another class, by what autograd knows of: `alias` or `detach`.
+"""Called when a tensor is converted to a class, with the operator that autograd sees: `alias` or `detach`.
 
 It returns the tensor of that class, or None to let PyTorch make it.
 """
@@ -27,11 +27,11 @@ CACHED_SIZES = frozenset(
     for numbers in ("sizes", "strides", "sym_sizes", "sym_strides")
     for end in ("", "_len")
 )
-"""Attributes of a tensor whose class says which sizes it has: what C++ was told of them."""
+"""Attributes in which PyTorch caches the sizes of a tensor whose class computes them."""
 
 
 def hearing_of_classes(hear: Remake) -> AbstractContextManager[None]:
-    """`hear` is called, in this thread, where a tensor is given another class.
+    """In this context and thread, `hear` is called where a tensor is converted to another class.
 
     By `as_subclass`, `_make_subclass` (`nn.Parameter` calls it) or the class itself, called with a tensor.
     None of these is a torch function, so no mode hears of them.
@@ -80,7 +80,7 @@ def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tenso
 
 
 def attributes_from_users(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a tensor that it has not from PyTorch."""
+    """The attributes of a tensor that PyTorch did not set."""
     return {name: value for name, value in vars(tensor).items() if name not in CACHED_SIZES}
 
 
@@ -90,7 +90,7 @@ def flatten_protocol(tensor: Any) -> tuple[list[str], Any]:
 
 
 def hears_of_functions(cls: type[torch.Tensor]) -> bool:
-    """Whether a tensor class is told of torch functions, by its own `__torch_function__` or the usual."""
+    """Whether torch functions on tensors of a class call its `__torch_function__`, own or default."""
     return cls is not torch.Tensor and cls.__torch_function__ is not torch._C._disabled_torch_function_impl
 
 

@@ -1,4 +1,4 @@
-"""Dynamo: its graphs, its tapes of backwards, and PyTorch's structured trace."""
+"""Dynamo: its graphs, compiled autograd, and PyTorch's structured trace."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aotdist.torch_seam.inductor import TracingContext
 
 
 def dynamo_source(placeholder: torch.fx.Node) -> str:
-    """Where Dynamo reads an input of a graph (`L['x']`), or an empty string."""
+    """The source from which Dynamo reads an input of a graph (`L['x']`), or an empty string."""
     argument = placeholder.meta.get("grapharg")
     source = None if argument is None else argument.source
     return "" if source is None else source.name
@@ -34,50 +34,50 @@ def is_of_dynamo(target: Any) -> bool:
 
 
 def is_wrapped_number(placeholder: torch.fx.Node) -> bool:
-    """Whether an input of a graph of Dynamo's is a Python number that is passed as a tensor."""
+    """Whether an input of a Dynamo graph is a Python number that is passed as a tensor."""
     argument = placeholder.meta.get("grapharg")
     return argument is not None and argument.pass_arg_as_tensor
 
 
 def is_of_hooks(example: Any) -> bool:
-    """Whether an input of a graph of Dynamo's brings the hooks that a call registers."""
+    """Whether an input of a Dynamo graph carries the hooks that a call registers."""
     return isinstance(example, BackwardState)
 
 
 def grad_mode_left_by(gm: torch.fx.GraphModule) -> bool | None:
-    """What a graph of Dynamo's leaves `torch.set_grad_enabled` at; None if it never switches it."""
+    """The grad mode that a Dynamo graph leaves behind; None if it never switches it."""
     nodes = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     return nodes[-1].args[0] if nodes else None
 
 
 def is_data_assignment(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's is `x.data = y`: a `set_` that is taken back from the version counter."""
+    """Whether a node of a Dynamo graph is `x.data = y`: a `set_` that the version counter does not count."""
     return node.target is torch.Tensor.set_ and any(lowers_version(user.target) for user in node.users)
 
 
 def lowers_version(target: Any) -> bool:
-    """Whether a function in a graph of Dynamo's takes a `set_` back from the version counter."""
+    """Whether a function in a Dynamo graph lowers the version counter by one, after a `set_`."""
     return getattr(target, "__name__", "") == "_lower_version_count_by_1"
 
 
 def reads_version(target: Any) -> bool:
-    """Whether a function in a graph of Dynamo's is `x._version`."""
+    """Whether a function in a Dynamo graph is `x._version`."""
     return getattr(target, "__name__", "") == "_tensor_version.default"
 
 
 def sets_versions(target: Any) -> bool:
-    """Whether a function in a graph of Dynamo's gives tensors the versions that they had."""
+    """Whether a function in a Dynamo graph sets version counters back to former values."""
     return getattr(target, "__name__", "") == "_unsafe_set_version_counter.default"
 
 
 def dynamo_locks() -> tuple[threading.RLock, ...]:
-    """What a thread holds while Dynamo compiles in it; nothing before Dynamo is loaded."""
+    """The locks that a thread holds while Dynamo compiles in it; none before Dynamo is imported."""
     frames: Any = sys.modules.get("torch._dynamo.convert_frame")
     return () if frames is None else (frames.compile_lock,)
 
 
 def frames_off() -> AbstractContextManager[Any]:
-    """Frames of this thread run as Python runs them: Dynamo may be on where a backward is called."""
+    """Dynamo compiles no frames of this thread in the context: it may be on where a backward is called."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     return nullcontext() if frames is None else _frames_off(frames.set_eval_frame)
 
@@ -93,7 +93,7 @@ def _frames_off(set_callback: Callable[[Any], Any]) -> Generator[None]:
 
 @functools.cache
 def skip_frames(*prefixes: str) -> None:
-    """Have Dynamo leave frames alone whose code is in files that begin so."""
+    """Have Dynamo skip frames of code in files whose paths begin so."""
     from torch._dynamo import trace_rules
 
     trace_rules.SKIP_DIRS.extend(prefixes)
@@ -101,13 +101,13 @@ def skip_frames(*prefixes: str) -> None:
 
 
 def dynamo_frame() -> str:
-    """What Dynamo compiles now: name of the function, number of the frame and of its compilation."""
+    """What Dynamo compiles now: the name of the function, and the compile id (of frame and compilation)."""
     from torch._dynamo import external_utils
     from torch._guards import CompileContext
 
     code = (TracingContext.get_traced_code() or [None])[0]
     number = CompileContext.current_compile_id()
-    # Modules of PyTorch's own are called by a function of Dynamo's; tapes are modules made for it.
+    # A function of Dynamo's calls PyTorch's own modules; a backward of compiled autograd is a module, too.
     name = "forward" if code is None or code.co_filename == external_utils.__file__ else code.co_name
     name = "backward" if name == "forward" and str(number).startswith("!") else name
     return f"{name} [{number}]"
@@ -117,16 +117,16 @@ _compilations = itertools.count()
 
 
 def is_tracing() -> bool:
-    """Whether somebody reads PyTorch's structured trace (`TORCH_TRACE` names a folder)."""
+    """Whether PyTorch's structured trace is written (`TORCH_TRACE` names a folder)."""
     from torch._logging._internal import LazyTraceHandler, trace_log
 
-    # Without a folder a handler is there until the first message, which it is too late to make then.
+    # Without a folder, the handler stays until the first message, and then removes itself.
     unused = (isinstance(one, LazyTraceHandler) and one.root_dir is None for one in trace_log.handlers)
     return not all(unused)
 
 
 def trace_artifacts(texts: Mapping[str, str]) -> None:
-    """Add texts, by name, to PyTorch's structured trace: to what Dynamo compiles now, or as a new frame.
+    """Add texts, by name, to PyTorch's structured trace: under the current compile id, or under a new one.
 
     The graphs of ahead-of-time compilation have names there that `tlparse` knows.
     """
@@ -148,7 +148,7 @@ def trace_artifacts(texts: Mapping[str, str]) -> None:
 def compiling_tapes(
     compiler: Callable[[torch.fx.GraphModule], Any], *, dynamic: bool
 ) -> AbstractContextManager[None]:
-    """Have `compiler` compile the backwards of this thread, each as one graph of what is on the tape.
+    """Have `compiler` compile the backwards of this thread, each as one graph of all autograd nodes in it.
 
     Args:
         compiler: from a graph to what is called in its place.
@@ -160,12 +160,12 @@ def compiling_tapes(
 
 
 def forget_tapes() -> None:
-    """Forget the tapes that were compiled."""
+    """Drop the backwards that compiled autograd has compiled."""
     torch._C._dynamo.compiled_autograd.clear_cache()
 
 
 def tapes_off() -> AbstractContextManager[None]:
-    """Backwards run as autograd runs them: a trace is not to be compiled."""
+    """Compiled autograd is off in this context: the backward of a trace is not to be compiled by it."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Changes of PyTorch's own functions for a while, and hooks where it has none."""
+"""Functions of PyTorch replaced for the time of a context, and hooks where PyTorch has none."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
-    """An attribute of `owner` is `value` inside, and afterwards what it was."""
+    """In this context, an attribute of `owner` is `value`; afterwards it is what it was."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -29,14 +29,14 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
 
 
 class Patch(Generic[T]):
-    """Replaces functions of others while any thread asks for it.
+    """Replaces functions of PyTorch while any thread asks for it.
 
-    All threads call the replacement, which looks at the `value` of its own: in one that did not ask, that is
-    None, and it does what the original does.
+    All threads then call the replacement, which looks at its thread's `value`: in one that did not ask, that
+    is None, and the replacement has to do what the original does.
 
     Args:
-        name: what it is called.
-        switch: replaces the functions, or puts the originals back.
+        name: of the context variable that holds the value.
+        switch: called with True to replace the functions, with False to put the originals back.
     """
 
     _lock = threading.Lock()
@@ -47,12 +47,12 @@ class Patch(Generic[T]):
 
     @property
     def value(self) -> T | None:
-        """What this thread gave when it asked; None if it did not."""
+        """The value that this thread gave to `applied`; None outside of it."""
         return self._value.get()
 
     @contextmanager
     def applied(self, value: T) -> Generator[None]:
-        """This thread asks for the replacement, with a value for it."""
+        """Replace the functions for this thread, and let them find `value`."""
         token = self._value.set(value)
         self._count(+1)
         try:
@@ -69,7 +69,7 @@ class Patch(Generic[T]):
 
 
 def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:
-    """Inside, `hear` is called when an autocast is made that is on, for devices that are here or not."""
+    """In this context, `hear` is called when an enabled `torch.autocast` is made, for any device."""
     make = torch.autocast.__init__
 
     @functools.wraps(make)
@@ -82,9 +82,9 @@ def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None
 
 
 def saved_tensor_hooks_heard_by(mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Hooks for saved tensors that this thread makes run in `mode`.
+    """Hooks of saved tensors that this thread makes in the context run under `mode`.
 
-    Autograd calls them in the middle of another function, where the modes that hear of it are off.
+    Autograd calls them in the middle of another torch function, where torch-function modes are off.
     """
     return _SAVED_TENSOR_HOOKS.applied(mode)
 

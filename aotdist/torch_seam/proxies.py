@@ -24,12 +24,12 @@ from aotdist.torch_seam.trees import pytree, tree_children
 
 
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A GraphModule that prints its Python code only when asked: 0.6 s less for 40,000 nodes."""
+    """A `GraphModule` that generates its Python code only when it is needed: saves 0.6 s for 40,000 nodes."""
     return _LazyGraphModule(root, graph)
 
 
 def unknown_to_the_innermost_tracer(args: Any) -> FunctionalTensor | None:
-    """A functional tensor among arguments that the proxy mode which is on has not recorded, if any."""
+    """A functional tensor among arguments that the innermost proxy mode has not recorded, if any."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is None:
         return None
@@ -47,7 +47,7 @@ def track(fake: torch.Tensor, node: torch.fx.Node, tracer: PythonKeyTracer) -> N
 def track_number(number: Any, node: torch.fx.Node, tracer: PythonKeyTracer) -> None:
     """From now on, a symbolic `number` stands for `node` in what PyTorch's own proxy mode records.
 
-    That mode reads a size off the first tensor that it met with it, by a node of its own, unless it is told.
+    Unless it is told, that mode adds a node that reads the size off the first tensor with it.
     """
     from torch.fx.experimental.proxy_tensor import thunkify
 
@@ -91,7 +91,7 @@ def decomposing(table: Mapping[OpOverload, Callable[..., Any]]) -> AbstractConte
 def record_on_fakes(
     call: Callable[..., Any], fakes: Sequence[torch.Tensor], table: Mapping[OpOverload, Callable[..., Any]]
 ) -> torch.fx.GraphModule:
-    """What `call` does with these fake tensors, as a graph; operators in `table` are broken up."""
+    """The graph of what `call` does with these fake tensors; operators in `table` are decomposed."""
     return make_fx(call, decomposition_table=dict(table), tracing_mode="real")(*fakes)
 
 
@@ -109,7 +109,7 @@ def call_with_primals_and_tangents(gm: torch.fx.GraphModule, num_primals: int, n
 
 
 def primals_and_values(gm: torch.fx.GraphModule) -> tuple[int, int] | None:
-    """The numbers that `call_with_primals_and_tangents` was given for a graph; None if it was not."""
+    """The counts that a graph was given by `call_with_primals_and_tangents`; None if it was not."""
     from torch.fx.graph import _PyTreeCodeGen
 
     codegen = gm.graph._codegen

@@ -1,4 +1,4 @@
-"""Tensors: storages, versions, marks."""
+"""Tensors: storages, version counters, marked dimensions."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-# Who holds the memory of a tensor, told without holding it.
+# A weak reference to a storage: whether anybody holds the memory, without holding it.
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 
@@ -23,14 +23,14 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Let autograd believe that each tensor was written so many times; 0.2 us, and 0.06 for each."""
+    """Set the version counter of each tensor; 0.2 us, and 0.06 for each."""
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def counter_of(wrapper: torch.Tensor) -> torch.Tensor:
-    """A tensor with the version counter of a wrapper, without what lies inside of it; 3.5 us.
+    """A tensor that shares the version counter of a wrapper, without its inner tensors; 3.5 us.
 
-    Its class does not hear of that: `detach` itself would take 130 us for a `TwoTensor`.
+    The wrapper's `__torch_dispatch__` is not called: `detach` itself would take 130 us for a `TwoTensor`.
     """
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         return wrapper.detach()
@@ -53,22 +53,22 @@ def mark_dims(tensor: torch.Tensor, dims: Collection[int]) -> None:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What `torch.func` transforms have wrapped, if they have."""
+    """The tensor inside of the wrappers of `torch.func` transforms, if there are any."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def is_unheard(value: object) -> bool:
-    """Whether a value is a view of zeros without memory, which formulas of autograd make (`sgn`).
+    """Whether a value is a view of an efficient zero tensor, which formulas of autograd make (`sgn`).
 
-    PyTorch views those by its own kernels above all modes, so that no trace hears of it.
+    PyTorch makes views of these by kernels above all modes, so that no trace hears of them.
     """
     return type(value) is torch.Tensor and value._is_zerotensor()
 
 
 def heard_of(values: Sequence[Any] | None) -> Any:
-    """`values`, with zeros that modes hear of in the place of those that are unheard."""
+    """`values`, where those that are unheard are replaced by zeros that modes hear of."""
     return values and tuple(
         torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_unheard(v) else v
         for v in values
@@ -81,9 +81,9 @@ def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def another_storage(memory: torch.Tensor) -> torch.UntypedStorage:
-    """A storage over the same bytes, which it keeps alive; who holds it can be told from who holds `memory`.
+    """A storage over the same bytes, which it keeps alive, with a reference count of its own.
 
-    By DLPack's capsules in 0.7 us; `torch.from_dlpack` asks for streams besides, and takes 15.
+    By DLPack's capsules in 0.7 us; `torch.from_dlpack` also synchronises streams, and takes 15.
     """
     return torch._C._from_dlpack(torch._C._to_dlpack(memory)).untyped_storage()
 

@@ -1,4 +1,4 @@
-"""`torch.func` transforms: where they, and functions of other kinds, take tensors, and what is not theirs."""
+"""`torch.func` transforms: where they, autograd functions and scripted functions take tensors."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -24,9 +24,9 @@ _TAKE_TENSORS = (
     (vmap, "_add_batch_dim"),
     (vmap, "_remove_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
-    # Of `jvp`: under a name of its own from torch 2.12 on, before by the public function.
+    # Of `jvp`: an internal function from torch 2.12 on, before that the public one.
     (predispatch, "_make_dual") if hasattr(predispatch, "_make_dual") else (forward_ad, "make_dual"),
-    # Of an autograd function: asked by `apply` for what it hands on, where a bound `apply` hears of it, too.
+    # Of an autograd function: `apply` calls it on its arguments, even where `apply` was bound before.
     (utils, "unwrap_dead_wrappers"),
     (torch._C.ScriptFunction, "__call__"),
 )
@@ -34,14 +34,14 @@ _HAVE_TAKEN = [getattr(owner, name) for owner, name in _TAKE_TENSORS]
 
 
 def beneath_transforms() -> AbstractContextManager[Any]:
-    """What is done inside is none of what a transform around it differentiates, batches or wraps."""
+    """In this context, the transforms around it differentiate, batch and wrap nothing."""
     return temporarily_clear_interpreter_stack()
 
 
 def swapped_where_unheard(swap: Swap) -> AbstractContextManager[None]:
     """Transforms, autograd and scripted functions of this thread take `swap(tensor)` for each tensor.
 
-    They are handed tensors in C++, which no torch-function mode hears of.
+    They take tensors in C++, of which no torch-function mode hears.
     """
     return _SWAPPED.applied(swap)
 
@@ -68,13 +68,13 @@ def _taking_swapped(take: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_ours(frame: types.FrameType | None) -> bool:
-    """Whether it is one of this library's own autograd functions that is applied, to what is the trace's."""
+    """Whether one of this library's own autograd functions is applied: to tensors of the trace."""
     caller = None if frame is None else frame.f_back
     cls = None if caller is None else caller.f_locals.get("cls")
     return isinstance(cls, type) and cls.__module__.partition(".")[0] == "aotdist"
 
 
 def _swapped(swap: Swap, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with what `swap` gives for tensors, also for those in the tuple of a function's."""
+    """Arguments, those in tuples included, with the tensors replaced by what `swap` gives for them."""
     plain = (_swapped(swap, arg) if type(arg) is tuple else arg for arg in args)
     return tuple(swap(arg) if isinstance(arg, torch.Tensor) else arg for arg in plain)
