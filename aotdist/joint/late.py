@@ -1,6 +1,6 @@
-"""What the backward reads of what it writes: what that holds when it runs, not after the forward.
+"""What the backward writes: it reads that as it is when it runs, not as the forward left it.
 
-With `retain_graph=True` a backward runs twice, and the second run meets what the first one wrote.
+With `retain_graph=True` a backward runs twice, and the second run reads what the first one wrote.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ForwardEnd:
     """What each input, and each result, holds once the forward is over.
 
     Args:
-        nodes: of each input that has memory of its own, the nodes of what is beneath it.
-        values: of each input, the values of what is beneath it.
-        counters: of each input, its version counters.
-        results: the nodes of what is beneath each result.
+        nodes: for each input that has memory of its own, the nodes of its plain tensors.
+        values: for each input, the values of its plain tensors.
+        counters: for each input, its version counters.
+        results: for each result, the nodes of its plain tensors.
     """
 
     nodes: dict[PrimalIdx, list[Node]]
@@ -40,7 +40,7 @@ class ForwardEnd:
     def of(
         cls, recorder: Recorder, row: Row[PrimalIdx, StandIn], results: Sequence[torch.Tensor]
     ) -> ForwardEnd:
-        """Read it off, now."""
+        """What they hold now."""
         own = [(idx, one) for idx, one in row.enumerate() if not (one.derived or one.spans)]
         beneath = (list(map(recorder.value, plain_tensors(result))) for result in results)
         return cls(
@@ -51,9 +51,9 @@ class ForwardEnd:
         )
 
     def restore(self, row: Row[PrimalIdx, StandIn]) -> None:
-        """Let the stand-ins be as they were then; those that came later, as they came.
+        """Give the stand-ins the values and version counters of then; to those met since, their first ones.
 
-        The backward can be traced once more after that: autograd finds nothing written that it saved.
+        After that the backward can be traced once more: to autograd, nothing that it saved has been written.
         """
         later = list(row)[len(self.values) :]
         values = [*self.values, *(one.met for one in later)]
@@ -72,7 +72,7 @@ class ForwardEnd:
         node_outs: Row[NodeOutIdx, NodeOut],
         result_writes: Sequence[ResultWrite],
     ) -> None:
-        """Let the backward read new arguments of the graph in the place of what it writes."""
+        """Let the backward read what it writes from new arguments of the graph (role `buffer`)."""
         for write in writes:
             stand_in = row[write.input]
             before = self.nodes.get(write.input, [])

@@ -1,4 +1,4 @@
-"""One trace: forward, what it wrote, backward, what that wrote; a graph and its facts.
+"""One trace: the forward and its writes, the backward and its writes; the result is a graph and facts.
 
 The program runs once on stand-ins of its inputs. Its results are read right after the forward, so
 that a value which the backward writes later is not mistaken for the forward's; then tangents are
@@ -45,14 +45,14 @@ from aotdist.torch_seam.transforms import swapped_where_unheard
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a trace leaves.
+    """The result of a trace.
 
     Args:
         program: the program, with the closed-over tensors that it touched added to its inputs.
         graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` tells the order of its segments.
-        facts: what the trace showed.
-        fake_mode: the mode of the graph's `val`s.
-        symbols: its symbolic sizes. What compilers decide by them later is added there.
+        facts: what the call has to do around the graph.
+        fake_mode: the mode of the fake tensors in the graph's `meta["val"]`.
+        symbols: its symbolic sizes, and what was assumed of them; compilers add to it later.
         later_backwards: traces other backwards than that in `graph`, if there can be any.
     """
 
@@ -89,18 +89,18 @@ def trace(
     """Trace `program` once.
 
     Args:
-        program: what to trace; its `fn` may run more than autograd-visible code: hooks, subclasses.
+        program: what to trace; its `fn` may run hooks and methods of tensor subclasses as well.
         recorder: fresh, not entered.
         training: record a backward for the differentiable results.
         name_closed_over: names a real tensor that is none of the program's inputs.
         bases: which of the inputs share memory.
         dims: which dimensions of which tensors have symbolic sizes; those that share memory have none.
-        counts: places of numbers that the program finds and changes.
-        outer: for a part of another program: the stand-in there of a real tensor.
+        counts: places of numbers that the program reads and changes.
+        outer: for a part of another program: gives the stand-in there of a real tensor.
         cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
             for a backward of some outputs only, and for one that runs twice.
-        may_run_later: the backward may be traced once more later, outside of what stands around this call.
-        in_python: watches what backwards change in Python.
+        may_run_later: the backward may be traced once more later, outside of the contexts around this call.
+        in_python: notes what backwards change in Python.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or what it does cannot be
@@ -178,7 +178,7 @@ def _run_forward(
     classes: Classes,
     stand_in: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[list[Any], Lifting]:
-    """What a program returns for stand-ins of its inputs, and the mode that it ran in."""
+    """What a program returns for stand-ins of its inputs, and the torch-function mode that it ran in."""
     control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
     written_views = WrittenViews(inputs, view_mode.log)
     foreign = recorder.is_foreign

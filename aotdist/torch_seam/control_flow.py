@@ -1,4 +1,4 @@
-"""Functions of PyTorch's that ask whether they are traced: control flow, checkpoints, fast paths."""
+"""Functions of PyTorch that test whether they are traced: control flow, checkpoints, fast paths."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CONTROL_FLOW = frozenset(
 
 
 def calling_to_be_traced() -> AbstractContextManager[None]:
-    """Functions of PyTorch's that cannot be traced as they are do in this thread what can.
+    """In this context and thread, functions of PyTorch that cannot be traced as they are can be.
 
-    `torch.cond` and its like call their operators with the functions that they are given; elsewhere they have
-    Dynamo trace these first. All of them ask whether Dynamo is at work already, and are told that it is.
-    Reentrant checkpoints, which start the autograd engine from within, recompute as the others do. Selective
-    ones keep what their policy says and compute the rest again, where they would keep all and tag it.
+    `torch.cond` and its like call their operators with the functions that they are given; otherwise they have
+    Dynamo trace these first. They test whether Dynamo is at work already, and find that it is. Reentrant
+    checkpoints, which call the autograd engine in a backward, recompute as others do. Selective ones save
+    what their policy says and recompute the rest; under a compiler they would save all and tag it.
     """
     return _TRACES.applied(True)
 
@@ -67,7 +67,7 @@ class _Recomputed:
         if not _TRACES.value:
             return _ReentrantCheckpoint.apply(fn, preserve_rng_state, *args)
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            with torch.no_grad():  # as it does: parameters get no gradient then
+            with torch.no_grad():  # as a reentrant checkpoint does: parameters get no gradient then
                 return fn(*args)
         return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
@@ -111,7 +111,7 @@ _FAST_PATHS = {
 IS_LEFT_ALIGNED = torch._nested_tensor_from_mask_left_aligned
 PACK = torch._nested_tensor_from_mask
 ENCODER_LAYER = torch._transformer_encoder_layer_fwd
-"""What an encoder of transformers asks before it packs a padded batch, how it does so, and a layer of it."""
+"""`nn.TransformerEncoder`: its test before it packs a padded batch, its packing, and a layer's fast path."""
 
 
 def fast_paths_on() -> AbstractContextManager[None]:
@@ -130,7 +130,7 @@ def fast_paths_on() -> AbstractContextManager[None]:
 
 
 def encoder_that_asks() -> torch.nn.TransformerEncoder | None:
-    """The encoder whose code calls, if one does."""
+    """The encoder whose `forward` is on the stack of the caller, if there is one."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _ENCODER:
         frame = frame.f_back
@@ -138,6 +138,6 @@ def encoder_that_asks() -> torch.nn.TransformerEncoder | None:
 
 
 def are_on_fast_path(layers: torch.nn.Module) -> bool:
-    """Whether layers of an encoder take their fast path in a trace where eager would, and have no hooks."""
+    """Whether `fast_paths_on` is in force, and an encoder's layers have no hooks that forbid fast paths."""
     hooks = (module._forward_hooks or module._forward_pre_hooks for module in layers.modules())
     return torch.overrides.has_torch_function.__module__ == __name__ and not any(hooks)

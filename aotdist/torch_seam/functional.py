@@ -48,7 +48,7 @@ def functional(fake: torch.Tensor) -> FunctionalTensor:
 
 
 def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
-    """Another functional tensor of the same memory, of which autograd does not know that."""
+    """Another functional tensor of the same memory, which autograd does not take for a view."""
     mode = _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     assert mode is not None, "functional tensors are made under their mode"
     with mode:
@@ -68,14 +68,14 @@ def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
 
 
 def views_unnoticed() -> AbstractContextManager[Any]:
-    """Autograd notes no views in here: what shows all of a new tensor's memory is as good as new."""
+    """In this context autograd notes no views: one that shows all of a new tensor is as good as new."""
     return torch._C._ExcludeDispatchKeyGuard(_COUNTS_WRITES)
 
 
 def part_of(
     memory: FunctionalTensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> FunctionalTensor:
-    """A functional tensor in the memory of a flat one, of which autograd does not know that.
+    """A functional tensor in the memory of a flat one, which autograd does not take for a view.
 
     Where `memory` is bytes and the part something else, `offset` counts bytes. `as_strided` comes first:
     functionalisation writes through it only where no other view comes before.
@@ -89,7 +89,7 @@ def part_of(
 
 
 def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The view of `base` that `view` is of its own."""
+    """The view of `base` that `view` is of its own base."""
     return view._view_func_unsafe(base)
 
 
@@ -144,7 +144,7 @@ def replace_functional_value(tensor: FunctionalTensor, value: torch.Tensor) -> N
 def stands_for_another(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is one of a trace's own: functional (either shell of it) or fake.
 
-    `torch.func` transforms wrap tensors once more; then what is inside tells.
+    Where `torch.func` transforms have wrapped it, the tensor inside of the wrappers decides.
     """
     tensor = unwrapped(tensor)
     if isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor):
@@ -153,19 +153,19 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a bare fake: a trace shows its own in functional shells only."""
+    """Whether a tensor is a bare fake: those of a trace appear inside of functional tensors only."""
     return isinstance(tensor, FakeTensor)
 
 
 def mode_of_fake(tensor: torch.Tensor) -> FakeTensorMode | None:
-    """The mode of a fake tensor; None of any other."""
+    """The mode of a fake tensor; None for any other."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
 def is_disguised(tensor: torch.Tensor) -> bool:
     """Whether a functional tensor shows the class of another (`aotdist.capture.guise`).
 
-    Operators on it are dispatched in Python, which its class knows nothing of.
+    Then operators on it are dispatched in Python, although its class has no `__torch_dispatch__`.
     """
     return not dispatches(type(tensor)) and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
@@ -174,14 +174,14 @@ _OWN_ATTRIBUTES = CACHED_SIZES | {"elem", "_inference_mode_base", "_is_param"}
 
 
 def given_attributes(tensor: FunctionalTensor) -> dict[str, Any]:
-    """The attributes that a functional tensor has not from PyTorch, nor from `as_parameter`."""
+    """The attributes of a functional tensor that neither PyTorch nor `as_parameter` set."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 
 def keep_bases_of_views(mode: FunctionalTensorMode, args: Any) -> None:
-    """Let `mode` know the memory that an operator in inference mode may make views of.
+    """Let `mode` know the bases of which an operator in inference mode may make views.
 
-    It learns of what was made in inference mode; of anything else, torch 2.11 cannot make a view there.
+    It knows of tensors that were made in inference mode; torch 2.11 cannot make views of others there.
     """
     for arg in pytree.tree_leaves(args):
         if isinstance(arg, FunctionalTensor):

@@ -1,4 +1,4 @@
-"""Modes: who hears of what is called, and how to have nobody hear."""
+"""Modes and `__torch_function__`: which of them see an operation, and how to switch them off."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -18,14 +18,14 @@ from aotdist.torch_seam.patches import replaced
 
 
 def no_modes() -> AbstractContextManager[Any]:
-    """Every dispatch mode off: real tensors can be inspected in the middle of a trace."""
+    """Every dispatch mode is off: real tensors can be computed with in the middle of a trace."""
     return _disable_current_modes()
 
 
 def dispatch_keys_kept() -> AbstractContextManager[Any]:
-    """Which dispatch keys this thread excludes and includes is afterwards what it was before.
+    """Restores, afterwards, which dispatch keys this thread includes and excludes.
 
-    An internal assertion of PyTorch's that fails inside of `jvp` leaves autograd excluded (torch 2.13): from
+    An internal assertion of PyTorch that fails inside of `jvp` leaves autograd excluded (torch 2.13): from
     then on nothing in the process requires grad.
     """
     return torch._C._PreserveDispatchKeyGuard()
@@ -33,9 +33,9 @@ def dispatch_keys_kept() -> AbstractContextManager[Any]:
 
 @contextmanager
 def users_modes_off() -> Generator[None]:
-    """Dispatch modes of the user's off: what counts operators (`FlopCounterMode`) is not to count a trace's.
+    """The user's dispatch modes are off: a `FlopCounterMode` must not count the operators of a trace.
 
-    Those that PyTorch traces with (fake tensors) stay, beneath them.
+    PyTorch's own modes for tracing (fake tensors), which are beneath them, stay on.
     """
     modes = torch.utils._python_dispatch
     popped: list[Any] = []
@@ -51,7 +51,7 @@ def users_modes_off() -> Generator[None]:
 
 
 def torch_functions_off() -> AbstractContextManager[Any]:
-    """No torch-function mode, and no subclass, hears of what is called."""
+    """No `__torch_function__` is called, neither of modes nor of subclasses."""
     return torch._C.DisableTorchFunction()
 
 
@@ -61,17 +61,17 @@ def class_functions_off() -> AbstractContextManager[Any]:
 
 
 def class_functions_on() -> AbstractContextManager[Any]:
-    """Every `__torch_function__` is called, whatever was switched off around."""
+    """Every `__torch_function__` is called, whatever an outer context switched off."""
     return torch._C._EnableTorchFunction()
 
 
 def class_functions_are_on() -> bool:
-    """Whether a `__torch_function__` of a class is called."""
+    """Whether the `__torch_function__` of classes is called."""
     return torch._C._is_torch_function_enabled()
 
 
 def python_kernels() -> AbstractContextManager[None]:
-    """Kernels written in Python go before those in C++, some of which make numbers of symbolic sizes."""
+    """Kernels in Python take precedence over those in C++, some of which specialise symbolic sizes."""
     return enable_python_dispatcher()
 
 
