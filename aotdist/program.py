@@ -5,7 +5,7 @@ Everything here is frozen. A stage takes such values and returns new ones; nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NewType, TypeVar, cast
 
@@ -189,6 +189,24 @@ class Graph:
     def named_results(self) -> dict[Slot, torch.fx.Node | None]:
         """Result nodes by slot."""
         return dict(zip(self.outs, self.results(), strict=True))
+
+    def ancestors(
+        self, roots: Iterable[torch.fx.Node], stop: Container[torch.fx.Node] = ()
+    ) -> set[torch.fx.Node]:
+        """`roots` and all nodes that they are computed from; the inputs of `stop` nodes are not followed."""
+        needed = set(roots)
+        for node in reversed(self.gm.graph.nodes):
+            if node in needed and node not in stop:
+                needed.update(node.all_input_nodes)
+        return needed
+
+    def descendants(self, roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+        """`roots` and all nodes that are computed from them, the output node left out."""
+        reached = set(roots)
+        for node in self.gm.graph.nodes:
+            if node.op != "output" and not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+        return reached
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,7 @@ def with_reshapes(backward: Graph) -> Graph:
     return loose
 
 
-def _with_tangents(graph: Graph) -> list[Node]:
+def _with_tangents(graph: Graph) -> set[Node]:
     """The tangents, and what is computed from them."""
-    reached = {node for slot, node in graph.named_placeholders().items() if slot.role in GRADIENT_ROLES}
-    for node in graph.gm.graph.nodes:
-        if any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    return [node for node in graph.gm.graph.nodes if node in reached and node.op != "output"]
+    named = graph.named_placeholders()
+    return graph.descendants(node for slot, node in named.items() if slot.role in GRADIENT_ROLES)

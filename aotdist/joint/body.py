@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -164,7 +164,7 @@ class Body:
 
     def drawn(self) -> list[Node]:
         """The random numbers that the gradients need; they are saved, since they must not be drawn again."""
-        needed = closure(node for _, nodes in self.gradients().values() for node in nodes)
+        needed = self.joint.ancestors(node for _, nodes in self.gradients().values() for node in nodes)
         return [n for n in self.joint.gm.graph.nodes if n in needed and _is_drawn(n)]
 
     def effects(self) -> list[Node]:
@@ -289,19 +289,6 @@ def _refuse(name: str, body: Body, *, may_write: bool) -> None:
             )
 
 
-def closure(roots: Iterable[Node], given: Container[Node] = ()) -> set[Node]:
-    """`roots` and all nodes that they are computed from, up to `given` ones."""
-    needed = set(roots)
-    pending = [root for root in needed if root not in given]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in needed:
-                needed.add(source)
-                if source not in given:
-                    pending.append(source)
-    return needed
-
-
 @dataclass(frozen=True, slots=True)
 class CutArgument:
     """An argument of a cut graph.
@@ -344,7 +331,7 @@ def cut(
         if argument.stands_for is not None:
             env[argument.stands_for] = new
     taken = {storage_id(node.meta["val"]) for node in (*env, *given)}
-    wanted = closure([*(r for r in results if isinstance(r, Node)), *effects], given=env)
+    wanted = whole.ancestors([*(r for r in results if isinstance(r, Node)), *effects], stop=env)
     for node in whole.gm.graph.nodes:
         if node in wanted and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)

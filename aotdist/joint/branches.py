@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aotdist.convention.subclass import rebuild_all
-from aotdist.joint.body import Body, CutArgument, Operand, closure, cut
+from aotdist.joint.body import Body, CutArgument, Operand, cut
 from aotdist.joint.failures import refusal
 from aotdist.joint.recorder import Recorder
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, recipe_of, tangent_recipe
@@ -119,7 +119,7 @@ class Branches:
         """The operands that gradients are computed from."""
         found: set[int] = set()
         for body in self.bodies:
-            sources = closure(node for _, nodes in body.gradients().values() for node in nodes)
+            sources = body.joint.ancestors(node for _, nodes in body.gradients().values() for node in nodes)
             found |= {i for i, nodes in body.arguments().items() if not sources.isdisjoint(nodes)}
         return [operand for operand in self.operands if id(operand.tensor) in found]
 

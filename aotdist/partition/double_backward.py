@@ -18,7 +18,7 @@ from aotdist.convention.philox import PHILOX
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DETACH
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import ancestors, overwritten_primals
+from aotdist.partition.halves import overwritten_primals
 from aotdist.partition.traits import is_collective, is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot
 from aotdist.torch_seam.operators import operator_name
@@ -203,10 +203,10 @@ class _InGradModes(Interpreter):
 
 
 def _needed(joint: Graph, outs: Sequence[Slot], kept: Container[str]) -> set[Node]:
-    """What `outs` are computed from; what lies behind a kept node is not followed."""
-    named, order = joint.named_results(), list(joint.gm.graph.nodes)
+    """What `outs` are computed from; the inputs of kept nodes are not followed."""
+    named = joint.named_results()
     roots = [node for slot in outs if (node := named[slot]) is not None]
-    return ancestors(order, roots, stop={node for node in order if node.name in kept})
+    return joint.ancestors(roots, stop={node for node in joint.gm.graph.nodes if node.name in kept})
 
 
 def _is_detached_by_autograd(node: Node) -> bool:

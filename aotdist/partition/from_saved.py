@@ -11,7 +11,6 @@ from torch.fx import Node
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import ancestors
 from aotdist.partition.traits import is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 
@@ -42,7 +41,7 @@ def from_saved(
     order = [node for node in joint.gm.graph.nodes if node.op != "output"]
     there = _there(joint, _saved(earlier, split), {*kept, *first})
     builder, named = GraphBuilder(joint.gm), joint.named_placeholders()
-    needed = ancestors(order, [node for node in joint.results() if node is not None], stop=there)
+    needed = joint.ancestors((node for node in joint.results() if node is not None), stop=there)
     needed |= {named[slot] for slot in gradients}
     for slot in first:
         builder.placeholder(named[slot])

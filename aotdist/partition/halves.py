@@ -63,24 +63,6 @@ def results_of(graph: Graph, roles: Container[str]) -> list[Node]:
     return [node for slot, node in named if slot.role in roles and node is not None]
 
 
-def ancestors(order: Sequence[Node], roots: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
-    """`roots` and all that they are computed from; what lies behind a `stop` node is not followed."""
-    needed = set(roots)
-    for node in reversed(order):
-        if node in needed and node not in stop:
-            needed.update(node.all_input_nodes)
-    return needed
-
-
-def descendants(order: Sequence[Node], roots: Iterable[Node]) -> set[Node]:
-    """`roots` and all that is computed from them."""
-    reached = set(roots)
-    for node in order:
-        if any(i in reached for i in node.all_input_nodes):
-            reached.add(node)
-    return reached
-
-
 def find_halves(joint: Graph) -> Halves:
     """Sorts the joint graph's nodes into halves.
 
@@ -89,13 +71,13 @@ def find_halves(joint: Graph) -> Halves:
     """
     order = tuple(n for n in joint.gm.graph.nodes if n.op != "output")
     tangents = _late_arguments(joint)
-    _check_forward(joint, descendants(order, tangents))
+    _check_forward(joint, joint.descendants(tangents))
     forward_results = results_of(joint, FORWARD_ROLES)
-    forward_needs = ancestors(order, forward_results)
+    forward_needs = joint.ancestors(forward_results)
     late = _late_nodes(order, tangents, forward_needs)
     effects = [n for n in order if is_effectful(n)]
     backward_roots = results_of(joint, BACKWARD_ROLES)
-    backward_needs = ancestors(order, [*backward_roots, *(n for n in effects if n in late)])
+    backward_needs = joint.ancestors([*backward_roots, *(n for n in effects if n in late)])
     must_save = _must_save(order)
     return Halves(
         joint=joint,

@@ -101,12 +101,13 @@ class Problem:
         """The problem that `halves` pose, when eager would save `default`."""
         fixed = _fixed(halves)
         order = halves.order
+        reachable = halves.joint.ancestors(halves.boundary(), stop=fixed)
         outputs = {storage_root(n) for n in results_of(halves.joint, {"output"})}
         kept_by_eager = {storage_root(n) for n in default}
         primals = {n for n in order if n.op == "placeholder" and n not in halves.written}
         return cls(
             halves=halves,
-            items=_reachable(halves, fixed),
+            items=tuple(n for n in order if n in reachable and not is_size(n)),
             fixed=frozenset(fixed),
             free=frozenset(primals | (outputs & kept_by_eager)),
             unsaveable_outputs=frozenset(outputs - kept_by_eager - primals),
@@ -208,12 +209,3 @@ def _carried_over_borders(order: tuple[Node, ...]) -> set[Node]:
         if is_cheap(node) and not is_view(node):
             carried.update(storage_root(i) for i in node.all_input_nodes if levels[i] < levels[node])
     return {node for node in carried if node.all_input_nodes}
-
-
-def _reachable(halves: Halves, fixed: set[Node]) -> tuple[Node, ...]:
-    """Items from which the boundary can be made, in order: behind a fixed one nothing is looked for."""
-    needed = set(halves.boundary())
-    for node in reversed(halves.order):
-        if node in needed and node not in fixed:
-            needed.update(node.all_input_nodes)
-    return tuple(n for n in halves.order if n in needed and not is_size(n))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import ancestors
 from aotdist.program import Graph, Slot
 
 
@@ -15,7 +14,7 @@ def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:
     named = graph.named_results()
     order = [node for node in graph.gm.graph.nodes if node.op != "output"]
     found = [named[slot] for slot in outs]
-    needed = ancestors(order, [node for node in found if node is not None])
+    needed = graph.ancestors(node for node in found if node is not None)
     for node in order:
         if node.op == "placeholder":
             builder.placeholder(node)

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from aotdist.errors import InternalError
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.halves import Halves, ancestors, results_of
+from aotdist.partition.halves import Halves, results_of
 from aotdist.partition.storage import storage_bytes
 from aotdist.partition.traits import is_effectful, is_size
 from aotdist.program import FORWARD_ROLES, LATE_ROLES, Graph, Slot, Split
@@ -71,7 +71,7 @@ def backward_from(halves: Halves, saved: Collection[Node]) -> Graph:
 def _kept(halves: Halves, saved: Collection[Node]) -> tuple[_Saved, set[Node]]:
     """The values to hand over, of those that may be, and the forward nodes that the backward runs again."""
     chosen = set(saved) - halves.rng
-    needed = ancestors(halves.order, [*halves.backward, *halves.backward_roots], stop=chosen)
+    needed = halves.joint.ancestors([*halves.backward, *halves.backward_roots], stop=chosen)
     kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in chosen])
     return kept, _recomputed(halves, needed, kept)
 
@@ -125,7 +125,7 @@ def _build_forward(halves: Halves, kept: _Saved, slots: Sequence[Slot]) -> Graph
     for node in arguments.values():
         builder.placeholder(node)
     copies = [_copy_before_write(builder, node) for node in kept.copied]
-    run = ancestors(halves.order, [*halves.forward_roots, *kept.computed])
+    run = joint.ancestors([*halves.forward_roots, *kept.computed])
     builder.copy_all(n for n in halves.order if n in run and n.op != "placeholder")
     outs, results = _results(halves, builder, forward=True)
     saved = [*copies, *(builder.env[n] for n in kept.computed)]

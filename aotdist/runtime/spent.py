@@ -49,28 +49,20 @@ class Shares:
         arguments = backward.named_placeholders()
         gradients = {node for slot, node in arguments.items() if slot.role in GRADIENT_ROLES}
         position = {node: k for k, node in enumerate(list(arguments.values())[:num_saved])}
-        from_gradients = _reached_from(gradients, backward)
+        from_gradients = backward.descendants(gradients)
         made_of: dict[Node, frozenset[int]] = {}
         for node in backward.gm.graph.nodes:
             inputs = (made_of[each] for each in node.all_input_nodes if each not in from_gradients)
             made_of[node] = frozenset({position[node]} if node in position else ()).union(*inputs)
         saved: dict[NodeOutIdx, frozenset[int]] = {}
         for idx, slots in tangents.items():
-            reached = _reached_from({arguments[slot] for slot in slots}, backward)
+            reached = backward.descendants(arguments[slot] for slot in slots)
             saved[idx] = frozenset[int]().union(*map(made_of.__getitem__, reached))
         return cls(freed, saved)
 
     def are_apart(self, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
         """Whether the backward of `one` frees nothing that the backward of `other` needs."""
         return all(together.isdisjoint(one) or together.isdisjoint(other) for together in self.freed)
-
-
-def _reached_from(starts: set[Node], graph: Graph) -> set[Node]:
-    reached = set(starts)
-    for node in graph.gm.graph.nodes:
-        if node.op != "output" and not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return reached
 
 
 @dataclass(frozen=True, slots=True)
