@@ -408,11 +408,28 @@ def test_what_is_detached_and_reshaped_beside_a_view_of_it_is_refused() -> None:
         aotdist.compile(program, backend="fx")(torch.ones(3, 4, requires_grad=True))
 
 
+def test_a_wrapper_that_is_a_view_is_reshaped_in_place_twice() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x.unsqueeze_(0)
+        return x * 2
+
+    found = []
+    for call in (program, aotdist.compile(program, backend="fx")):
+        base = two_non_leaf(2, 2)
+        view = base.view(-1)
+        loss = call(view).sum() + call(view).sum() * 3 + view.sum()
+        assert view.size() == (1, 1, 4) and view._base is base
+        found.append(torch.autograd.grad(loss, base)[0])
+    eager, ours = found
+    assert torch.equal(eager.a, ours.a) and torch.equal(eager.b, ours.b)
+
+
 def test_a_wrapper_that_is_a_view_and_was_reshaped_in_place_is_refused() -> None:
     """Autograd makes it again as the view that it was before, of other dimensions."""
 
     def program(x: torch.Tensor) -> torch.Tensor:
         x.unsqueeze_(0)
+        x.add_(1)
         return x * 2
 
     view = two_non_leaf(2, 2).view(-1)
