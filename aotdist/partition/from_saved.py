@@ -14,7 +14,7 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 
-_ORDER = ("primal", "saved", "size", *GRADIENT_ROLES, "rng")
+_ORDER = ("primal", "saved", "size", *GRADIENT_ROLES, "buffer", "rng")
 
 
 def from_saved(
@@ -25,7 +25,9 @@ def from_saved(
     first: Sequence[Slot] = (),
     gradients: Collection[Slot] = (),
 ) -> Graph:
-    """The graph of the results of `joint`: kept inputs, saved values, sizes, tangents, seed -> gradients.
+    """The graph of the results of `joint`, from what is there in the backward.
+
+    Its arguments are kept inputs, saved values, sizes, gradients, what the backward writes, and the seed.
 
     Args:
         joint: the program with the other backward.
@@ -76,7 +78,7 @@ def _there(joint: Graph, saved: Mapping[int, Slot], kept: Collection[Slot]) -> d
     there = {
         node: slot
         for slot, node in joint.named_placeholders().items()
-        if slot in kept or slot.role in ("size", "rng", *GRADIENT_ROLES)
+        if slot in kept or slot.role in ("size", "buffer", "rng", *GRADIENT_ROLES)
     }
     for node in joint.gm.graph.nodes:
         slot = saved.get(node.meta.get("serial"))

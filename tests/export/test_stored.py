@@ -258,7 +258,7 @@ FORGED = {
         lambda r: _node(r, "tanh").update(target={"is": "function", "name": "eval"}),
         "written in another way than ours",
     ),
-    "a method": (lambda r: _node(r, "tanh").update(op="call_method"), "calls a call_method"),
+    "a method": (lambda r: _node(r, "tanh").update(op="call_method"), "has a node of the kind 'call_method'"),
     "no graph": (lambda r: r.pop("graph"), "written in another way than ours"),
 }
 
