@@ -206,6 +206,9 @@ class _Cluster:
         plains = [self._plain(part) for part in parts]
         whole = self._is_taken_whole(parts)
         start, num_bytes = span([_whole(plains[0])] if whole else plains)
+        if any(len(plain_tensors(self._example(idx))) > 1 for idx, _, _ in parts):
+            # A class may compare where its parts begin (`TwoTensor` does): others of them keep their offsets.
+            start, num_bytes = 0, start + num_bytes
         (dtype, *others) = {plain.dtype for plain in plains}
         if others:
             num_bytes = self._in_whole_elements(parts, start, num_bytes)

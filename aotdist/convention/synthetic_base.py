@@ -212,6 +212,8 @@ def span_over(
     """
     first, size = members[0], dtype.itemsize
     start, storage = start_of(first) - offsets[0] * size, storage_id(first)
+    if start < 0:
+        return None
     for member, offset in zip(members, offsets, strict=True):
         if storage_id(member) != storage or start_of(member) - offset * size != start:
             return None

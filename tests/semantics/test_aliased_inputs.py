@@ -304,6 +304,23 @@ def test_what_lay_apart_comes_to_lie_in_memory_that_others_share() -> None:
         same_as_eager(lambda make=make: build(make), compilations=5)
 
 
+def test_wrappers_share_one_inner_tensor_behind_the_beginning_of_its_storage() -> None:
+    """Their class compares where the two begin, and of the one that is not shared that is not changed."""
+
+    def build() -> list[Scene]:
+        x, y, z = (torch.randn(6, 4) for _ in range(3))
+        return [
+            Scene(lambda a, b: (a.mul_(2), b * 1)[1], tuple(TwoTensor(*pair) for pair in pairs))
+            for pairs in (
+                ((x[1:5], y[1:5]), (x[2:], z[2:])),
+                ((x[:4], y[:4]), (x[1:5], z[1:5])),
+                ((x[1:5], y[1:5]), (x[2:], z[2:])),
+            )
+        ]
+
+    same_as_eager(build, compilations=2)
+
+
 def test_each_layout_of_the_memory_of_wrappers_is_a_signature_of_its_own() -> None:
     compiled = aotdist.compile(lambda a, b: (a.add_(1), b * 2)[1], backend="fx")
 
