@@ -94,3 +94,22 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(job, monk
     assert run(job, "missing", "--run.loggers", name) == 2
     assert f"the package {name} is not installed" in capsys.readouterr().err
     assert not (job.folder / "missing").exists()
+
+
+@pytest.mark.filterwarnings("default")  # those of other libraries
+def test_tensorboard_itself_reads_every_step(job):
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra `loggers`"
+    )
+    run(job, "real", "--run.loggers", "tensorboard")
+    assert train.main(["--resume", str(job.folder / "real"), "--optim.steps=5"]) == 0
+    read = events.EventAccumulator(str(job.folder / "real" / "tensorboard")).Reload().Scalars("train/loss")
+    assert [each.value for each in read] == pytest.approx(losses(job.records("real")), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("default")
+def test_wandb_itself_writes_a_run_offline(job, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the extra `loggers`")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run(job, "real", "--run.loggers", "wandb")
+    assert len(list((job.folder / "real" / "wandb").glob("offline-run-*/run-*.wandb"))) == 1

@@ -2,10 +2,12 @@
 
 import io
 import re
+import sys
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import aotdist
 import aotdist.report.progress as progress_of
@@ -63,6 +65,18 @@ def test_no_terminal_hears_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with showing("Llama", patience_s=0):
         pass
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_ranks_the_first_is_shown(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    for name in ("stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, terminal)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    with showing("Llama", patience_s=0):
+        terminal.written.wait(0.2)
+    assert ("compiling `Llama`" in terminal.getvalue()) == (rank == 0)
 
 
 def test_a_compilation_tells_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
