@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from aotdist.cache.backend import caching
 from aotdist.codegen.backend import resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.region import Region
@@ -74,7 +75,8 @@ def compile_graph(
         settings: how to compile; which sizes are open, Dynamo decides.
     """
     skip_frames("<aotdist ", *(str(_PACKAGE / name) for name in _RUNS_IN_CALLS))
-    region = Region(gm, code_backend, replace(settings, dynamic=False))
+    settings = replace(settings, dynamic=False)
+    region = Region(gm, caching(code_backend, settings), settings)
     region.compile_for(example_inputs)
     return region
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from aotdist.cache.backend import caching
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import compile_graph
@@ -95,7 +96,7 @@ def compile_backward(
         raise BadSettings(f"`dynamic` is {dynamic!r}", fix="give True, False or None")
     dynamic = dynamic if dynamic is not None else given.dynamic or None
     compiler = _TapeCompiler(backend, given, dynamic)
-    resolve(backend).check()
+    caching(resolve(backend), given).check()
     if compiler != _last:
         forget_tapes()
         _last = compiler

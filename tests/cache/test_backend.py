@@ -16,6 +16,7 @@ from aotdist.cache.environment import process, refuse_foreign_lowerings
 from aotdist.cache.key import WrittenGraph
 from aotdist.codegen.backend import resolve
 from aotdist.codegen.inductor import InductorBackend
+from aotdist.dynamo.backend import backend
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.settings import Settings
 from aotdist.torch_seam.inductor import inductor_config
@@ -240,6 +241,28 @@ def test_every_program_runs_the_same_after_a_hit(
     warm, source_again = results()
     assert source == source_again
     assert all(map(torch.equal, warm, cold))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # tapes are recorded on tensors that are no leaves
+def test_graphs_and_tapes_of_dynamo_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_in(tmp_path)
+
+    def results() -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model, x = mlp()
+        options = {"backend": "inductor", "cache_folder": settings.cache_folder}
+        torch.compile(model, backend=backend, options=options)(x).square().sum().backward()
+        weight = torch.ones(4, 3, requires_grad=True)
+        loss = (x @ weight).tanh().sum()
+        with aotdist.compile_backward(backend="inductor", settings=settings, dynamic=False):
+            loss.backward()
+        return [weight.grad, *(parameter.grad for parameter in model.parameters())]
+
+    cold = results()
+    for method in ("check", "emit", "prepare_joint"):
+        monkeypatch.setattr(InductorBackend, method, refuse_to_compile)
+    assert all(map(torch.equal, results(), cold))
+    torch._dynamo.reset()
 
 
 @pytest.mark.ranks
