@@ -297,7 +297,7 @@ class Effects:
             may_run_later: see `trace`.
         """
         recorder, inputs, metadata = self.recorder, self.inputs, forward.metadata
-        ends, fits = forward.ends(), not forward.is_rewritten
+        ends, fits = forward.ends(), not forward.is_rewritten or forward.only_reshapes()
         functions = custom_functions([tensor for _, tensor in ends])
         by_node = {
             node: frozenset(ends[position][0] for position in positions)
@@ -309,7 +309,7 @@ class Effects:
         tensors = forward.outputs.tensors
         of_results = counts_of_results(tensors, inputs.row())
         forward_end = ForwardEnd.of(recorder, inputs.row(), tensors) if self.cuts and fits else None
-        can_hold = self.cuts and (fits or forward.only_reshapes()) and is_linear(ends)
+        can_hold = self.cuts and fits and is_linear(ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes, inputs.row()) if can_hold else []
         waypoints = Waypoints(held, ends)
         backward = self._backward_from(forward, ends, in_python)

@@ -93,6 +93,13 @@ def hooks(_: State, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Result
     return left.sin(), right.cos()
 
 
+def beside_a_reshaped_input(state: State, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Results:
+    hidden = x * 2
+    state.norm.running_mean.unsqueeze_(0)
+    state.norm.running_mean.squeeze_(0)
+    return Counts.apply(hidden, a), Counts.apply(hidden.sin(), b)
+
+
 class CountsWhatItFinds(torch.autograd.Function):
     """Its backward counts in a buffer of a module that the forward does not look at."""
 
@@ -118,7 +125,15 @@ def recomputed_statistics(state: State, x: torch.Tensor, a: torch.Tensor, b: tor
     return checkpoint(block, x, use_reentrant=False), x.cos()  # type: ignore[return-value]
 
 
-PROGRAMS = [each_its_own, both_the_same, one_behind_both, in_forward_too, hooks, found_by_the_backward]
+PROGRAMS = [
+    each_its_own,
+    both_the_same,
+    one_behind_both,
+    in_forward_too,
+    hooks,
+    beside_a_reshaped_input,
+    found_by_the_backward,
+]
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "plain": lambda tensor: tensor,
     "two": lambda tensor: TwoTensor(tensor.clone(), tensor * 2),
