@@ -357,7 +357,8 @@ class Passages:
         waypoints: in the order in which the program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
             passes; 0 if it passes none.
-        raised: node outputs of a higher level: autograd comes to them before waypoints that they do not meet.
+        raised: node outputs of a higher level: autograd runs their nodes before those of waypoints that they
+            do not pass.
     """
 
     waypoints: tuple[Waypoint, ...]
