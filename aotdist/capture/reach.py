@@ -108,6 +108,7 @@ class _Walk:
 
     Args:
         seen: the place of what was met, by identity; None for functions, which have no place of their own.
+        inputs: the places of tensors that are inputs, whatever reads them.
         met_again: identities of what was met twice.
         opaque: objects of which only the identity is known, each with its place.
         named: objects whose attributes are read by name.
@@ -133,6 +134,7 @@ class _Walk:
     python_generators: list[tuple[str, Any]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
     seen: dict[int, Source | None] = field(default_factory=dict)
+    inputs: dict[int, Source] = field(default_factory=dict)
     met_again: set[int] = field(default_factory=set)
     again: list[tuple[Source, Source]] = field(default_factory=list)
     opaque: list[tuple[Source, Any]] = field(default_factory=list)
@@ -167,6 +169,8 @@ class _Walk:
         self.seen[id(value)] = source
         if isinstance(value, torch.Tensor):
             self.tensors.append((source, value))
+            if id(value) in self.inputs:
+                self.again.append((source, self.inputs[id(value)]))
             if source.steps:
                 place = source.applied(is_tensor, f"whether {source.path} is a tensor")
                 self.constants.append((place, True))
@@ -198,7 +202,14 @@ class _Walk:
         """Note a tensor whose attributes are read by name, and may be assigned unless it is a wrapper.
 
         Arguments, and tensors reached from them, are others at each call; assignments to them are repeated.
+        Arguments, and tensors of modules, are inputs: what is reached elsewhere, too, is the same input now,
+        and may be another at another call.
         """
+        met = self.seen.get(id(tensor))
+        if met is None:
+            self.inputs.setdefault(id(tensor), source)
+        elif met is not source and id(tensor) not in self.inputs:
+            self.again.append((met, source))
         if is_of_own_class(tensor):
             self.seen.setdefault(id(tensor), source)
         if not is_wrapper(tensor):

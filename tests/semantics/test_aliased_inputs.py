@@ -130,6 +130,36 @@ def test_closed_over_and_argument() -> None:
     same_as_eager(build)
 
 
+def test_what_is_closed_over_is_an_argument_once() -> None:
+    def build() -> list[Scene]:
+        total = plain()
+        program = lambda x: (total.add_(x), x * 2)[1]  # noqa: E731
+        return [Scene(program, (x,), held={"total": total}) for x in (total, plain(), total, plain())]
+
+    same_as_eager(build, compilations=2)
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+def test_what_is_closed_over_is_a_weight_of_a_module_once(weight_first: bool) -> None:
+    """The module is given another one, and then its own again."""
+    results: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(3, 3)
+        weight = linear.weight
+        if weight_first:
+            program = lambda x, w=weight, m=linear: w.sum() + m(x)  # noqa: E731
+        else:
+            program = lambda x, m=linear, w=weight: m(x) + w.sum()  # noqa: E731
+        call = aotdist.compile(program, backend="fx") if compiles else program
+        seen = []
+        for replaced in (weight, torch.nn.Parameter(torch.ones(3, 3)), weight):
+            linear.weight = replaced
+            seen.append(call(torch.ones(3)))
+        results.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def layouts(x: torch.Tensor) -> list[Sequence[torch.Tensor]]:
     return [(x[:2], x[2:]), (x[:2], x[1:3]), (x[1:3], x[:2]), (x[2:], x[:2]), (x[:2], x[:2])]
 
