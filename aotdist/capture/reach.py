@@ -67,6 +67,7 @@ def reach(
     for name, value in code:
         walk.visit(Source(name, value), value)
     walk.follow_names()
+    walk.tie_gradients()
     walk.note_absent()
     return Reached(
         modules=tuple(walk.modules),
@@ -228,6 +229,17 @@ class _Walk:
             if isinstance(named.value, type) and is_users_class(named.value):
                 absent = sorted(name for name in self.stored if not hasattr(named.value, name))
                 self.assigned += (named.source.attribute(name) for name in absent)
+
+    def tie_gradients(self) -> None:
+        """Note tensors that are the gradients of others, if the program may read these as `.grad`, too."""
+        if "grad" not in self.names and not self.any_name:
+            return
+        for named in self.named:
+            tensor = named.value
+            if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
+                met = self.seen.get(id(tensor.grad)) or self.inputs.get(id(tensor.grad))
+                if met is not None:
+                    self.again.append((met, named.source.attribute("grad")))
 
     def note_absent(self) -> None:
         """Make the absence of attributes that the program may look for a part of the signature.

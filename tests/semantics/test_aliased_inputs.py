@@ -139,6 +139,21 @@ def test_what_is_closed_over_is_an_argument_once() -> None:
     same_as_eager(build, compilations=2)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_what_is_a_gradient_is_an_argument_or_closed_over_once(given: bool) -> None:
+    def build() -> list[Scene]:
+        weight = leaf()
+        weight.grad = own = plain()
+        if given:
+            program = lambda w, g: w.grad * 2 + g  # noqa: E731
+            return [Scene(program, (weight, g)) for g in (own, plain(), own)]
+        other = leaf()
+        other.grad = plain()
+        return [Scene(lambda w: w.grad * 2 + own, (w,)) for w in (weight, other, weight)]
+
+    same_as_eager(build, backward=False, compilations=2)
+
+
 @pytest.mark.parametrize("weight_first", [False, True])
 def test_what_is_closed_over_is_a_weight_of_a_module_once(weight_first: bool) -> None:
     """The module is given another one, and then its own again."""
