@@ -108,7 +108,7 @@ class Scalars:
     ) -> float | None:
         """A token for the number in a tensor; None if Python has no number for it that could be traced.
 
-        Of a condition it is the answer: the program chooses by it.
+        Of a condition it is the answer, if that is there before a call: the program chooses by it.
 
         Args:
             arguments: of the operator that reads it.
@@ -118,7 +118,10 @@ class Scalars:
         """
         self._create, self.root = create, root
         if tensor.dtype is torch.bool:
-            return self.answer(self._number(_READ, arguments, bool))
+            with contextlib.suppress(known.NotKnown):
+                holds = self._result_of(_READ, arguments)
+                self.asked.append((self._number(_READ, arguments, bool).made_by, holds))
+                return holds
         kind = _KINDS.get(tensor.dtype)
         if kind is None:
             return None
@@ -202,8 +205,7 @@ class Scalars:
             UnsupportedProgram: its value is not known before the call.
         """
         try:
-            with torch_functions_off():
-                holds = known.result_of(bool, (number.made_by,), {}, self.root, self.values)
+            holds = self._result_of(bool, (number.made_by,))
         except known.NotKnown:
             raise refusal(
                 "the program chooses by a number that it computes in the same call",
@@ -211,6 +213,10 @@ class Scalars:
             ) from None
         self.asked.append((number.made_by, holds))
         return holds
+
+    def _result_of(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+        with torch_functions_off():
+            return known.result_of(function, arguments, {}, self.root, self.values)
 
 
 def needs_value(function: str) -> UnsupportedProgram:

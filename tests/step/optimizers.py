@@ -122,6 +122,21 @@ class Choosing(torch.optim.Optimizer):
                     param.sub_(param.grad, alpha=group["lr"])
 
 
+class Skipping(torch.optim.Optimizer):
+    """Multiplies gradients by whether all of them are finite."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    is_finite = param.grad.isfinite().all().item()
+                    param.sub_(param.grad * is_finite, alpha=group["lr"])
+
+
 strength = 1.0
 """A global variable by which `Adjustable` scales its updates."""
 

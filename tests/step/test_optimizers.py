@@ -70,7 +70,9 @@ def test_shampoo() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [optimizers.Counting, optimizers.KeepingGradients], ids=lambda kind: kind.__name__
+    "kind",
+    [optimizers.Counting, optimizers.KeepingGradients, optimizers.Skipping],
+    ids=lambda kind: kind.__name__,
 )
 def test_of_ones_own(kind: type[torch.optim.Optimizer]) -> None:
     assert len(train(Pair.of(kind), num_steps=6).graphs) == 1
