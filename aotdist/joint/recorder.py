@@ -32,7 +32,7 @@ from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.proxy_mode import ProxyMode
 from aotdist.joint.random import Draws
 from aotdist.joint.unbacked import Unbacked
-from aotdist.program import Graph, PrimalIdx, Role, Slot
+from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
 from aotdist.torch_seam.autograd import next_sequence_nr, running_node, saved_tensor_hooks_off
@@ -484,4 +484,4 @@ _SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent", "total", "buffer", "
 
 def _identifier(slot: Slot) -> str:
     text = "".join(c if c.isalnum() else "_" for c in str(slot)).strip("_") or "arg"
-    return f"{slot.role}_{text}" if slot.role == "tangent" or not text[0].isalpha() else text
+    return f"{slot.role}_{text}" if slot.role in LATE_ROLES or not text[0].isalpha() else text

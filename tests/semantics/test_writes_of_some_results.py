@@ -236,3 +236,20 @@ def test_what_is_written_for_want_of_others_is_refused() -> None:
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(UnsupportedProgram, match="only where a gradient is None"):
         aotdist.compile(program, backend="fx")(x, torch.zeros(()), torch.zeros(()))
+
+
+def test_what_was_recorded_is_a_program() -> None:
+    """Its arguments have names of their own, also those for what an input holds when the backward runs."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, count: torch.Tensor) -> Results:
+        x.t_()
+        y = Counts.apply(x * w, count)
+        return y, y * x
+
+    compiled = aotdist.compile(program, backend="fx")
+    leaf = torch.ones(2, 2, requires_grad=True)
+    compiled(leaf * 1, leaf, torch.zeros(()))
+    graphs = compiled.graphs[0].values()
+    assert any("buffer" in graph.code for graph in graphs)
+    for graph in graphs:
+        compile(graph.code, "<graph>", "exec")
