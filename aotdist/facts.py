@@ -485,6 +485,8 @@ class Facts:
         functions: names of the user's autograd functions that gradients pass.
         hooked: whether the program registers hooks on its own tensors.
         passages: which gradients pass tensors that the caller holds.
+        once: whether the backward runs once for each call: it is computed of a tensor that the forward makes
+            and nobody holds, and writes it, so that another would find another value.
         choices: choices of results for which the backward was traced separately.
         adds_layouts: whether the backward adds gradients of different layouts (DTensors of other placements),
             so that the backward of some of the results is more than a part of this one.
@@ -515,6 +517,7 @@ class Facts:
     functions: tuple[str, ...] = ()
     hooked: bool = False
     passages: Passages = NO_PASSAGES
+    once: bool = False
     choices: tuple[Choice, ...] = ()
     adds_layouts: bool = False
     related: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,12 +53,12 @@ from aotdist.joint.endings import endings, spent_results
 from aotdist.joint.failures import accumulated_inside, written_without_others
 from aotdist.joint.held import held_tensors
 from aotdist.joint.inputs import Inputs, StandIn
-from aotdist.joint.late import ForwardEnd
+from aotdist.joint.late import ForwardEnd, is_read_again
 from aotdist.joint.layout_sums import LayoutSums
 from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
-from aotdist.joint.recorder import Recorder
+from aotdist.joint.recorder import Recorder, Writers
 from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.waypoints import Waypoints
@@ -66,6 +66,7 @@ from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import numbers_of_data
 from aotdist.subclasses.protocol import (
     leaves,
+    plain_tensors,
     recipe_of,
     refuse_unknown_subclass,
     same_layout,
@@ -81,6 +82,7 @@ from aotdist.torch_seam.functional import (
     data_writes,
     functional_storage_id,
     functional_value,
+    memory_of,
     metadata_written,
     storage_changes,
 )
@@ -158,6 +160,7 @@ class BackwardEffects:
         result_writes: results that it wrote.
         storages: inputs whose storage it gave another size, see `Facts.backward_storages`.
         passages: which gradients pass tensors that the caller holds.
+        once: see `Facts.once`.
         choices: choices of results for which it was traced by itself.
         adds_layouts: see `Facts.adds_layouts`.
         functions: names of the user's autograd functions in it.
@@ -172,6 +175,7 @@ class BackwardEffects:
     result_writes: tuple[ResultWrite, ...]
     storages: tuple[tuple[PrimalIdx, int, int], ...]
     passages: Passages
+    once: bool
     choices: tuple[Choice, ...]
     adds_layouts: bool
     functions: tuple[str, ...]
@@ -332,7 +336,9 @@ class Effects:
         storages = tuple(self.storages.resized_since(sizes))
         if whole.kept and self.cuts and may_run_later:
             by_themselves = backward.some()
-        if made or (writes and (forward_end is None or storages)):
+        of_nobody = self._written_of_nobody(writers, tensors)
+        once = is_read_again(of_nobody, results + written)
+        if made or once or (writes and (forward_end is None or storages)):
             by_themselves = []
         elif writes and not self._are_met_by_all(by_node, len(ends), writes, writers):
             by_themselves = backward.some()
@@ -353,6 +359,7 @@ class Effects:
             result_writes=made,
             storages=storages,
             passages=waypoints.passages(len(forward.node_outs)),
+            once=once,
             choices=choices,
             adds_layouts=sums.differ,
             functions=tuple(name for name in functions if name != NAMED),
@@ -378,12 +385,19 @@ class Effects:
             views=forward.views_of_ends(),
         )
 
+    def _written_of_nobody(self, writers: Writers, results: Sequence[torch.Tensor]) -> list[torch.fx.Node]:
+        """What the forward computed, that is in nobody's hands, and that the backward writes over."""
+        held = [plain for one in self.inputs.row() for plain in one.plains]
+        held += [plain for result in results for plain in plain_tensors(result)]
+        storages = set(map(memory_of, held))
+        return [node for node, storage in writers.of_forward.items() if storage not in storages]
+
     def _are_met_by_all(
         self,
         by_node: Mapping[Any, frozenset[NodeOutIdx]],
         num_ends: int,
         writes: Sequence[BackwardWrite],
-        writers: Set[tuple[int, int | None]],
+        writers: Writers,
     ) -> bool:
         """Whether the backward writes the same, from whichever of the results it starts.
 
@@ -395,7 +409,7 @@ class Effects:
         """
         row = self.inputs.row()
         memory = {functional_storage_id(plain) for write in writes for plain in row[write.input].plains}
-        numbers = {number for storage, number in writers if storage in memory}
+        numbers = {number for storage, number in writers.nodes if storage in memory}
         return numbers <= {sequence_nr(node) for node, behind in by_node.items() if len(behind) == num_ends}
 
     def _trace_choices(
@@ -472,6 +486,7 @@ class Effects:
             functions=backward.functions,
             hooked=forward.lifting.hooked,
             passages=backward.passages,
+            once=backward.once,
             choices=backward.choices,
             adds_layouts=backward.adds_layouts,
             arrived=backward.arrived,

@@ -5,7 +5,7 @@ With `retain_graph=True` a backward runs twice, and the second run reads what th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,24 @@ class ForwardEnd:
         for write in result_writes:
             out = node_outs[write.out]
             _read_late(recorder, out.slot.path, out.recipe, self.results[write.out])
+
+
+def is_read_again(written: Collection[Node], results: Sequence[tuple[Slot, Node | None]]) -> bool:
+    """Whether results of the backward are computed of values of the forward that it writes over.
+
+    A second backward would find the new values, which nobody keeps.
+    """
+    over, seen = set(written), set[Node]()
+    pending = [node for _, node in results if node is not None] if over else []
+    while pending:
+        node = pending.pop()
+        if node in seen or node.meta.get("phase") != "backward":
+            continue
+        seen.add(node)
+        if not over.isdisjoint(node.all_input_nodes):
+            return True
+        pending += node.all_input_nodes
+    return False
 
 
 def _read_late(recorder: Recorder, path: str, recipe: Recipe, before: Sequence[Node]) -> None:

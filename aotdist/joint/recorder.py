@@ -15,6 +15,7 @@ import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,20 @@ class _Tracer(PythonKeyTracer):
 
 class SymbolsInside(Exception):
     """A body has symbolic sizes: the program is traced again, with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """What a backward writes.
+
+    Args:
+        nodes: which memory, by its storage, and by which autograd node, by its number. Hooks run between
+            nodes: of what they write the number is None.
+        of_forward: what the forward computed and is written over, with its storage.
+    """
+
+    nodes: set[tuple[int, int | None]]
+    of_forward: dict[torch.fx.Node, int]
 
 
 class Recorder:
@@ -420,20 +435,22 @@ class Recorder:
         return len(self._tracer.graph.nodes)
 
     @contextlib.contextmanager
-    def noting_writers(self) -> Generator[set[tuple[int, int | None]]]:
-        """Which memory is written inside, by its storage, and by which autograd node, by its number.
+    def noting_writers(self) -> Generator[Writers]:
+        """Note what is written inside, and by which autograd nodes."""
+        found = Writers(set(), {})
 
-        Hooks run between nodes: of what they write the number is None.
-        """
-        found: set[tuple[int, int | None]] = set()
-        functionalisation = self._functionalisation
-        functionalisation.on_write = lambda tensor: found.add(
-            (functional_storage_id(tensor), running_node()[0])
-        )
+        def note(tensor: FunctionalTensor) -> None:
+            storage = functional_storage_id(tensor)
+            found.nodes.add((storage, running_node()[0]))
+            value = self._node_of(tensor)
+            if value is not None and value.meta.get("phase") == "forward":
+                found.of_forward[value] = storage
+
+        self._functionalisation.on_write = note
         try:
             yield found
         finally:
-            functionalisation.on_write = None
+            self._functionalisation.on_write = None
 
     @contextlib.contextmanager
     def on_trial(self) -> Generator[None]:

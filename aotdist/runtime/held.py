@@ -51,6 +51,22 @@ def sizes_by_name(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any
     return {Slot("size", size): evaluate(size, ctx.symbols) for size in expressions}
 
 
+def run_once(ctx: Any) -> None:
+    """Note that the backward runs.
+
+    Raises:
+        UnsupportedProgram: it has run before.
+    """
+    if getattr(ctx, "has_run", False):
+        raise UnsupportedProgram(
+            "a second backward is asked for, and the first wrote a tensor that the forward made and did not "
+            "return, which gradients are computed of",
+            stage="runtime",
+            fix="return that tensor too; or compute all gradients in one backward",
+        )
+    ctx.has_run = True
+
+
 def let_go(ctx: Any, plan: NodePlan) -> None:
     """Free what was saved, unless the graph is retained, or eager would have nothing to free."""
     if plan.saved.frees and not keeps_graph():

@@ -17,6 +17,7 @@ from aotdist.convention.mutation import write_plain
 from aotdist.convention.subclass import rebuild_all
 from aotdist.convention.version import count_as, version_of
 from aotdist.runtime.backward import Backward
+from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.results import Versions, detached_views, saved_beside
 from aotdist.runtime.wrappers import check_unwritten
@@ -84,6 +85,8 @@ def make_node(
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
             check_unwritten(ctx.wrappers, plan.saved.wrappers.names)
+            if plan.backward_writes.once:
+                run_once(ctx)
             run = backward.differentiably if torch.is_grad_enabled() else backward
             with class_functions_off():
                 return run(ctx, *(tangents[idx] for idx in plan.differentiable()))

@@ -98,6 +98,7 @@ class BackwardWrites:
         storages: plain inputs whose storage is resized, and to how many bytes.
         read: arguments of the backward graph, after the tangents, that are inputs or results as they are
             when it runs: for each, its position in `plains`, or behind these in `results`.
+        once: see `Facts.once`.
     """
 
     plains: tuple[PlainIdx, ...]
@@ -107,6 +108,7 @@ class BackwardWrites:
     outs: tuple[tuple[NodeOutIdx, int], ...]
     storages: tuple[tuple[PlainIdx, int], ...]
     read: Mapping[Slot, int]
+    once: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +322,7 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         outs=tuple((w.out, w.bumps) for w in facts.result_writes if w.out in outs),
         storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
+        once=facts.once,
     )
 
 

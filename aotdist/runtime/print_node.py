@@ -19,6 +19,7 @@ from aotdist.convention.version import bump, version_of
 from aotdist.program import PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_apart
+from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.print_outputs import print_changes
 from aotdist.runtime.printer import Printer, print_size, sequence
@@ -322,6 +323,8 @@ def _print_backward(
     watch: Watch,
 ) -> None:
     _print_check(printer, plan.saved.wrappers)
+    if plan.backward_writes.once:
+        printer.line(f"{printer.bind('run_once', run_once)}(ctx)")
     arrived = [names[idx] for idx in plan.differentiable()]
     differentiable, of_some = (
         f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
