@@ -30,6 +30,7 @@ class Draws:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
+        self._repeated: set[int] = set()
         self._users: set[int] = set()
         self._generators: dict[torch.device, _Generator] = {}
         self._scope = ExitStack()
@@ -68,11 +69,16 @@ class Draws:
         key = (func, generator.state(), *map(_describe, pytree.tree_leaves((args, kwargs))))
         if key in self._made:
             generator.move()
+            self._repeated.update(map(id, pytree.tree_leaves(self._made[key])))
             return self._made[key]
         generator.check()
         result = self._made[key] = record()
         generator.advance()
         return result
+
+    def are_repeated(self, value: torch.Tensor) -> bool:
+        """Whether `value` was drawn, and a repeated draw has it for its result."""
+        return id(value) in self._repeated
 
     def _refuse_unknown(self, generator: torch.Generator) -> None:
         if generator_id(generator) not in self._users:

@@ -443,7 +443,9 @@ class Recorder:
             storage = functional_storage_id(tensor)
             found.nodes.add((storage, running_node()[0]))
             value = self._node_of(tensor)
-            if value is not None and value.meta.get("phase") == "forward":
+            if value is None or self.draws.are_repeated(functional_value(tensor)):
+                return
+            if value.meta.get("phase") == "forward":
                 found.of_forward[value] = storage
 
         self._functionalisation.on_write = note
