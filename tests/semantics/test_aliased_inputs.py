@@ -773,5 +773,5 @@ def test_one_is_reshaped_under_no_grad_and_written_with_history(which: str) -> N
         return _written(y, w) * 2
 
     x = torch.randn(2, 2, requires_grad=True) * 1.5
-    with pytest.raises(UnsupportedProgram, match="written in place under `no_grad`"):
+    with pytest.raises(UnsupportedProgram, match="changed in place under `no_grad`"):
         aotdist.compile(transposed_without_grad, backend="fx")(*ONE_OF_THE_OTHER[which](x), leaf())

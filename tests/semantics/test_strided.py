@@ -62,7 +62,7 @@ MEMORIES: dict[str, Callable[[], torch.Tensor]] = {
 
 REFUSALS = (
     "and so is memory around it",
-    "written in place under `no_grad`",
+    "changed in place under `no_grad`",
     "in another size than its gradient",
     "is written after views of it are made",
 )
