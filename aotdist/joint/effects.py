@@ -32,7 +32,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
 )
 from aotdist.joint.alike import Computed
-from aotdist.joint.arrivals import find_arrivals
+from aotdist.joint.arrivals import Arrival, find_arrivals
 from aotdist.joint.backward import (
     Backward,
     Chosen,
@@ -131,8 +131,11 @@ class ForwardEffects:
         ends = sorted(self.ends(), key=lambda end: sequence_nr(end[1].grad_fn), reverse=True)
         return tuple(idx for idx, _ in ends)
 
-    def only_reshapes(self) -> bool:
-        """Whether inputs at most show their elements in another way."""
+    def can_be_followed(self) -> bool:
+        """Whether gradients of what the caller holds can be: inputs at most show their elements otherwise."""
+        return not self.is_rewritten or self._only_reshapes()
+
+    def _only_reshapes(self) -> bool:
         written = {idx for idx, fact in self.writes.enumerate() if isinstance(fact, DataWritten)}
 
         def is_harmless(act: Action) -> bool:
@@ -301,7 +304,7 @@ class Effects:
             may_run_later: see `trace`.
         """
         recorder, inputs, metadata = self.recorder, self.inputs, forward.metadata
-        ends, fits = forward.ends(), not forward.is_rewritten or forward.only_reshapes()
+        ends, fits = forward.ends(), forward.can_be_followed()
         functions = custom_functions([tensor for _, tensor in ends])
         by_node = {
             node: frozenset(ends[position][0] for position in positions)
@@ -309,14 +312,15 @@ class Effects:
         }
         freed = frozenset(behind for node, behind in by_node.items() if saves_tensors(node))
         sizes, num_changes = self.storages.sizes(), len(self.log.changes)
-        counters = [(one.writes(), one.bumps()) for one in inputs.row()]
+        counters = [one.counts() for one in inputs.row()]
         tensors = forward.outputs.tensors
         of_results = counts_of_results(tensors, inputs.row())
         forward_end = ForwardEnd.of(recorder, inputs.row(), tensors) if self.cuts and fits else None
         can_hold = self.cuts and fits and is_linear(ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes, inputs.row()) if can_hold else []
         waypoints = Waypoints(held, ends)
-        backward = self._backward_from(forward, ends, in_python)
+        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if fits else {}
+        backward = self._backward_from(forward, ends, arrivals, in_python)
         by_themselves = backward.choices() if self.cuts else []
         sums = LayoutSums()
         with waypoints.watched(recorder), sums if len(ends) > 1 else nullcontext():
@@ -366,10 +370,14 @@ class Effects:
             results=results + written,
         )
 
-    def _backward_from(self, forward: ForwardEffects, ends: Sequence[End], in_python: InBackward) -> Backward:
+    def _backward_from(
+        self,
+        forward: ForwardEffects,
+        ends: Sequence[End],
+        arrivals: Mapping[NodeOutIdx, Arrival],
+        in_python: InBackward,
+    ) -> Backward:
         """What runs autograd from the differentiable results."""
-        follows = not forward.is_rewritten or forward.only_reshapes()
-        arrivals = find_arrivals(forward.outs, forward.outputs.facts, ends) if follows else {}
         wanted = forward.metadata.gradient_ends(self.inputs.row())
         asked = self.classes.are_asked_in_backward(self._starts(forward))
         shown = functools.partial(self.classes.shown, asked=asked)
@@ -432,7 +440,7 @@ class Effects:
         for chosen in by_themselves:
             if writes and forward_end is not None:
                 forward_end.restore(inputs.row())
-            counters = [(one.writes(), one.bumps()) for one in inputs.row()]
+            counters = [one.counts() for one in inputs.row()]
             runs[chosen] = some = backward.run(chosen, retain_graph=True)
             row = inputs.row()
             some_writes, written = backward_writes(recorder, row, counters, forward.metadata, self.storages)

@@ -116,6 +116,10 @@ class StandIn:
         """How often each plain tensor of the input was written, also through what shares its memory."""
         return tuple(data_writes(plain) for plain in self.plains)
 
+    def counts(self) -> tuple[tuple[int, ...], int]:
+        """Both: `writes` and `bumps`."""
+        return self.writes(), self.bumps()
+
     def values(self) -> tuple[torch.Tensor, ...]:
         """What each plain tensor holds."""
         return tuple(map(functional_value, self.plains))

@@ -60,8 +60,8 @@ class Counting(torch.optim.Optimizer):
                     param.sub_(param.grad, alpha=group["lr"] / max(1, group["k"] - 2) ** 0.5)
 
 
-class KeepingGradients(torch.optim.Optimizer):
-    """Replaces a tensor of its state at each step, instead of writing it."""
+class OneByOne(torch.optim.Optimizer):
+    """Updates one parameter after the other, each by a method of its own."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -71,9 +71,19 @@ class KeepingGradients(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    before = self.state[param].get("before", torch.zeros_like(param))
-                    param.sub_(param.grad + 0.5 * before, alpha=group["lr"])
-                    self.state[param]["before"] = param.grad.clone()
+                    self.update(param, param.grad, group["lr"])
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        raise NotImplementedError
+
+
+class KeepingGradients(OneByOne):
+    """Replaces a tensor of its state at each step, instead of writing it."""
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        before = self.state[param].get("before", torch.zeros_like(param))
+        param.sub_(grad + 0.5 * before, alpha=lr)
+        self.state[param]["before"] = grad.clone()
 
 
 class CountingOutside(Counting):
@@ -108,33 +118,19 @@ class CountingAside(torch.optim.Optimizer):
                     param.sub_(param.grad, alpha=group["lr"] / num_steps)
 
 
-class Choosing(torch.optim.Optimizer):
+class Choosing(OneByOne):
     """Does nothing where the gradient is small: it reads that it is."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.grad.norm().item() > 1e-3:
-                    param.sub_(param.grad, alpha=group["lr"])
+    def update(self, param: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        if grad.norm().item() > 1e-3:
+            param.sub_(grad, alpha=lr)
 
 
-class Skipping(torch.optim.Optimizer):
+class Skipping(OneByOne):
     """Multiplies gradients by whether all of them are finite."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    is_finite = param.grad.isfinite().all().item()
-                    param.sub_(param.grad * is_finite, alpha=group["lr"])
+    def update(self, param: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        param.sub_(grad * grad.isfinite().all().item(), alpha=lr)
 
 
 strength = 1.0
