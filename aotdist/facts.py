@@ -380,6 +380,19 @@ class BackwardWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultWrite:
+    """A tensor that the program made, and returns, and that the backward wrote.
+
+    Args:
+        out: which of the node's.
+        bumps: by how much its version counter goes up.
+    """
+
+    out: NodeOutIdx
+    bumps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """Some of the differentiable results, whose backward was traced separately.
 
@@ -449,16 +462,42 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultWrite:
-    """A tensor that the program made, and returns, and that the backward wrote.
+class BackwardFacts:
+    """What the trace showed of the backward.
 
     Args:
-        out: which of the node's.
-        bumps: by how much its version counter goes up.
+        grads: for each input, the recipe of its gradient, or None when it gets none.
+        writes: inputs that it wrote.
+        result_writes: results of the node's own that it wrote.
+        storages: plain tensors beneath inputs, by position, whose storage has another size after it, and the
+            bytes of that.
+        functions: names of the user's autograd functions that gradients pass.
+        hooked: whether the program registers hooks on its own tensors.
+        passages: which gradients pass tensors that the caller holds.
+        once: whether it runs once for each call: it is computed of a tensor that the forward makes and nobody
+            holds, and writes it, so that another would find another value.
+        choices: choices of results for which it was traced separately.
+        adds_layouts: whether it adds gradients of different layouts (DTensors of other placements), so that
+            the backward of some of the results is more than a part of this one.
+        arrived: inputs that get gradients, in the order in which these arrive in eager.
+        freed: results in whose histories autograd frees the same saved tensors after a backward, so that
+            there is no other backward of these; each such set once.
+        heard: differentiable node outputs, in the order in which autograd calls their hooks in eager.
     """
 
-    out: NodeOutIdx
-    bumps: int
+    grads: Row[PrimalIdx, Recipe | None]
+    writes: tuple[BackwardWrite, ...] = ()
+    result_writes: tuple[ResultWrite, ...] = ()
+    storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
+    functions: tuple[str, ...] = ()
+    hooked: bool = False
+    passages: Passages = NO_PASSAGES
+    once: bool = False
+    choices: tuple[Choice, ...] = ()
+    adds_layouts: bool = False
+    arrived: tuple[PrimalIdx, ...] = ()
+    freed: frozenset[frozenset[NodeOutIdx]] = frozenset()
+    heard: tuple[NodeOutIdx, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,29 +512,14 @@ class Facts:
             several views in that order.
         node_outs: what the autograd node returns: fresh outputs, bases of views, new values of inputs.
         recipes: how each input is put together from plain tensors.
-        grads: for each input, the recipe of its gradient, or None when it gets none.
-        backward_writes: inputs that the backward wrote.
-        result_writes: results of the node's own that it wrote.
+        backward: what the backward does.
         rewinds: inputs, and how many of their counted writes are writes of metadata. Those are counted twice,
             by the region, which saves inputs as they are after all writes, and when they are repeated
             outside; so the counters are set back in between.
         switched_on: inputs that the program lets require grad.
         storages: plain tensors beneath inputs, by position, whose offset and bytes of storage matter.
-        backward_storages: those whose storage has another size after the backward, and its bytes.
-        functions: names of the user's autograd functions that gradients pass.
-        hooked: whether the program registers hooks on its own tensors.
-        passages: which gradients pass tensors that the caller holds.
-        once: whether the backward runs once for each call: it is computed of a tensor that the forward makes
-            and nobody holds, and writes it, so that another would find another value.
-        choices: choices of results for which the backward was traced separately.
-        adds_layouts: whether the backward adds gradients of different layouts (DTensors of other placements),
-            so that the backward of some of the results is more than a part of this one.
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
-        arrived: inputs that get gradients, in the order in which these arrive in eager.
-        freed: results in whose histories autograd frees the same saved tensors after a backward, so that
-            there is no other backward of these; each such set once.
-        heard: differentiable node outputs, in the order in which autograd calls their hooks in eager.
         early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes of inputs by which the program asks autograd (`is_leaf`), and the answers; of
             `grad_fn`, `grad` and `_base`, whether there is one.
@@ -508,34 +532,22 @@ class Facts:
     order: tuple[Action, ...]
     node_outs: Row[NodeOutIdx, NodeOut]
     recipes: Row[PrimalIdx, Recipe]
-    grads: Row[PrimalIdx, Recipe | None]
-    backward_writes: tuple[BackwardWrite, ...]
+    backward: BackwardFacts
     rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
     storages: tuple[tuple[PrimalIdx, int], ...] = ()
-    backward_storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
-    functions: tuple[str, ...] = ()
-    hooked: bool = False
-    passages: Passages = NO_PASSAGES
-    once: bool = False
-    choices: tuple[Choice, ...] = ()
-    adds_layouts: bool = False
     related: bool = False
-    arrived: tuple[PrimalIdx, ...] = ()
-    freed: frozenset[frozenset[NodeOutIdx]] = frozenset()
-    heard: tuple[NodeOutIdx, ...] = ()
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     answers: tuple[Answer, ...] = ()
     numbers: tuple[tuple[str, NodeOutIdx], ...] = ()
-    result_writes: tuple[ResultWrite, ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
         grown = [write.target for write in self.metadata_writes() if write.data is not None]
         forward |= {target.input for target in grown if isinstance(target, IsInput)}
-        return forward | {write.input for write in self.backward_writes}
+        return forward | {write.input for write in self.backward.writes}
 
     def reshaped(self) -> Set[PrimalIdx]:
         """Inputs whose metadata is written, or that become others."""

@@ -219,7 +219,7 @@ def _compile_training(
         halves = emitter.halves(split)
     facts, ins = traced.facts, traced.program.ins
     double_backward = plan_double_backward(
-        linked(traced.graph), facts.functions, split.saved, hooked=facts.hooked
+        linked(traced.graph), facts.backward.functions, split.saved, hooked=facts.backward.hooked
     )
     node = node_plan(traced, plans, split, halves.tangent_strides, double_backward)
     more = OnDemand(

@@ -331,7 +331,7 @@ def _facts(facts: Facts, section: Section) -> Iterator[str]:
     for idx, fact in facts.outputs.enumerate():
         if "Returned" not in repr(fact):
             yield f"output {idx}: {_short(fact)}"
-    yield from (_short(write) for write in (*facts.metadata_writes(), *facts.backward_writes))
+    yield from (_short(write) for write in (*facts.metadata_writes(), *facts.backward.writes))
 
 
 def _short(fact: Any) -> str:

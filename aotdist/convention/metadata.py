@@ -90,7 +90,7 @@ def takes_any_size(example: torch.Tensor, size: Sequence[Any]) -> bool:
 
 def _sized(program: Program[PrimalIdx], facts: Facts) -> Iterator[tuple[PrimalIdx, tuple[int, ...]]]:
     for idx in sorted(facts.reshaped()):
-        grad, known = facts.grads[idx], facts.recipes[idx]
+        grad, known = facts.backward.grads[idx], facts.recipes[idx]
         if not (isinstance(grad, Plain) and isinstance(known, Plain)):
             continue
         if grad.size != known.size and takes_any_size(program.examples[idx], grad.size):

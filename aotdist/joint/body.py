@@ -150,7 +150,7 @@ class Body:
         """The gradients, by the id of the tensor that each is of."""
         named, program = self.joint.named_results(), self.traced.program
         found: dict[int, tuple[Recipe, list[Node]]] = {}
-        for idx, recipe in self.traced.facts.grads.enumerate():
+        for idx, recipe in self.traced.facts.backward.grads.enumerate():
             if recipe is not None:
                 slots = [Slot("grad", program.ins[idx].path, inner) for inner, _ in leaves(recipe)]
                 nodes = [node for slot in slots if (node := named[slot]) is not None]

@@ -18,6 +18,7 @@ from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
+    BackwardFacts,
     BackwardWrite,
     Choice,
     DataWritten,
@@ -26,8 +27,6 @@ from aotdist.facts import (
     IsInput,
     MetadataWrite,
     NodeOut,
-    Passages,
-    ResultWrite,
     Untouched,
     ViewOfIntermediate,
 )
@@ -127,7 +126,7 @@ class ForwardEffects:
         return [out for out, fact in pairs if isinstance(fact, ViewOfIntermediate) and out.requires_grad]
 
     def heard(self) -> tuple[NodeOutIdx, ...]:
-        """See `Facts.heard`: autograd takes the node that was made last first."""
+        """See `BackwardFacts.heard`: autograd takes the node that was made last first."""
         ends = sorted(self.ends(), key=lambda end: sequence_nr(end[1].grad_fn), reverse=True)
         return tuple(idx for idx, _ in ends)
 
@@ -157,31 +156,13 @@ class BackwardEffects:
     Args:
         runs: runs the backward, again if need be.
         grads: the gradients that inputs get.
-        arrived: the inputs that get gradients, in the order in which these arrived.
-        freed: see `Facts.freed`.
-        writes: inputs that it wrote.
-        result_writes: results that it wrote.
-        storages: inputs whose storage it gave another size, see `Facts.backward_storages`.
-        passages: which gradients pass tensors that the caller holds.
-        once: see `Facts.once`.
-        choices: choices of results for which it was traced by itself.
-        adds_layouts: see `Facts.adds_layouts`.
-        functions: names of the user's autograd functions in it.
+        facts: what the later stages know of it.
         results: gradients, and what was written.
     """
 
     runs: Backward
     grads: Mapping[PrimalIdx, torch.Tensor]
-    arrived: tuple[PrimalIdx, ...]
-    freed: frozenset[frozenset[NodeOutIdx]]
-    writes: tuple[BackwardWrite, ...]
-    result_writes: tuple[ResultWrite, ...]
-    storages: tuple[tuple[PrimalIdx, int, int], ...]
-    passages: Passages
-    once: bool
-    choices: tuple[Choice, ...]
-    adds_layouts: bool
-    functions: tuple[str, ...]
+    facts: BackwardFacts
     results: list[Result]
 
 
@@ -354,21 +335,22 @@ class Effects:
             forward_end.read_late(recorder, inputs.row(), writes, forward.node_outs, made)
         _refuse_changes_in_backward(inputs, self.log.changes[num_changes:])
         self.swaps.refuse_with(writes or made or storages)
-        return BackwardEffects(
-            runs=backward,
-            grads=grads,
-            arrived=tuple(dict.fromkeys(arrived)),
-            freed=freed,
+        facts = BackwardFacts(
+            grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in inputs.row().indices()),
             writes=writes,
             result_writes=made,
             storages=storages,
+            functions=tuple(name for name in functions if name != NAMED),
+            hooked=forward.lifting.hooked,
             passages=waypoints.passages(len(forward.node_outs)),
             once=once,
             choices=choices,
             adds_layouts=sums.differ,
-            functions=tuple(name for name in functions if name != NAMED),
-            results=results + written,
+            arrived=tuple(dict.fromkeys(arrived)),
+            freed=freed,
+            heard=forward.heard(),
         )
+        return BackwardEffects(backward, grads, facts, results + written)
 
     def _backward_from(
         self,
@@ -477,7 +459,7 @@ class Effects:
 
     def facts(self, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
         """All that the later stages know."""
-        row, outputs, metadata, grads = self.inputs.row(), forward.outputs, forward.metadata, backward.grads
+        row, outputs, metadata = self.inputs.row(), forward.outputs, forward.metadata
         met_by_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
         return Facts(
             inputs=Row([*forward.writes, *met_by_backward]),
@@ -485,26 +467,14 @@ class Effects:
             order=outputs.order,
             node_outs=forward.node_outs,
             recipes=row.map(lambda one: one.recipe),
-            grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in row.indices()),
-            backward_writes=backward.writes,
+            backward=backward.facts,
             rewinds=forward.rewinds,
             switched_on=metadata.switched_on,
             storages=tuple(sorted({*metadata.moved(row), *self.storages.looked_at()})),
-            backward_storages=backward.storages,
-            functions=backward.functions,
-            hooked=forward.lifting.hooked,
-            passages=backward.passages,
-            once=backward.once,
-            choices=backward.choices,
-            adds_layouts=backward.adds_layouts,
-            arrived=backward.arrived,
-            freed=backward.freed,
-            heard=forward.heard(),
             early=outputs.early,
             asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
             answers=tuple(self.recorder.answers.given),
             numbers=forward.numbers,
-            result_writes=backward.result_writes,
         )
 
 

@@ -1,7 +1,7 @@
 """Backwards of a traced program that are traced on demand, after the program was compiled.
 
-A program is compiled for gradients of the kinds of its results: a wrapper for a wrapper, a plain tensor for a
-plain one. The code that computes the loss may send others; then operators meet other tensors, and the inputs'
+A program is compiled for gradients of the kinds of its results: a wrapper that is laid out alike for a wrapper, a
+plain tensor for a plain one. The code that computes the loss may send others; then operators meet other tensors, and the inputs'
 gradients are of other kinds. And gradients may have to be differentiated in turn.
 
 So autograd's graph of the trace, which holds no data, is kept, and backwards run through it again.
@@ -18,7 +18,7 @@ import torch
 
 from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, InternalError, UnsupportedProgram
-from aotdist.facts import Facts, Fresh, NodeOut, OutputFact, Untouched
+from aotdist.facts import BackwardFacts, Facts, Fresh, NodeOut, OutputFact, Untouched
 from aotdist.joint.alike import Computed
 from aotdist.joint.backward import (
     Backward,
@@ -148,6 +148,13 @@ class LaterBackwards:
         """
         of_outs = [out.recipe for out in self._node_outs if out.differentiable]
         return any(isinstance(recipe, Wrapper) for recipe in of_outs) or mixes_with_plain(self._recipes)
+
+    def meets_other_layouts(self) -> bool:
+        """Whether wrappers that are laid out otherwise than the results have another backward, too.
+
+        Not with symbolic sizes: those of what lies inside are not known then.
+        """
+        return self.meets_other_kinds() and self._recorder.shape_env is None
 
     def of_kinds(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> OtherJoint:
         """The program with the backward for such gradients.
@@ -344,10 +351,11 @@ def _facts_of(
         order=tuple(OutIdx(idx) for idx in node_outs.indices()),
         node_outs=node_outs,
         recipes=recipes,
-        grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in recipes.indices()),
-        backward_writes=(),
-        functions=tuple(functions),
-        freed=frozenset({frozenset(node_outs.indices())}),
+        backward=BackwardFacts(
+            grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in recipes.indices()),
+            functions=tuple(functions),
+            freed=frozenset({frozenset(node_outs.indices())}),
+        ),
     )
 
 

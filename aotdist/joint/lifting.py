@@ -72,7 +72,7 @@ class Lifting(TorchFunctionMode):
         ran_backward: whether the program asked autograd for gradients itself.
         retained: inputs that it told to retain their gradients.
         asked: see `Facts.asked`.
-        hooked: see `Facts.hooked`.
+        hooked: see `BackwardFacts.hooked`.
     """
 
     def __init__(

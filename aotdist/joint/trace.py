@@ -151,7 +151,7 @@ def trace(
     row = inputs.row()
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     later = None
-    if cuts and may_run_later and not (backward.writes or backward.result_writes):
+    if cuts and may_run_later and not (backward.facts.writes or backward.facts.result_writes):
         recorder.strided.forget_inputs()
         classes.forget_inputs()
         later = LaterBackwards(

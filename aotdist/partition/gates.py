@@ -105,7 +105,7 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
     A piece is sent by the gate at which all that it depends on has arrived, and never before one that eager
     adds earlier. There are no gates if the backward draws random numbers: its parts cannot run separately.
     """
-    passages = facts.passages
+    passages = facts.backward.passages
     levels = _levels(cut, facts) if passages.waypoints else {}
     if any(is_random(node) and is_late(node) for node in cut.gm.graph.nodes):
         return ()
@@ -130,7 +130,7 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
 
 def _levels(cut: Graph, facts: Facts) -> Mapping[Node, int | None]:
     """The level at which all that a backward node depends on has arrived; None where nothing arrives."""
-    passages = facts.passages
+    passages = facts.backward.passages
     arrives = {waypoint.path: waypoint.value for waypoint in passages.waypoints}
     goes_in = {out.slot.path: idx for idx, out in facts.node_outs.enumerate()}
     levels: dict[Node, int | None] = {}

@@ -196,7 +196,7 @@ def _versions(compilation: Compilation) -> Versions:
 def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
     if not region.gates:
         return None
-    passages = compilation.traced.facts.passages
+    passages = compilation.traced.facts.backward.passages
     steps = schedule(compilation.plans, region.gates, passages)
     shielded = tuple(region.node.with_siblings())
     return Gates(
@@ -226,7 +226,7 @@ def _turns(compilation: Compilation) -> list[PrimalIdx]:
         return []
     grads, facts = compilation.region.node.grads, compilation.traced.facts
     written = facts.written()
-    found = [idx for idx in facts.arrived if grads[idx] is not None and idx not in written]
+    found = [idx for idx in facts.backward.arrived if grads[idx] is not None and idx not in written]
     return found if len(found) > 1 or len(compilation.region.node.differentiable()) > 1 else []
 
 

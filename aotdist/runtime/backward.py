@@ -126,12 +126,13 @@ class Backward:
         there, caught = self._there(tangents), caught_on_the_way(ctx)
         if not there and not caught:
             return (None,) * len(self.plan.grads), []
-        if self.other_kinds is not None and not plan.takes(there):
+        chosen, in_parts = None, bool(caught) or is_watched(ctx)
+        fits = plan.converts(there) if in_parts else plan.takes(there)
+        if self.other_kinds is not None and not fits:
             if caught:
                 raise refusal(there.values(), CAUGHT)
             return self.other_kinds(ctx, there)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
-        chosen, in_parts = None, bool(caught) or is_watched(ctx)
         if missing and plan.adds_layouts and self.other_kinds is not None and not in_parts:
             return self.other_kinds(ctx, there)
         if in_parts:
@@ -207,7 +208,7 @@ class Backward:
         """Whether there are gradients in `arrived`, and a graph (not autograd) computes with them."""
         plan, there = self._plan(ctx), {idx: grad for idx, grad in arrived.items() if grad is not None}
         is_graph = plan.obstacle is None or not torch.is_grad_enabled()
-        return bool(there) and is_graph and plan.takes(there)
+        return bool(there) and is_graph and plan.converts(there)
 
     def _part(
         self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, caught: Mapping[int, torch.Tensor]
@@ -244,7 +245,7 @@ class Backward:
         caught = caught_on_the_way(ctx)
         if not arrived and not caught:
             return (None,) * len(self.plan.grads), []
-        is_needed = plan.obstacle is not None or not plan.takes(arrived)
+        is_needed = plan.obstacle is not None or not plan.converts(arrived)
         is_apart = bool(caught) or is_watched(ctx) or bool(self.plan.sizes)
         if self.double_backward is not None and (is_needed or not is_apart):
             if caught:

@@ -109,7 +109,7 @@ class DoubleBackwardCompiler:
             facts,
             inputs=Row([*facts.inputs, *(Untouched() for _ in values)]),
             recipes=Row([*facts.recipes, *kinds]),
-            grads=Row([*facts.grads, *(None for _ in values)]),
+            backward=replace(facts.backward, grads=Row([*facts.backward.grads, *(None for _ in values)])),
             related=True,
         )
         ins = Row[PrimalIdx, Slot]([*traced.ins, *more])

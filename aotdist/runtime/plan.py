@@ -58,7 +58,7 @@ class Saved:
         sources: where each saved argument of the graph comes from.
         slots: the names of these arguments.
         wrappers: the wrappers that saved values lie in.
-        freed: see `Facts.freed`.
+        freed: see `BackwardFacts.freed`.
         frees: whether there is only one backward of some results; if not, nothing is saved.
     """
 
@@ -98,7 +98,7 @@ class BackwardWrites:
         storages: plain inputs whose storage is resized, and to how many bytes.
         read: arguments of the backward graph, after the tangents, that are inputs or results as they are
             when it runs: for each, its position in `plains`, or behind these in `results`.
-        once: see `Facts.once`.
+        once: see `BackwardFacts.once`.
     """
 
     plains: tuple[PlainIdx, ...]
@@ -161,7 +161,7 @@ class NodePlan:
         adds_layouts: whether the backward of other outputs may be more than a part of the whole, see `Facts`.
         backward_writes: what the backward writes.
         on_the_way: which gradients pass tensors that the caller holds.
-        heard: see `Facts.heard`.
+        heard: see `BackwardFacts.heard`.
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
     """
@@ -193,16 +193,22 @@ class NodePlan:
     def by_kind(
         self, arrived: Grads, caught: Mapping[int, torch.Tensor], *, in_parts: bool
     ) -> Iterator[tuple[Tangent, torch.Tensor]]:
-        """Gradients of results, and of views that were caught, each with the recipe assumed for it."""
+        """Gradients of results, and of views that were caught, each with what converts it."""
         for idx, grad in arrived.items():
             if grad is not None:
-                yield self.expected(idx, in_parts=in_parts), grad
+                yield self.expected(idx, in_parts=in_parts).converting(), grad
         for position, grad in caught.items():
             yield self.on_the_way.met[position], grad
 
     def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
-        """Whether these gradients are of the kinds that are expected."""
+        """Whether the backward is for gradients of these kinds."""
         return all(self.expected(idx, in_parts=False).takes(grad) for idx, grad in arrived.items())
+
+    def converts(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
+        """Whether the backward is for such gradients, or they can be converted."""
+        return all(
+            self.expected(idx, in_parts=False).converting().takes(grad) for idx, grad in arrived.items()
+        )
 
     def piece_slots(self, gate: Gate) -> tuple[Slot, ...]:
         """Names of what a gate sends back."""
@@ -249,11 +255,12 @@ def node_plan(
         tangent_strides: strides of tangents that the backward graph was compiled for.
         double_backward: what is needed to differentiate the backward graph.
     """
-    facts = traced.facts
+    facts, backward = traced.facts, traced.facts.backward
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
     kept, obstacle = _kept_for_double_backward(traced, double_backward)
-    plain = is_plain(facts)
-    totals = _totals(facts.passages, any_strides=not tangent_strides, plain=plain)
+    plain, later = is_plain(facts), traced.later_backwards
+    as_they_are = later is not None and later.meets_other_layouts()
+    totals = _totals(backward.passages, any_strides=not tangent_strides, plain=plain)
     return NodePlan(
         unwrap=plans.unwrap,
         writes=plans.plain_writes,
@@ -263,17 +270,21 @@ def node_plan(
         saved=_saved(traced, plans, split, outs),
         kept=_kept_inputs(traced, split, kept),
         obstacle=obstacle,
-        tangents=tuple(_tangent(out, tangent_strides, plain=plain) for out in outs if out.differentiable),
-        grads=facts.grads,
-        choices={choice.outs: _choice(choice, facts) for choice in facts.choices},
-        adds_layouts=facts.adds_layouts,
+        tangents=tuple(
+            _tangent(out, tangent_strides, plain=plain, as_it_is=as_they_are)
+            for out in outs
+            if out.differentiable
+        ),
+        grads=backward.grads,
+        choices={choice.outs: _choice(choice, facts) for choice in backward.choices},
+        adds_layouts=backward.adds_layouts,
         backward_writes=_backward_writes(facts, traced.program.ins, split),
         on_the_way=OnTheWay(
-            passages=facts.passages,
+            passages=backward.passages,
             totals={w.value: total for w, total in totals.values() if w.value is not None},
             met={k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
         ),
-        heard=facts.heard,
+        heard=backward.heard,
         views=result_views(split.forward),
         rng=plans.rng,
     )
@@ -292,25 +303,26 @@ def _saved(traced: Traced, plans: Plans, split: Split, outs: Row[NodeOutIdx, Nod
         for slot in split.saved
     )
     wrappers = SavedWrappers.of(facts, plans, split, traced.program.ins, outs)
-    return Saved(sources, split.saved, wrappers, facts.freed, frees=bool(facts.freed or sources))
+    freed = facts.backward.freed
+    return Saved(sources, split.saved, wrappers, freed, frees=bool(freed or sources))
 
 
 def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> BackwardWrites:
-    plains = plain_positions(facts.recipes)
+    backward, plains = facts.backward, plain_positions(facts.recipes)
     written = [
         (write, plain, Slot("buffer", ins[write.input].path, inner))
-        for write in facts.backward_writes
+        for write in backward.writes
         for plain, (inner, _) in zip(plains[write.input], leaves(facts.recipes[write.input]), strict=True)
     ]
     position = {slot: at for at, slot in enumerate(split.forward.outs)}
     results = [
         (write, position[Slot(out.slot.role, out.slot.path, inner)], Slot("buffer", out.slot.path, inner))
-        for write, out in ((write, facts.node_outs[write.out]) for write in facts.result_writes)
+        for write, out in ((write, facts.node_outs[write.out]) for write in backward.result_writes)
         for inner, _ in leaves(out.recipe)
     ]
     names = [slot for _, _, slot in (*written, *results)]
-    wrapped = {w.input for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)}
-    outs = {w.out for w in facts.result_writes if isinstance(facts.node_outs[w.out].recipe, Wrapper)}
+    wrapped = {w.input for w in backward.writes if isinstance(facts.recipes[w.input], Wrapper)}
+    outs = {w.out for w in backward.result_writes if isinstance(facts.node_outs[w.out].recipe, Wrapper)}
     return BackwardWrites(
         plains=tuple(plain for _, plain, _ in written),
         results=tuple(at for _, at, _ in results),
@@ -318,20 +330,21 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
             *(0 if write.input in wrapped else write.bumps for write, _, _ in written),
             *(0 if write.out in outs else write.bumps for write, _, _ in results),
         ),
-        wrappers=tuple((w.input, w.bumps) for w in facts.backward_writes if w.input in wrapped),
-        outs=tuple((w.out, w.bumps) for w in facts.result_writes if w.out in outs),
-        storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in facts.backward_storages),
+        wrappers=tuple((w.input, w.bumps) for w in backward.writes if w.input in wrapped),
+        outs=tuple((w.out, w.bumps) for w in backward.result_writes if w.out in outs),
+        storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in backward.storages),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
-        once=facts.once,
+        once=backward.once,
     )
 
 
 def _choice(choice: Choice, facts: Facts) -> ChoicePlan:
     counts = {write.input: write.bumps for write in choice.writes}
-    wrapped = [w.input for w in facts.backward_writes if isinstance(facts.recipes[w.input], Wrapper)]
-    plains = [write.input for write in facts.backward_writes for _ in leaves(facts.recipes[write.input])]
+    written = [write.input for write in facts.backward.writes]
+    wrapped = [idx for idx in written if isinstance(facts.recipes[idx], Wrapper)]
+    plains = [idx for idx in written for _ in leaves(facts.recipes[idx])]
     return ChoicePlan(
-        grads=Row(map(choice.grads.get, facts.grads.indices())),
+        grads=Row(map(choice.grads.get, facts.backward.grads.indices())),
         writes=tuple(
             (k, 0 if idx in wrapped else counts[idx]) for k, idx in enumerate(plains) if idx in counts
         ),
@@ -373,7 +386,7 @@ def _kept_for_double_backward(
     kept = {slot.path for slot in double_backward.primals} if obstacle is None else set[str]()
     ins, facts = traced.program.ins, traced.facts
     if later is not None and not facts.reshaped():
-        kept |= {slot.path for slot, grad in zip(ins, facts.grads, strict=True) if grad is not None}
+        kept |= {slot.path for slot, grad in zip(ins, facts.backward.grads, strict=True) if grad is not None}
     return tuple(idx for idx, slot in ins.enumerate() if slot.path in kept), obstacle
 
 
@@ -381,7 +394,7 @@ def _obstacle(traced: Traced, double_backward: DoubleBackwardPlan) -> str | None
     facts, ins = traced.facts, traced.program.ins
     if facts.related:
         return "it is the gradient of a gradient itself"
-    for slot, recipe, grad in zip(ins, facts.recipes, facts.grads, strict=True):
+    for slot, recipe, grad in zip(ins, facts.recipes, facts.backward.grads, strict=True):
         if grad is not None and isinstance(recipe, Wrapper) != isinstance(grad, Wrapper):
             # Beneath the wrapper a plain input has one gradient; the program gives it one for each part.
             return f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
@@ -399,7 +412,7 @@ def _kept_inputs(traced: Traced, split: Split, kept: tuple[PrimalIdx, ...]) -> K
     return KeptInputs(kept, tuple(itertools.chain(*slots)), tuple(unsaved))
 
 
-def _tangent(out: NodeOut, strides: Mapping[Slot, Strides], *, plain: bool) -> Tangent:
+def _tangent(out: NodeOut, strides: Mapping[Slot, Strides], *, plain: bool, as_it_is: bool) -> Tangent:
     recipe = tangent_recipe(out.recipe)
     slots = [Slot("tangent", out.slot.path, inner) for inner, _ in leaves(recipe)]
-    return Tangent(out.slot.path, recipe, tuple(strides.get(slot) for slot in slots), plain)
+    return Tangent(out.slot.path, recipe, tuple(map(strides.get, slots)), plain, as_it_is=as_it_is)

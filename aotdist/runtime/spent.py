@@ -23,7 +23,7 @@ class Shares:
     """What the backwards of several results share.
 
     Args:
-        freed: see `Facts.freed`.
+        freed: see `BackwardFacts.freed`.
         saved: for each result, positions of the saved values that its backward computes with.
     """
 
@@ -41,7 +41,7 @@ class Shares:
         """What they share in a graph.
 
         Args:
-            freed: see `Facts.freed`.
+            freed: see `BackwardFacts.freed`.
             backward: the graph; its first arguments are the saved values.
             tangents: names of the gradients of each result.
             num_saved: how many values are saved.

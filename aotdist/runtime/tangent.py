@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Tangent:
         strides: strides of each plain tensor, which a compiler may have chosen; None where any will do.
         any_kind: whether a wrapper may come for a plain tensor: the graph's operators are run on it.
         role: what it is to the graph.
+        as_it_is: whether a wrapper that is laid out otherwise (a DTensor of other placements) is another
+            kind, and not converted: there are backwards for those, too.
     """
 
     path: str
@@ -46,6 +48,11 @@ class Tangent:
     strides: tuple[tuple[int, ...] | None, ...]
     any_kind: bool = False
     role: Role = "tangent"
+    as_it_is: bool = False
+
+    def converting(self) -> Tangent:
+        """The same, but what can be converted is."""
+        return replace(self, as_it_is=False)
 
     def slots(self) -> list[Slot]:
         """The names of its plain tensors among the backward graph's arguments."""
@@ -75,7 +82,7 @@ class Tangent:
         return [converted] if isinstance(self.recipe, Plain) else apart(converted)
 
     def takes(self, tangent: torch.Tensor) -> bool:
-        """Whether `tangent` is of the kind that is expected, or can be converted."""
+        """Whether `tangent` is of the kind that is expected, or converted to it."""
         try:
             self.converted(tangent)
         except OtherKind:
@@ -97,9 +104,12 @@ class Tangent:
         if is_laid_out_as(recipe, self.recipe):
             return tangent
         if isinstance(self.recipe, Wrapper):
-            converted = wrapper_rule(self.recipe.cls).convert(tangent, self.recipe)
+            rule = wrapper_rule(self.recipe.cls)
+            converted = rule.convert(tangent, self.recipe)
             if converted is not None and is_laid_out_as(recipe_of(converted), self.recipe):
-                return converted
+                assert isinstance(recipe, Wrapper), "a rule converts wrappers of its own class"
+                if not self.as_it_is or rule.same_layout(recipe, self.recipe):
+                    return converted
         raise OtherKind(
             f"the gradient of `{self.path}` is a {type(tangent).__name__}, "
             f"and was expected as {_describe(self.recipe)}",
@@ -111,7 +121,7 @@ class Tangent:
 def tangent_like(path: str, recipe: Recipe, *, loose: bool) -> Tangent:
     """The tangent of a backward that was recorded for gradients like `recipe`; of any strides, if `loose`."""
     strides = tuple(None if loose else plain.stride for _, plain in leaves(recipe))
-    return Tangent(path, recipe, strides)
+    return Tangent(path, recipe, strides, as_it_is=True)
 
 
 def is_laid_out_as(a: Recipe, b: Recipe) -> bool:

@@ -22,7 +22,7 @@ from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
 from aotdist.store.ranks import Variant
 
-FORMAT = 9
+FORMAT = 10
 """Goes up with every change of what is written; an artifact of another format is built again."""
 
 Kind: TypeAlias = Literal["compiled", "exported"]

@@ -55,7 +55,7 @@ RECORD = "variants/0.json"
         (lambda c: c | {"more.json": b""}, "does not know the member more.json"),
         (lambda c: c | {"manifest.json": b"{"}, "cannot be read"),
         (with_manifest(world_size=2), "some of its ranks have no record"),
-        (with_manifest(format=1), "has format 1, and this aotdist reads format 9"),
+        (with_manifest(format=1), "has format 1, and this aotdist reads format 10"),
         (with_manifest(target="sm_90"), "built for sm_90, and here is no GPU"),
         (with_manifest(versions={"torch": "2.0.0"}), "built with torch 2.0.0, and here is 2"),
         (with_manifest(versions={"aotdist": "9.9"}), "built with aotdist 9.9, and here is"),

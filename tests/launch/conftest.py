@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.launch.harness import Job, Runs
-from tests.launch.jobs_on_ranks import table
+from tests.launch.jobs_on_ranks import batches
 from tests.ranks.harness import world2 as world2
 
 
@@ -32,7 +32,7 @@ def job(text: Path, tmp_path: Path) -> Job:
 @pytest.fixture(scope="session")
 def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The jobs on several ranks."""
-    return Runs(text, tmp_path_factory.mktemp("runs"), table())
+    return Runs(text, tmp_path_factory.mktemp("runs"), batches())
 
 
 @pytest.fixture(autouse=True)

@@ -81,21 +81,27 @@ class GoesOn:
     options: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Jobs by name that one torchrun does."""
+
+    num_ranks: int
+    jobs: Mapping[str, Sequence[str] | GoesOn]
+
+
 class Runs:
-    """Many small jobs; all with the same number of ranks run in one torchrun, when the first is asked for.
+    """Many small jobs; each batch of them runs when its first is asked for, after those that come before it.
 
     Args:
         text: what they train on.
         folder: where they write.
-        table: jobs by name, for each number of ranks; numbers that come before in it run before.
+        batches: the jobs.
     """
 
-    def __init__(
-        self, text: Path, folder: Path, table: Mapping[int, Mapping[str, Sequence[str] | GoesOn]]
-    ) -> None:
+    def __init__(self, text: Path, folder: Path, batches: Sequence[Batch]) -> None:
         self.job = Job(text, folder)
-        self._table = table
-        self._printed: dict[int, str] = {}
+        self._batches = batches
+        self._printed: list[str] = []
 
     def __getitem__(self, name: str) -> list[Record]:
         """What a job recorded.
@@ -103,20 +109,19 @@ class Runs:
         Raises:
             AssertionError: it failed; the message is all that its ranks printed.
         """
-        (num_ranks,) = (ranks for ranks, jobs in self._table.items() if name in jobs)
-        for ranks in list(self._table)[: list(self._table).index(num_ranks) + 1]:
-            if ranks not in self._printed:
-                self._printed[ranks] = self._run(ranks)
+        (at,) = (at for at, batch in enumerate(self._batches) if name in batch.jobs)
+        while len(self._printed) <= at:
+            self._printed.append(self._run(len(self._printed)))
         code = self.job.folder / f"{name}.code"
-        assert code.exists() and code.read_text() == "0", f"{name} failed\n{self._printed[num_ranks]}"
+        assert code.exists() and code.read_text() == "0", f"{name} failed\n{self._printed[at]}"
         return self.job.records(name)
 
-    def _run(self, num_ranks: int) -> str:
-        jobs = [self._described(name, job) for name, job in self._table[num_ranks].items()]
-        table = self.job.folder / f"jobs-{num_ranks}.json"
-        table.write_text(json.dumps(jobs))
+    def _run(self, at: int) -> str:
+        batch = self._batches[at]
+        table = self.job.folder / f"jobs-{at}.json"
+        table.write_text(json.dumps([self._described(name, job) for name, job in batch.jobs.items()]))
         script = str(REPOSITORY / "tests" / "launch" / "run_jobs.py")
-        finished = run_torchrun(script, str(table), num_ranks=num_ranks, timeout_s=250)
+        finished = run_torchrun(script, str(table), num_ranks=batch.num_ranks, timeout_s=250)
         return finished.stdout + finished.stderr
 
     def _described(self, name: str, job: Sequence[str] | GoesOn) -> dict[str, object]:

@@ -1,6 +1,11 @@
-"""What runs on several ranks: each number of ranks is one torchrun, which all tests of it share."""
+"""What runs on several ranks, in batches: each is one torchrun, which all tests of its jobs share."""
 
-from tests.launch.harness import GoesOn
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.launch.harness import Batch, GoesOn
 
 LEARN = ["--optim.steps=30", "--optim.lr=1e-2"]
 
@@ -43,10 +48,23 @@ RESHARDED = {
 """Whose checkpoint goes on, on how many ranks, and how they share the work."""
 
 
-def table():
-    """Every job, by its number of ranks: each mesh and variant runs in eager and with `fx`.
+IN_THE_SWEEP = {
+    *("no-reshard", "hsdp", "replicate+tp", "untied", "tp-bf16", "float8-tp", "sparse24", "accumulate-sync"),
+    *("learns-again", "saved-float8", "saved-fsdp+tp", "2-to-fsdp+tp", "4-to-1"),
+}
+"""Jobs that only tests of the sweep ask for."""
 
-    The order of the numbers is that in which they run, because some go on with what others have saved.
+
+def each(names: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: names of jobs, or tuples that begin with one."""
+    rows = (name if isinstance(name, tuple) else (name,) for name in names)
+    return [pytest.param(*row, marks=pytest.mark.sweep if row[0] in IN_THE_SWEEP else ()) for row in rows]
+
+
+def batches():
+    """Every job: each mesh and variant runs in eager and with `fx`.
+
+    They run in this order, because some go on with what others have saved.
     """
     jobs = {ranks: {} for ranks in (2, 4, 1)}
     jobs[1] = {"alone": ["--data.batch-size=8"]}
@@ -62,4 +80,12 @@ def table():
         jobs[ranks][f"{name}-resumed"] = GoesOn(name, 3)
     for name, (saved, ranks, options) in RESHARDED.items():
         jobs[ranks][name] = GoesOn(saved, 3, options)
-    return jobs
+    of_sweep = {
+        ranks: {name for name in some if name.removesuffix("-fx").removesuffix("-resumed") in IN_THE_SWEEP}
+        for ranks, some in jobs.items()
+    }
+    return [
+        Batch(ranks, {name: job for name, job in some.items() if (name in of_sweep[ranks]) is is_of_sweep})
+        for is_of_sweep in (False, True)
+        for ranks, some in jobs.items()
+    ]

@@ -4,21 +4,21 @@ import pytest
 
 from aotdist.launch.metrics import EndRecord
 from tests.launch.harness import REPOSITORY, exactly, held_out_losses, losses, run_torchrun
-from tests.launch.jobs_on_ranks import MESHES, RESHARDED, SAVE, SAVED
+from tests.launch.jobs_on_ranks import MESHES, RESHARDED, SAVE, SAVED, each
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
 
 KILLED = str(REPOSITORY / "tests" / "launch" / "killed_rank.py")
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", each(SAVED))
 def test_the_same_ranks_repeat_every_loss_bit_for_bit(runs, name):
     whole, resumed = runs[name], runs[f"{name}-resumed"]
     assert exactly(losses(resumed)) == exactly(losses(whole))
     assert exactly(held_out_losses(resumed)) == exactly(held_out_losses(whole))
 
 
-@pytest.mark.parametrize("name", RESHARDED)
+@pytest.mark.parametrize("name", each(RESHARDED))
 def test_other_ranks_go_on_with_the_same_model_and_moments(runs, name):
     whole, resumed = runs[RESHARDED[name][0]], runs[name]
     assert exactly(losses(resumed)[:3]) == exactly(losses(whole)[:3])  # recorded before

@@ -75,16 +75,7 @@ def traced_later() -> Generator[list[Any]]:
 
 
 def arriving_case(program: str, source: str) -> None:
-    """They are converted: no other backward is traced, and the leaf's gradient is that of eager as a whole.
-
-    Where eager adds up summands at the end, they are added up at the start here, so its last bits differ.
-    """
-    with traced_later() as later:
-        _each_arrives(program, source)
-    assert not later
-
-
-def _each_arrives(program: str, source: str) -> None:
+    """The leaf's gradient is eager's, bit for bit, placements and strides included."""
     mesh, fn = grid(), PROGRAMS[program]
     compiled = aotdist.compile(fn, backend="fx")
     for size in ("even", "uneven"):
@@ -97,9 +88,15 @@ def _each_arrives(program: str, source: str) -> None:
                     if out.dim() < 2 and (transposed or placement == S1):
                         break
                     out.backward(gradient(mesh, tuple(out.shape), placement, transposed=transposed))
-                    found.append(x.grad.full_tensor())
+                    found.append(x.grad)
                 if found:
-                    torch.testing.assert_close(*found)
+                    _assert_same(*found)
+
+
+def _assert_same(eager: Any, compiled: Any) -> None:
+    assert eager.placements == compiled.placements
+    assert eager.stride() == compiled.stride()
+    assert torch.equal(eager.to_local(), compiled.to_local())
 
 
 @pytest.mark.parametrize("source", ["R", "S0"])
@@ -111,7 +108,7 @@ def test_any_placement(world2: World, program: str, source: str) -> None:
 def exact_case() -> None:
     """What arrives as assumed: bit for bit, placements and strides included."""
     mesh = grid()
-    for name, fn in PROGRAMS.items():
+    for fn in PROGRAMS.values():
         for placement in (R, S0, S1):
             found = []
             for call in (fn, aotdist.compile(fn, backend="fx")):
@@ -121,13 +118,58 @@ def exact_case() -> None:
                 gradient = spread(mesh, tuple(out.shape), *settled, seed=7)
                 out.backward(gradient)
                 found.append(x.grad)
-            eager, compiled = found
-            assert eager.placements == compiled.placements and eager.stride() == compiled.stride(), name
-            assert torch.equal(eager.to_local(), compiled.to_local()), name
+            _assert_same(*found)
 
 
 def test_what_was_assumed(world2: World) -> None:
     world2.run(exact_case)
+
+
+def converted_case(way: str) -> None:
+    """Where no other backward can be traced, gradients are redistributed: those of leaves are equal as a whole."""
+
+    def program(x: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out = x * scale
+        if way == "the backward writes":
+            out.register_hook(count)
+        return out, out * 2
+
+    def count(_: torch.Tensor) -> None:
+        calls.add_(1)
+
+    mesh, found, calls = grid(), [], torch.zeros(())
+    settings = aotdist.Settings(dynamic=way == "symbolic sizes")
+    for call in (program, aotdist.compile(program, backend="fx", settings=settings)):
+        x, scale = leaf(SIZES["even"], R)(mesh), spread(mesh, SIZES["even"], R, seed=3)
+        first, second = call(x, scale)
+        if way == "watched":
+            first.register_hook(lambda grad: None)
+        (first * spread(mesh, SIZES["even"], S0, seed=4)).sum().backward(retain_graph=True)
+        (second * spread(mesh, SIZES["even"], S1, seed=5)).sum().backward()
+        found.append(x.grad.full_tensor())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("way", ["symbolic sizes", "watched", "the backward writes"])
+def test_converted(world2: World, way: str) -> None:
+    world2.run(converted_case, way)
+
+
+def compilers_case(backend: Any) -> None:
+    """A gradient that comes as its product with a sharded factor outside has it."""
+    mesh, found = grid(), []
+    program = PROGRAMS["elementwise"]
+    for call in (program, aotdist.compile(program, backend=backend)):
+        x = leaf(SIZES["even"], R)(mesh)
+        (call(x) * spread(mesh, SIZES["even"], S0, seed=4)).sum().backward()
+        found.append(x.grad)
+    assert found[0].placements == found[1].placements == (S0,)
+    torch.testing.assert_close(*(grad.to_local() for grad in found))
+
+
+@pytest.mark.parametrize("backend", ["fx", "inductor", "triton"])
+def test_compiled_for_other_placements(world2: World, backend: str) -> None:
+    world2.run(compilers_case, backend)
 
 
 def unfinished_case() -> None:
@@ -159,8 +201,8 @@ def accumulated_case() -> None:
         x = leaf(SIZES["even"], S0)(mesh)
         for placement in PLACEMENTS.values():
             call(x).backward(spread(mesh, SIZES["even"], placement, seed=7))
-        found.append(x.grad.full_tensor())
-    torch.testing.assert_close(*found)
+        found.append(x.grad)
+    _assert_same(*found)
 
 
 def test_accumulated(world2: World) -> None:
