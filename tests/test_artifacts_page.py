@@ -23,6 +23,7 @@ def test_alone(tmp_path: Path) -> None:
         assert comment in printed
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks
 def test_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)

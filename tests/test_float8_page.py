@@ -20,6 +20,7 @@ def test_alone(tmp_path: Path) -> None:
             assert part in printed
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks
 def test_sharded(tmp_path: Path) -> None:
     printed = run(SHARDED, tmp_path, ranks=2)

@@ -48,6 +48,7 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert "reduce_scatter_tensor" in run(EXAMPLES[1], tmp_path, ranks=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks
 def test_tensor_parallel(tmp_path: Path) -> None:
     example = EXAMPLES[2].replace("@aotdist.compile", "@fx")

@@ -19,6 +19,7 @@ def test_alone(example: str, says: str, tmp_path: Path) -> None:
     assert says in run(example, tmp_path)
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks
 def test_sharded(tmp_path: Path) -> None:
     assert "fully_shard" in SHARDED

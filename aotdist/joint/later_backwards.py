@@ -1,8 +1,8 @@
 """Backwards of a traced program that are traced on demand, after the program was compiled.
 
-A program is compiled for gradients of the kinds of its results: a wrapper that is laid out alike for a wrapper, a
-plain tensor for a plain one. The code that computes the loss may send others; then operators meet other tensors, and the inputs'
-gradients are of other kinds. And gradients may have to be differentiated in turn.
+A program is compiled for gradients of the kinds of its results: a wrapper, laid out alike, for a wrapper, a
+plain tensor for a plain one. The code that computes the loss may send others; then operators meet other
+tensors, and the inputs' gradients are of other kinds. And gradients may have to be differentiated in turn.
 
 So autograd's graph of the trace, which holds no data, is kept, and backwards run through it again.
 """

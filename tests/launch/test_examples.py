@@ -9,7 +9,7 @@ from tests.house.tree import ROOT
 from tests.scripts import run_python, torchrun
 
 EXAMPLES = ROOT / "launch" / "examples"
-ON_ONE_AND_ON_TWO = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
+ON_ONE_AND_ON_TWO = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.sweep)])
 IS_DECLARED = "aotdist" in entry_points(group="torch_dynamo_backends").names
 
 
@@ -45,11 +45,10 @@ def test_torch_compile(ranks: int) -> None:
     assert len(losses) == 3 and regions.startswith("forward [") and regions.endswith(": 1")
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks
-@ON_ONE_AND_ON_TWO
-@pytest.mark.parametrize(
-    "way", [(), pytest.param(("--dynamo",), marks=pytest.mark.sweep)], ids=["prepare", "dynamo"]
-)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", [(), ("--dynamo",)], ids=["prepare", "dynamo"])
 def test_accelerate_loop(ranks: int, way: tuple[str, ...]) -> None:
     lines = run("accelerate_loop.py", *way, ranks=ranks)
     assert lines == run("accelerate_loop.py", "--eager", *way, ranks=ranks)

@@ -25,6 +25,7 @@ def test_an_unknown_option_is_reported_by_one_rank(job):
     assert "exitcode  : 2" in finished.stderr
 
 
+@pytest.mark.sweep
 def test_options_that_contradict_the_ranks_are_reported_once(job):
     words = ["-m", "aotdist.launch.train", *job.arguments("mesh", "--parallel.tp=3")]
     finished = run_torchrun(*words, num_ranks=2)

@@ -126,7 +126,7 @@ def test_what_was_assumed(world2: World) -> None:
 
 
 def converted_case(way: str) -> None:
-    """Where no other backward can be traced, gradients are redistributed: those of leaves are equal as a whole."""
+    """Where no other backward can be traced, gradients are redistributed, and equal as a whole."""
 
     def program(x: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out = x * scale
