@@ -234,11 +234,13 @@ def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
 
 def _some_parts(error: Exception) -> UnsupportedProgram:
     return UnsupportedProgram(
-        "one operator (`split`) makes several views of a DTensor, and some get no gradient with the others, "
-        "or the program returns one and computes with another: it has a backward for all at once only "
-        f"({error})",
+        "one operator (`split`) or autograd function gives several DTensors, and some get no gradient with "
+        "the others, for which autograd makes plain zeros; or the program returns one and computes with "
+        "another: "
+        f"there is a backward for all at once only ({error})",
         stage="joint",
-        fix="make each by an operator of its own (`narrow`), or return a clone of it",
+        fix="make each by an operator of its own (`narrow`), return a clone of it, or call "
+        "`ctx.set_materialize_grads(False)` in the function",
     )
 
 

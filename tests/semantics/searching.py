@@ -48,7 +48,7 @@ REFUSALS = (
 OF_BACKWARD = (
     "the backward of the program fails, as in eager",
     "the program has no backward, as in eager",
-    "makes several views of a DTensor",
+    "gives several DTensors",
 )
 """What it may be refused for besides, if eager is not asked for all gradients.
 
@@ -57,7 +57,7 @@ A view made under `no_grad` has none to ask for; its base, which the caller gets
 
 WATCHED = (
     "gradients of other kinds than the results arrive",
-    "makes several views of a DTensor",
+    "gives several DTensors",
 )
 """What it may be refused for besides, if some gradients are of other kinds: hooks look at what passes.
 
