@@ -23,6 +23,7 @@ from torch import nn
 
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
+from aotdist.capture.found import EnteredCode, Found, spot_of
 from aotdist.capture.functions import cells_of, defaults_of, empty_cells_of, wrapped_by
 from aotdist.capture.hidden import attributes_of
 from aotdist.capture.library_modules import (
@@ -36,11 +37,10 @@ from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.python_random import is_python_generator
 from aotdist.capture.reached import Reached, is_tensor, items_of, keys_of
 from aotdist.capture.readers import is_array, reader_of
-from aotdist.capture.source import Source, Spot, keeper_of
+from aotdist.capture.source import Source, keeper_of
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 from aotdist.torch_seam.modules import is_parametrized
 
-_ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
@@ -69,21 +69,7 @@ def reach(
     walk.follow_names()
     walk.tie_gradients()
     walk.note_absent()
-    return Reached(
-        modules=tuple(walk.modules),
-        tensors=tuple(walk.tensors),
-        constants=tuple(walk.specialising_constants()),
-        identities=tuple(walk.specialising_identities()),
-        again=tuple(walk.specialising_ties()),
-        owners=tuple(walk.owners),
-        containers=tuple(walk.containers),
-        wholes=tuple(walk.wholes),
-        assigned=tuple(walk.assigned),
-        generators=tuple(walk.generators),
-        python_generators=tuple(walk.python_generators),
-        caches=tuple(walk.caches),
-        names=None if walk.any_name or walk.asks else frozenset(walk.loaded),
-    )
+    return walk.found.reached(walk.code, walk.met_again)
 
 
 def _display_name(fn: Any) -> str:
@@ -102,51 +88,27 @@ class _Named:
 
 @dataclass(slots=True)
 class _Walk:
-    """The walk, and what it has found so far; fields that are not explained here are those of `Reached`.
+    """The walk.
 
     The names in the code that was entered say which attributes matter, and attributes lead to more code. So
     names and attributes are gone through until nothing new appears (`follow_names`).
 
     Args:
+        found: what it has met so far.
+        code: what the code that it has entered names.
         seen: the place of what was met, by identity; None for functions, which have no place of their own.
         inputs: the places of tensors that are inputs, whatever reads them.
         met_again: identities of what was met twice.
-        opaque: objects of which only the identity is known, each with its place.
         named: objects whose attributes are read by name.
-        names: names of attributes in the entered code, of whatever object.
-        stored: attributes that it assigns; as in `aotdist.capture.code.Names`, as are the next three.
-        loaded: attributes that it reads.
-        appended: variables and attributes to whose lists it appends.
-        used: variables and attributes that it reads for something else.
-        asks: whether it may ask for any attribute (`hasattr`).
-        any_name: whether it may read any attribute (`getattr` by a computed name).
         of_class: the names that were looked up in each class.
     """
 
-    modules: list[tuple[Source, nn.Module]] = field(default_factory=list)
-    tensors: list[tuple[Source, torch.Tensor]] = field(default_factory=list)
-    constants: list[tuple[Source, Any]] = field(default_factory=list)
-    identities: list[tuple[Source, Any]] = field(default_factory=list)
-    owners: list[tuple[Source, Any]] = field(default_factory=list)
-    containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
-    wholes: list[tuple[Source, set[Any] | deque[Any]]] = field(default_factory=list)
-    assigned: list[Source] = field(default_factory=list)
-    generators: list[torch.Generator] = field(default_factory=list)
-    python_generators: list[tuple[str, Any]] = field(default_factory=list)
-    caches: list[Any] = field(default_factory=list)
+    found: Found = field(default_factory=Found)
+    code: EnteredCode = field(default_factory=EnteredCode)
     seen: dict[int, Source | None] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
     met_again: set[int] = field(default_factory=set)
-    again: list[tuple[Source, Source]] = field(default_factory=list)
-    opaque: list[tuple[Source, Any]] = field(default_factory=list)
     named: list[_Named] = field(default_factory=list)
-    names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
-    stored: set[str] = field(default_factory=set)
-    loaded: set[str] = field(default_factory=set)
-    appended: set[str] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)
-    asks: bool = False
-    any_name: bool = False
     of_class: dict[type, set[str]] = field(default_factory=dict)
 
     def visit(self, source: Source, value: Any) -> None:
@@ -162,29 +124,29 @@ class _Walk:
         """Note a value, unless it was met before; what is inside of it."""
         if is_constant(value):
             if source.steps:
-                self.constants.append((source, value))
+                self.found.constants.append((source, value))
             return
         if id(value) in self.seen:
             self._meet_again(source, value)
             return
         self.seen[id(value)] = source
         if isinstance(value, torch.Tensor):
-            self.tensors.append((source, value))
+            self.found.tensors.append((source, value))
             if id(value) in self.inputs:
-                self.again.append((source, self.inputs[id(value)]))
+                self.found.again.append((source, self.inputs[id(value)]))
             if source.steps:
                 place = source.applied(is_tensor, f"whether {source.path} is a tensor")
-                self.constants.append((place, True))
+                self.found.constants.append((place, True))
             self.look_at(source, value)
         elif isinstance(value, (torch.Generator, *_BUILT_IN)):
             self._identity(source, value)
-            self.generators += [value] if isinstance(value, torch.Generator) else []
+            self.found.generators += [value] if isinstance(value, torch.Generator) else []
             holder = getattr(value, "__self__", None)
             if isinstance(holder, (list, dict)):  # of the method `grads.append`
                 yield source.attribute("__self__", source.path), holder
         elif is_python_generator(value):
             self._identity(source, value)
-            self.python_generators.append((source.path, value))
+            self.found.python_generators.append((source.path, value))
         else:
             yield from self._inside(source, value)
 
@@ -195,9 +157,9 @@ class _Walk:
         """
         self.met_again.add(id(value))
         first = self.seen[id(value)]
-        if first is None or isinstance(value, types.ModuleType) or _spot(source) == _spot(first):
+        if first is None or isinstance(value, types.ModuleType) or spot_of(source) == spot_of(first):
             return
-        self.again.append((source, first))
+        self.found.again.append((source, first))
 
     def look_at(self, source: Source, tensor: torch.Tensor, *, of_module: bool = False) -> None:
         """Note a tensor whose attributes are read by name, and may be assigned unless it is a wrapper.
@@ -210,36 +172,36 @@ class _Walk:
         if met is None:
             self.inputs.setdefault(id(tensor), source)
         elif met is not source and id(tensor) not in self.inputs:
-            self.again.append((met, source))
+            self.found.again.append((met, source))
         if is_of_own_class(tensor):
             self.seen.setdefault(id(tensor), source)
         if not is_wrapper(tensor):
-            self.owners.append((source, tensor))
+            self.found.owners.append((source, tensor))
         self.named.append(_Named(source, tensor, not (of_module or is_wrapper(tensor))))
 
     def follow_names(self) -> None:
         """Look up, in everything that is read by name, every name that was met, until nothing new appears."""
         before: tuple[int, int, bool] | None = None
-        while (now := (len(self.names), len(self.named), self.any_name)) != before:
+        while (now := (len(self.code.names), len(self.named), self.code.any_name)) != before:
             before = now
             for named in list(self.named):
                 for place, inner in list(self._attributes(named)):
                     self.visit(place, inner)
         for named in self.named:
             if isinstance(named.value, type) and is_users_class(named.value):
-                absent = sorted(name for name in self.stored if not hasattr(named.value, name))
-                self.assigned += (named.source.attribute(name) for name in absent)
+                absent = sorted(name for name in self.code.stored if not hasattr(named.value, name))
+                self.found.assigned += (named.source.attribute(name) for name in absent)
 
     def tie_gradients(self) -> None:
         """Note tensors that are the gradients of others, if the program may read these as `.grad`, too."""
-        if "grad" not in self.names and not self.any_name:
+        if "grad" not in self.code.names and not self.code.any_name:
             return
         for named in self.named:
             tensor = named.value
             if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
                 met = self.seen.get(id(tensor.grad)) or self.inputs.get(id(tensor.grad))
                 if met is not None:
-                    self.again.append((met, named.source.attribute("grad")))
+                    self.found.again.append((met, named.source.attribute("grad")))
 
     def note_absent(self) -> None:
         """Make the absence of attributes that the program may look for a part of the signature.
@@ -250,54 +212,18 @@ class _Walk:
         """
         for named in self.named:
             if isinstance(named.value, (torch.Tensor, types.FunctionType)) and not (
-                named.may_gain and (self.any_name or self.asks)
+                named.may_gain and (self.code.any_name or self.code.asks)
             ):
                 continue
             if not isinstance(named.value, (nn.Module, type, types.ModuleType)):
-                absent = self.names - _own_attributes(named.value).keys()
-                test = _num_attributes if self.any_name else _has_none_of(frozenset(absent))
+                absent = self.code.names - _own_attributes(named.value).keys()
+                test = _num_attributes if self.code.any_name else _has_none_of(frozenset(absent))
                 place = named.source.applied(test, f"attributes that {named.source.path} does not have")
-                self.constants.append((place, test(named.value)))
-
-    def specialising_constants(self) -> Iterator[tuple[Source, Any]]:
-        """The constants, except those in logs."""
-        logs = self._logs()
-        for source, value in self.constants:
-            if not any(source.lies_in(log) for log in logs):
-                yield source, value
-
-    def specialising_identities(self) -> Iterator[tuple[Source, Any]]:
-        """Objects that are part of the signature by identity, except those that the program itself assigns.
-
-        A descriptor is left out if reading its place gives another object.
-        """
-        yield from self.identities
-        for source, value in self.opaque:
-            if _name_of(source) not in self.stored and source.read_or(None) is value:
-                yield source, value
-
-    def specialising_ties(self) -> Iterator[tuple[Source, Source]]:
-        """Pairs of places of the same object, each place once, except those in logs."""
-        logs = self._logs()
-        known = set[Spot]()
-        for source, first in self.again:
-            is_logged = any(source.lies_in(log) or first.lies_in(log) for log in logs)
-            if not is_logged and (spot := _spot(source)) not in known:
-                known.add(spot)
-                yield source, first
-
-    def _logs(self) -> list[Source]:
-        """The lists that the program only appends to."""
-        names = frozenset[str]() if self.any_name else self.appended - self.used
-        return [
-            source
-            for source, held in self.containers
-            if isinstance(held, list) and id(held) not in self.met_again and _name_of(source) in names
-        ]
+                self.found.constants.append((place, test(named.value)))
 
     def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """What a value leads to; attributes that are read by name are left for `follow_names`."""
-        read = reader_of(value, self.names)
+        read = reader_of(value, self.code.names)
         if read is not None or is_array(value):  # that of a tensor, which is read by it, may be replaced
             self._identity(source, value)
         match value:
@@ -325,7 +251,7 @@ class _Walk:
 
     def _module(self, source: Source, value: nn.Module) -> Iterator[tuple[Source, Any]]:
         self._identity(source, value)
-        self.modules.append((source, value))
+        self.found.modules.append((source, value))
         for path, module in value.named_modules(prefix=source.path):
             self.seen[id(module)] = Source(path, module)
             yield from self._of_module(path, module)
@@ -334,9 +260,9 @@ class _Walk:
 
     def _object(self, source: Source, value: Any) -> None:
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
-            self.caches.append(value)
+            self.found.caches.append(value)
         if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-            self.owners.append((source, value))
+            self.found.owners.append((source, value))
         if hasattr(value, "__dict__") or is_users_class(type(value)):
             self.named.append(_Named(source, value))
         if source.steps and not isinstance(value, types.ModuleType):
@@ -349,17 +275,17 @@ class _Walk:
         elif is_users_class(type(value)) or (hasattr(value, "__dict__") and not callable(value)):
             self._identity(source.applied(type, f"the class of {source.path}"), type(value))
         else:
-            self.opaque.append((source, value))
+            self.found.opaque.append((source, value))
 
     def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """The items of a deque, by position; a set, whose items have no places, is noted as a whole."""
         if not isinstance(value, frozenset):
-            self.wholes.append((source, value))
+            self.found.wholes.append((source, value))
         if isinstance(value, deque):
             yield from self._items(source, value)
         elif is_constant(tuple(value)):
             items = source.applied(frozenset, f"the items of {source.path}")
-            self.constants.append((items, frozenset(value)))
+            self.found.constants.append((items, frozenset(value)))
         else:
             self._identity(source, value)
 
@@ -375,22 +301,22 @@ class _Walk:
 
     def _identity(self, source: Source, value: Any) -> None:
         if source.steps:
-            self.identities.append((source, value))
+            self.found.identities.append((source, value))
 
     def _items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """What a container holds; one that holds nothing but constants is one constant itself."""
         if isinstance(value, (list, dict)):
-            self.containers.append((source, value))
+            self.found.containers.append((source, value))
         keys = keys_of(value)
         items = items_of(value)
         if is_constant(items):
-            self.constants.append((source.applied(items_of, source.path), items))
+            self.found.constants.append((source.applied(items_of, source.path), items))
         elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
             if is_constant(keys):
-                self.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
+                self.found.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
             else:  # keys that are tensors, as in an optimizer's state: all are there, and there are no others
                 number = source.applied(len, f"the number of items of {source.path}")
-                self.constants.append((number, len(value)))
+                self.found.constants.append((number, len(value)))
             cls = keeper_of(value)
             for position, key in enumerate(keys):
                 item = value[key] if cls is None else cls.__getitem__(value, key)
@@ -405,8 +331,8 @@ class _Walk:
             yield from self._from_classes(type(value))
             return
         own = _own_attributes(value)
-        everything = self.any_name or _may_read_all(value)
-        wanted = (own.keys() if everything else self.names & own.keys()) - named.looked_up
+        everything = self.code.any_name or _may_read_all(value)
+        wanted = (own.keys() if everything else self.code.names & own.keys()) - named.looked_up
         if isinstance(value, torch.Tensor) and is_wrapper(value):
             wanted = {name for name in wanted if is_constant(own[name])}
         named.looked_up |= wanted
@@ -422,7 +348,7 @@ class _Walk:
         extra |= _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset()
         extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset()
         extra |= special_methods(cls).keys()
-        wanted = (self.names | extra) - looked_up
+        wanted = (self.code.names | extra) - looked_up
         looked_up |= wanted
         for name in sorted(wanted):
             owner = next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -461,8 +387,7 @@ class _Walk:
 
         Args:
             fn: the function.
-            special: whether it is a special method. If it may read any attribute, all attributes of its
-                object count (`_may_read_all`), but not those of others.
+            special: whether it is a special method; see `EnteredCode.enter`, `_may_read_all`.
         """
         if not is_users_code(fn.__code__):
             yield from wrapped_by(fn)
@@ -470,20 +395,11 @@ class _Walk:
         names = names_in(fn.__code__)
         itself = Source(fn.__name__, fn)
         self._identity(itself.attribute("__code__"), fn.__code__)  # which IPython's autoreload replaces
-        self.owners.append((itself, fn))
+        self.found.owners.append((itself, fn))
         self.named.append(_Named(itself, fn))
-        self.names |= names.attributes
-        self.loaded |= names.loaded
-        self.stored |= names.stored
-        self.appended |= names.appended
-        self.used |= names.used
-        if not special:
-            if "hasattr" in names.globals:
-                self.asks = True
-                self.names |= set(filter(str.isidentifier, names.texts))
-            self.any_name |= names.reads_by_computed_name()
+        self.code.enter(names, special=special)
         yield from cells_of(fn)
-        self.assigned += empty_cells_of(fn)
+        self.found.assigned += empty_cells_of(fn)
         yield from defaults_of(fn)
         if not names.attributes.isdisjoint(("environ", "getenv")):
             yield Source("os", os).attribute("environ"), os.environ
@@ -491,17 +407,7 @@ class _Walk:
         for name in sorted(read & fn.__globals__.keys()):
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):
-            self.assigned.append(Source(name, fn.__globals__).item(name, name))
-
-
-def _spot(source: Source) -> Spot:
-    """`Source.spot`; for a root without steps, its identity."""
-    return source.spot() if source.steps else (id(source.root), None)
-
-
-def _name_of(source: Source) -> str:
-    """The name of the variable or attribute that a place is, as it stands in code."""
-    return source.path.rpartition(".")[2]
+            self.found.assigned.append(Source(name, fn.__globals__).item(name, name))
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:

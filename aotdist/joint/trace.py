@@ -20,13 +20,15 @@ from aotdist.capture.source import Source
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_mode import ViewMode
-from aotdist.facts import Facts
+from aotdist.facts import Facts, Untouched
 from aotdist.joint import python_numbers
+from aotdist.joint.backward_effects import BackwardEffects, BackwardTrace
 from aotdist.joint.body import Enclosing
 from aotdist.joint.classes import Classes
+from aotdist.joint.context import TraceContext
 from aotdist.joint.control_flow import ControlFlow
-from aotdist.joint.effects import Effects
 from aotdist.joint.failures import naming_failures, naming_outdated_views
+from aotdist.joint.forward_effects import ForwardEffects, read_forward
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.joint.lifting import Lifting, Recalling
@@ -35,7 +37,7 @@ from aotdist.joint.storages import Storages
 from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.written_views import WrittenViews
-from aotdist.program import Graph, PrimalIdx, Program, Slot
+from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.patches import saved_tensor_hooks_heard_by
@@ -118,7 +120,7 @@ def trace(
     view_mode = ViewMode(log, recorder.guises)
     storages = Storages(inputs, log, recorder.strided)
     swaps = Swaps(inputs, log, storages, recorder, stand_in)
-    effects = Effects(
+    context = TraceContext(
         recorder=recorder,
         inputs=inputs,
         log=log,
@@ -145,9 +147,11 @@ def trace(
             program, tensors, recorder, inputs, view_mode, storages, classes, stand_in
         )
         stack.enter_context(swapped_where_unheard(lifting.swap))  # in the backward, too
-        forward = effects.forward(outs, lifting)
-        backward = effects.backward(forward, in_python or InBackward(None), may_run_later=may_run_later)
-    facts = effects.facts(forward, backward)
+        forward = read_forward(context, outs, lifting)
+        backward = BackwardTrace(
+            context, forward, in_python or InBackward(None), may_run_later=may_run_later
+        ).effects()
+    facts = _facts(context, forward, backward)
     row = inputs.row()
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
     later = None
@@ -166,6 +170,27 @@ def trace(
     symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
+
+
+def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
+    """All that the later stages know."""
+    row, outputs, metadata = context.inputs.row(), forward.outputs, forward.metadata
+    met_by_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
+    return Facts(
+        inputs=Row([*forward.writes, *met_by_backward]),
+        outputs=Row(outputs.facts),
+        order=outputs.order,
+        node_outs=forward.node_outs,
+        recipes=row.map(lambda one: one.recipe),
+        backward=backward.facts,
+        rewinds=forward.rewinds,
+        switched_on=metadata.switched_on,
+        storages=tuple(sorted({*metadata.moved(row), *context.storages.looked_at()})),
+        early=outputs.early,
+        asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
+        answers=tuple(context.recorder.answers.given),
+        numbers=forward.numbers,
+    )
 
 
 def _run_forward(

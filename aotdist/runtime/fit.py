@@ -39,6 +39,25 @@ MISS = object()
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a call has to find besides its tensors, for an artifact to fit.
+
+    Args:
+        ambient: the modes that were on at capture.
+        holds: further conditions, each with a name.
+        constants: closed-over constants, with their values.
+        identities: closed-over functions and modules.
+        again: pairs of places that hold the same object.
+    """
+
+    ambient: Ambient
+    holds: tuple[tuple[str, Callable[[], bool]], ...]
+    constants: tuple[tuple[Source, Any], ...]
+    identities: tuple[tuple[Source, Any], ...]
+    again: tuple[tuple[Source, Source], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """When an artifact fits a call, and where the call's tensors are.
 
@@ -61,11 +80,7 @@ class Fit:
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
         answers: conditions on data of inputs that the program chose by.
         storages: plain tensors beneath inputs, by position, and the offset and bytes of storage to be found.
-        ambient: the modes that were on at capture.
-        holds: further conditions: each a name, a function, and its arguments.
-        constants: closed-over constants, with their values.
-        identities: closed-over functions and modules.
-        again: pairs of places that hold the same object.
+        around: what the call has to find besides its tensors.
         prepare: functions to call first, each with its argument.
         leaves: puts back the objects that the program leaves in Python; the artifact then fits one call only.
     """
@@ -88,11 +103,7 @@ class Fit:
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
     answers: tuple[Answer, ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
-    ambient: Ambient
-    holds: tuple[tuple[str, Callable[[], bool]], ...]
-    constants: tuple[tuple[Source, Any], ...]
-    identities: tuple[tuple[Source, Any], ...]
-    again: tuple[tuple[Source, Source], ...]
+    around: Surroundings
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
     leaves: Callable[[], None] | None
 
@@ -110,8 +121,8 @@ class Fit:
 
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""
-        places = self.sources or self.constants or self.counts
-        return bool(places or self.identities or self.again or self.base_variables)
+        places = self.sources or self.around.constants or self.counts
+        return bool(places or self.around.identities or self.around.again or self.base_variables)
 
     def distinct_variables(self) -> list[str]:
         """The variable that holds each distinct tensor."""
@@ -175,14 +186,16 @@ def fit_of(compilation: Compilation) -> Fit:
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
             for idx, leaf in facts.storages
         ),
-        ambient=captured.ambient,
-        holds=tuple(holds),
-        # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
-        constants=tuple(
-            (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
+        around=Surroundings(
+            ambient=captured.ambient,
+            holds=tuple(holds),
+            # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
+            constants=tuple(
+                (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
+            ),
+            identities=(*environment.reached.identities, *_written_in_backward(captured)),
+            again=environment.reached.again,
         ),
-        identities=(*environment.reached.identities, *_written_in_backward(captured)),
-        again=environment.reached.again,
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
         leaves=captured.leaves,
     )

@@ -36,11 +36,13 @@ from aotdist.runtime.plan import Grads
 from aotdist.subclasses.protocol import Wrapper
 from aotdist.torch_seam.autograd import (
     backward_task,
+    chosen_in_backward,
     has_several_results,
     hooks_of,
     hooks_of_gradient,
     node_base,
     runs_in_backward,
+    sequence_nr,
 )
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
@@ -185,9 +187,17 @@ def _without(arrived: Grads, raised: Collection[NodeOutIdx]) -> Grads:
     return {idx: grad for idx, grad in arrived.items() if idx not in raised}
 
 
-def _asked_for() -> bool:
-    """Whether the running backward computes gradients of chosen tensors, of which a waypoint may be one."""
-    return not runs_in_backward(_ANCHOR)
+def _is_asked_for_waypoints(node: Any) -> bool:
+    """Whether the running backward computes gradients of chosen tensors, of which some may be waypoints.
+
+    These are results of the program's node, or of nodes that the call made after it. Or they are inputs that
+    are no leaves: where gradients of views pass, these are further ways to them.
+    """
+    if runs_in_backward(_ANCHOR):
+        return False
+    chosen, first = chosen_in_backward(), sequence_nr(node)
+    inputs = {source for source, _ in node.next_functions}
+    return chosen is None or any(sequence_nr(one) >= first or one in inputs for one in chosen)
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)
@@ -304,7 +314,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
             arrived = dict(zip(gate.outs, grads, strict=False))
             passing = passing_of(ctx.node)
             if passing is None:
-                is_watched = _asked_for() or ctx.watch.sees()
+                is_watched = ctx.watch.sees() or _is_asked_for_waypoints(ctx.node)
                 passing = Passing(backward_task(), is_watched, {}, ctx.node.caught)
                 ctx.node.passing = passing
             passing.arrived.update(arrived)

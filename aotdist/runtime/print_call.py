@@ -91,7 +91,7 @@ def print_call(
         printer.comment("run")
         _print_what_comes_first(printer, plans, primals)
         bind = binder(printer, fit.variables, held)
-        do = action_printer(printer, plans.epilogue, primals, fit.ambient, bind)
+        do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
         for idx in plans.epilogue.early:
             do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
@@ -331,18 +331,20 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
 
 def _conditions(printer: Printer, fit: Fit) -> list[str]:
     """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
-    conditions = [f"{printer.bind('modes_hold', AmbientGuard(fit.ambient))}()"]
+    conditions = [f"{printer.bind('modes_hold', AmbientGuard(fit.around.ambient))}()"]
     if fit.changes_given:
         conditions.append(f"{printer.bind('are_apart', are_apart)}(args, kwargs)")
     bind = binder(printer, fit.variables)
-    for source, value in fit.identities:
+    for source, value in fit.around.identities:
         expected = printer.bind(f"{source.path} at capture", value)
         conditions.append(f"{source.expression(bind)} is {expected}")
-    conditions += [f"{source.expression(bind)} is {first.expression(bind)}" for source, first in fit.again]
-    for source, value in fit.constants:
+    conditions += [
+        f"{source.expression(bind)} is {first.expression(bind)}" for source, first in fit.around.again
+    ]
+    for source, value in fit.around.constants:
         conditions.append(_same(printer, source.expression(bind), value, source.path))
     conditions += [f"type({count.name}) is {count.kind.__name__}" for count in fit.counts]
-    conditions += [f"{printer.bind(name, function)}()" for name, function in fit.holds]
+    conditions += [f"{printer.bind(name, function)}()" for name, function in fit.around.holds]
     for idx, primal in fit.dedupe.source.enumerate():
         if fit.dedupe.kept[primal] != idx:
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")

@@ -25,7 +25,7 @@ def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:
 
 def _parts(artifact: Artifact) -> dict[str, str]:
     fit = artifact.fit
-    parts = {f"{mode}": repr(value) for mode, value in fit.ambient._asdict().items()}
+    parts = {f"{mode}": repr(value) for mode, value in fit.around.ambient._asdict().items()}
     for leaf in fit.arguments.leaves:
         if isinstance(leaf, (ConstantLeaf, CodeLeaf)):
             is_code = isinstance(leaf, CodeLeaf)
@@ -34,11 +34,11 @@ def _parts(artifact: Artifact) -> dict[str, str]:
         parts[f"what `{instance.path}` holds"] = f"{instance.cls.__name__}: {instance.spec}"
     for slot, example in zip(fit.slots, fit.examples, strict=True):
         parts[f"`{slot.path}`"] = _describe(example)
-    for _, holds in fit.holds:
+    for _, holds in fit.around.holds:
         parts |= holds.described() if isinstance(holds, ModuleGuard) else {}
-    for source, value in fit.constants:
+    for source, value in fit.around.constants:
         parts[f"`{source.path}`"] = repr(value)
-    for source, first in fit.again:
+    for source, first in fit.around.again:
         parts[f"what `{source.path}` is"] = f"`{first.path}`"
     return parts
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -291,6 +293,15 @@ def with_hooks(positions: Iterable[int], tensors: Sequence[Any]) -> list[int]:
     return [k for k in positions if tensors[k]._backward_hooks or tensors[k]._post_accumulate_grad_hooks]
 
 
+def accumulated_into(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a leaf that has a gradient."""
+    try:
+        is_leaf = tensor.is_leaf
+    except RuntimeError:  # of a view made under `no_grad` whose base was written since
+        return False
+    return is_leaf and tensor.grad is not None
+
+
 def hooks_after_accumulation(leaf: torch.Tensor) -> Any:
     """What `register_post_accumulate_grad_hook` registered, if anything."""
     return leaf._post_accumulate_grad_hooks
@@ -351,6 +362,30 @@ def beneath_autograd() -> AbstractContextManager[Any]:
 def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether the history of `tensors` ends at a function that is `@once_differentiable`."""
     return any(node.name() == "torch::autograd::Error" for node in nodes_behind(tensors))
+
+
+def chosen_in_backward() -> list[Any] | None:
+    """The nodes of non-leaves whose gradients the running backward computes (`torch.autograd.grad`).
+
+    The engine does not tell which of the tensors that it passes are chosen; the frames of the functions that
+    started it do. In a thread of the engine it is not known which of them started this one, so these are
+    those of all running backwards; None if no Python function started one.
+    """
+    starts = [
+        frame.f_locals["args"]
+        for top in sys._current_frames().values()
+        for frame in _outwards(top)
+        if frame.f_code is _engine_run_backward.__code__
+    ]
+    chosen = [tensor for _, _, _, inputs, *_ in starts for tensor in inputs]
+    nodes = [one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in chosen]
+    return [node for node in nodes if node is not None and not hasattr(node, "variable")] if starts else None
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def backward_task() -> int:

@@ -493,6 +493,38 @@ def test_gradient_penalties_are_eagers_bits(name: str) -> None:
     assert all(map(torch.equal, *found))
 
 
+class WithFeatures(nn.Module):
+    """A critic that returns what its last layer is given, too."""
+
+    def __init__(self, critic: nn.Module) -> None:
+        super().__init__()
+        *layers, self.last = critic.children()
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(x)
+        return features, self.last(features)
+
+
+@pytest.mark.parametrize("name", ["SiLU", "GELU", "LayerNorm", "InstanceNorm2d", "pooling", "LSTM"])
+def test_penalties_of_one_of_two_results_are_eagers_bits(name: str) -> None:
+    """The other passes its gradient, and nobody looks: chosen are an input that is a leaf, and parameters."""
+    make, size = CRITICS[name]
+    found: list[list[torch.Tensor]] = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        x, critic = torch.randn(size, requires_grad=True), WithFeatures(make())
+        critic(x.detach())  # lazy layers, running statistics
+        if compiled:
+            aotdist.compile(critic, backend="fx")
+        first = next(critic.parameters())
+        grads = torch.autograd.grad(critic(x)[1].sum(), (x, first), create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()  # type: ignore[union-attr]
+        got = [*grads, x.grad, *(param.grad for param in critic.parameters())]
+        found.append([torch.zeros(()) if one is None else one.detach() for one in got])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_a_gradient_that_depends_on_nothing_may_arrive_or_not(all_of_them: bool) -> None:
     """That of the last layer's bias: the sum of gradients that are constant."""

@@ -1,6 +1,7 @@
 """Gradients that pass a tensor in the caller's hands: they can be watched there, and changed, as in eager."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.runtime import on_demand
+from aotdist.torch_seam.autograd import chosen_in_backward
 from tests.semantics.makers import leaf, non_leaf, two_non_leaf
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import (
@@ -318,6 +320,48 @@ def test_hooks_that_come_and_go_between_backwards() -> None:
         return h, (h * x).sum()
 
     assert torch.equal(use(program), use(aotdist.compile(program, backend="fx")))
+
+
+def test_chosen_by_their_edges_and_from_another_thread() -> None:
+    """The gradient of a result with respect to another, which is named by its node, in whatever thread."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x.sin()
+        return h, (h * x).sum()
+
+    def use(call: Callable[..., Any]) -> list[torch.Tensor]:
+        x, found = torch.arange(3.0, requires_grad=True), []
+        hidden, loss = call(x)
+        edge = torch.autograd.graph.get_gradient_edge(hidden)
+
+        def ask() -> None:
+            found.extend(torch.autograd.grad(loss, (edge, x), retain_graph=True))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        ask()
+        return found
+
+    assert all(map(torch.equal, use(program), use(aotdist.compile(program, backend="fx"))))
+
+
+def test_chosen_tensors_are_known_in_threads_of_the_engine() -> None:
+    """On a GPU, nodes run in threads that have none of the frames which started the backward."""
+    found: list[list[Any] | None] = []
+
+    def look(grad: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: found.append(chosen_in_backward()))
+        thread.start()
+        thread.join()
+
+    x = torch.arange(3.0, requires_grad=True)
+    middle = x.sin()
+    end = middle.exp()
+    end.register_hook(look)
+    torch.autograd.grad(end.sum(), (x, middle), retain_graph=True)
+    end.sum().backward()
+    assert found == [[middle.grad_fn], []] and chosen_in_backward() is None
 
 
 def test_hooks_on_what_gets_no_gradient_are_not_called() -> None:

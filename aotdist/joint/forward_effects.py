@@ -1,0 +1,188 @@
+"""What the forward of a program did, read off its trace before a backward writes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.convention.changes import INVERSES
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Action, DataWritten, InputFact, IsInput, MetadataWrite, NodeOut, ViewOfIntermediate
+from aotdist.joint.backward import End, Result, requires_grad_by_itself, value_results
+from aotdist.joint.classify import NodeOutputs, classify
+from aotdist.joint.context import TraceContext
+from aotdist.joint.data_writes import forward_writes
+from aotdist.joint.endings import endings, spent_results
+from aotdist.joint.inputs import StandIn
+from aotdist.joint.lifting import Lifting
+from aotdist.joint.metadata import Metadata, refuse
+from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.sizes import numbers_of_data
+from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
+from aotdist.torch_seam.autograd import sequence_nr
+from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEffects:
+    """What the forward did.
+
+    Args:
+        outs: what the program returned.
+        outputs: what that is, and what the node returns for it.
+        metadata: the writes to sizes, strides, storage and history that are repeated outside.
+        writes: what happened to each input.
+        rewinds: see `Facts.rewinds`.
+        is_rewritten: whether inputs, or results once they are made, change shape or history or are swapped.
+        node_outs: what the node returns.
+        results: the values of that.
+        lifting: the mode that it ran in: knows what the program asked, and told.
+        numbers: see `Facts.numbers`.
+    """
+
+    outs: Sequence[Any]
+    outputs: NodeOutputs
+    metadata: Metadata
+    writes: Row[PrimalIdx, InputFact]
+    rewinds: tuple[tuple[PrimalIdx, int], ...]
+    is_rewritten: bool
+    node_outs: Row[NodeOutIdx, NodeOut]
+    results: list[Result]
+    lifting: Lifting
+    numbers: tuple[tuple[str, NodeOutIdx], ...]
+
+    def ends(self) -> list[End]:
+        """The differentiable results."""
+        tensors = self.outputs.tensors
+        return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
+
+    def views_of_ends(self) -> list[torch.Tensor]:
+        """What is made of a result outside, where it may get a gradient."""
+        pairs = zip(self.outs, self.outputs.facts, strict=True)
+        return [out for out, fact in pairs if isinstance(fact, ViewOfIntermediate) and out.requires_grad]
+
+    def heard(self) -> tuple[NodeOutIdx, ...]:
+        """See `BackwardFacts.heard`: autograd takes the node that was made last first."""
+        ends = sorted(self.ends(), key=lambda end: sequence_nr(end[1].grad_fn), reverse=True)
+        return tuple(idx for idx, _ in ends)
+
+    def can_be_followed(self) -> bool:
+        """Whether gradients of what the caller holds can be: inputs at most show their elements otherwise."""
+        return not self.is_rewritten or self._only_reshapes()
+
+    def _only_reshapes(self) -> bool:
+        written = {idx for idx, fact in self.writes.enumerate() if isinstance(fact, DataWritten)}
+
+        def is_harmless(act: Action) -> bool:
+            if not isinstance(act, MetadataWrite):
+                return isinstance(act, int)
+            is_ending = act.number < 0
+            reshapes = act.op in INVERSES and act.grad
+            return is_ending or (
+                reshapes and isinstance(act.target, IsInput) and act.target.input not in written
+            )
+
+        return all(map(is_harmless, self.outputs.order))
+
+
+def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -> ForwardEffects:
+    """What the forward did; read before a backward writes anything.
+
+    Args:
+        context: the parties of the trace.
+        outs: what it returned.
+        lifting: the mode that it ran in.
+    """
+    recorder, inputs, log, storages = context.recorder, context.inputs, context.log, context.storages
+    outs = context.swaps.seen_outside(outs)
+    passing = storages.passing()
+    metadata = Metadata.of(inputs, log, passing)
+    _mark_reshaped(context, metadata)
+    spent = spent_results(outs, inputs, log) if lifting.ran_backward else {}
+    outputs = classify(outs, inputs, log, metadata.written, passing, spent)
+    numbers = _tell_numbers(context, outputs)
+    row = inputs.row()
+    context.refuse_accumulation()
+    for idx, one in row.enumerate():
+        _refuse_write(one, reshaped=metadata.is_reshaped(idx))
+    writes, rewinds = forward_writes(row, outputs, metadata, storages, recorder.strided)
+    outputs.order = (*outputs.order, *context.swaps.actions(outs))
+    node_outs = Row[NodeOutIdx, NodeOut](
+        NodeOut(
+            slot,
+            recipe_of(tensor),
+            context.training and idx in outputs.with_history,
+            outputs.versions.get(NodeOutIdx(idx)),
+        )
+        for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
+    )
+    for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
+        refuse_unknown_subclass(tensor, node_out.slot.path)
+        if node_out.differentiable and tensor.is_leaf:
+            raise requires_grad_by_itself(node_out.slot)
+    refuse_uses_of_own_leaves(outs, outputs, inputs, log)
+    is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
+    outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
+    results = value_results(recorder, node_outs, outputs.tensors)
+    return ForwardEffects(
+        outs=outs,
+        outputs=outputs,
+        metadata=metadata,
+        writes=writes,
+        rewinds=rewinds,
+        is_rewritten=is_rewritten,
+        node_outs=node_outs,
+        results=results,
+        lifting=lifting,
+        numbers=numbers,
+    )
+
+
+def _tell_numbers(context: TraceContext, outputs: NodeOutputs) -> tuple[tuple[str, NodeOutIdx], ...]:
+    """Let the graph return the numbers that depend on data and are needed outside of it.
+
+    In training that is all of them: which of them the backward needs is not known yet.
+
+    Raises:
+        UnsupportedProgram: one is needed before the graph runs.
+    """
+    unbacked = context.recorder.unbacked
+    if unbacked is None:
+        return ()
+    if numbers_of_data([outputs.facts[idx] for idx in outputs.early]):
+        raise UnsupportedProgram(
+            "a view of an input, at a place that depends on data, is made before the input is written",
+            stage="joint",
+            fix="make the view afterwards",
+        )
+    if context.training:
+        numbers = unbacked.numbers
+    else:
+        recipes = [recipe_of(tensor) for tensor in outputs.tensors]
+        numbers = numbers_of_data([outputs.facts, outputs.order, recipes])
+    return tuple(
+        (name, outputs.add(Slot("output", name), context.recorder.told(number), history=False))
+        for name, number in sorted(numbers.items())
+    )
+
+
+def _mark_reshaped(context: TraceContext, metadata: Metadata) -> None:
+    """Mark arguments that are reshaped in place: no view of one may be saved, as its history changes."""
+    for idx in metadata.changes:
+        stand_in = context.inputs.row()[idx]
+        for inner, _ in leaves(stand_in.recipe):
+            context.recorder.placeholder(Slot("primal", stand_in.slot.path, inner)).meta["reshaped"] = True
+
+
+def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
+    if not reshaped and not same_layout(stand_in.recipe, recipe_of(stand_in.tensor)):
+        raise refuse(stand_in, "by an operator that lays the result out otherwise")
+    for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
+        # `out=` gives an empty tensor another size, and no counter tells.
+        resized = data_writes(plain) and functional_value(plain).size() != leaf.size
+        if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
+            raise refuse(stand_in, "in a way that is not repeated outside")
