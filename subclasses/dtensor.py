@@ -39,9 +39,12 @@ class _DTensorRule(WrapperRule):
         if not isinstance(tensor, DTensor):
             return None
         tensor, spec = finished(tensor), _spec(recipe)
-        if tensor.device_mesh == spec.mesh and tensor.placements != spec.placements:
-            tensor = tensor.redistribute(placements=spec.placements)
-        return tensor
+        if tensor.device_mesh != spec.mesh or tensor.placements == spec.placements:
+            return tensor
+        pairs = zip(tensor.placements, spec.placements, strict=True)
+        if any(to.is_partial() and at != to for at, to in pairs):
+            return None  # nothing is made a partial sum again
+        return tensor.redistribute(placements=spec.placements)
 
     def tangent_recipe(self, recipe: Wrapper) -> Wrapper:
         """Autograd gives the summands of a partial sum the whole gradient: `Partial` becomes `Replicate`."""

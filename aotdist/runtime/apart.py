@@ -31,18 +31,12 @@ class _Together(torch.autograd.Function):
         return None, *apart(grads[0])
 
 
-def joined(recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The tensor of `recipe` made of `plains`, without a history; None if one of them is missing."""
-    there = [plain for plain in plains if plain is not None]
-    return rebuild(recipe, there) if len(there) == len(plains) else None
-
-
 def in_turn(
     recipes: Iterable[Recipe | None],
     plains: Iterator[torch.Tensor | None],
     put: Callable[[Recipe, Sequence[torch.Tensor | None]], torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """For each recipe, what `put` (`joined`, `together`) makes of the next `plains`; None for no recipe."""
+    """For each recipe, what `put` (`Joining`, `together`) makes of the next `plains`; None for no recipe."""
     return [
         None if recipe is None else put(recipe, [next(plains) for _ in leaves(recipe)]) for recipe in recipes
     ]

@@ -22,10 +22,11 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.partition.double_backward import no_double_backward
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, Slot
-from aotdist.runtime.apart import apart, in_turn, joined, together
+from aotdist.runtime.apart import apart, in_turn, together
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.gate import caught_on_the_way, is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
+from aotdist.runtime.joining import Joining
 from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, of_this_call, refusal
 from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
@@ -135,21 +136,24 @@ class Backward:
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
         if missing and plan.adds_layouts and self.other_kinds is not None and not in_parts:
             return self.other_kinds(ctx, there)
+        put = Joining()
         if in_parts:
             call, args = self._part(ctx, self.results, there, caught)
         else:
             chosen = plan.choices.get(tuple(there))
             call, args = self.reduced(missing) if missing else self.whole, self._saved(ctx, there)
             args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
-            args += [plain for tangent, arrived in pairs if arrived is not None for plain in tangent(arrived)]
+            given = [(tangent, tangent.converted(grad)) for tangent, grad in pairs if grad is not None]
+            put = Joining(grad for _, grad in given)
+            args += [plain for tangent, grad in given for plain in tangent(grad)]
             args += [ctx.written[position] for position in plan.backward_writes.read.values()]
             args += ctx.rng if plan.rng.draw else ()
         let_go(ctx, plan)
         results = iter(call(args))
-        grads = in_turn(plan.grads if chosen is None else chosen.grads, results, joined)
+        grads = in_turn(plan.grads if chosen is None else chosen.grads, results, put)
         self._write(ctx, results, chosen)
         self.after()
-        return tuple(grads), in_turn(of_this_call(ctx, changes.kept), results, joined)
+        return tuple(grads), in_turn(of_this_call(ctx, changes.kept), results, put)
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that a later backward, of other results, needs are kept for it."""
@@ -202,7 +206,7 @@ class Backward:
         if torch.is_grad_enabled():
             return self.pieces_differentiably(ctx, gate, arrived)
         call, args = self._part(ctx, self.plan.piece_slots(gate), arrived, {})
-        return in_turn(self._plan(ctx).pieces(gate), iter(call(args)), joined)
+        return in_turn(self._plan(ctx).pieces(gate), iter(call(args)), Joining())
 
     def takes(self, ctx: Any, arrived: Grads) -> bool:
         """Whether there are gradients in `arrived`, and a graph (not autograd) computes with them."""

@@ -11,9 +11,10 @@ import torch
 from aotdist.codegen.contract import BoxedCall
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
-from aotdist.runtime.apart import in_turn, joined
+from aotdist.runtime.apart import in_turn
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import held_by_name, let_go
+from aotdist.runtime.joining import Joining
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent
 from aotdist.sizes import concrete, evaluate
@@ -85,15 +86,18 @@ class OtherKinds:
             raise refusal(arrived.values(), WATCHED)
         other = self.compiled(arrived)
         given = held_by_name(ctx, self.plan, plain_tensors, other.whole.ins)
-        for idx, tangent in of_this_call(ctx, other.tangents).items():
-            given.update(zip(tangent.slots(), tangent(arrived[idx]), strict=True))
+        tangents = of_this_call(ctx, other.tangents)
+        converted = {idx: tangent.converted(arrived[idx]) for idx, tangent in tangents.items()}
+        for idx, tangent in tangents.items():
+            given.update(zip(tangent.slots(), tangent(converted[idx]), strict=True))
         args = _arguments(ctx, other.whole, given)
         del given
         let_go(ctx, self.plan)
         results = iter(self.guarded(other.whole.call)(args))
-        grads = in_turn(of_this_call(ctx, other.grads), results, joined)
+        put = Joining(converted.values())
+        grads = in_turn(of_this_call(ctx, other.grads), results, put)
         self.after()
-        return tuple(grads), in_turn(of_this_call(ctx, other.kept), results, joined)
+        return tuple(grads), in_turn(of_this_call(ctx, other.kept), results, put)
 
 
 WATCHED = "hooks, `retain_grad` or `torch.autograd.grad` look at what passes between them"

@@ -18,7 +18,7 @@ from aotdist.facts import Choice, Facts, NodeOut, Passages, Waypoint
 from aotdist.joint.trace import Traced
 from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import Gate
-from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
+from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
 from aotdist.runtime.sums import adds_beneath
 from aotdist.runtime.tangent import Tangent, is_laid_out_as
@@ -157,6 +157,7 @@ class NodePlan:
         obstacle: why the backward graph cannot be differentiated, if so.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
+        shares: whether gradients that are wrappers may be one, or be tangents: they hold the same tensors.
         choices: the backward of some outputs, by these outputs, if it was traced separately.
         adds_layouts: whether the backward of other outputs may be more than a part of the whole, see `Facts`.
         backward_writes: what the backward writes.
@@ -176,6 +177,7 @@ class NodePlan:
     obstacle: str | None
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
+    shares: bool
     choices: Mapping[tuple[NodeOutIdx, ...], ChoicePlan]
     adds_layouts: bool
     backward_writes: BackwardWrites
@@ -276,6 +278,7 @@ def node_plan(
             if out.differentiable
         ),
         grads=backward.grads,
+        shares=_shares(backward.grads, split.backward),
         choices={choice.outs: _choice(choice, facts) for choice in backward.choices},
         adds_layouts=backward.adds_layouts,
         backward_writes=_backward_writes(facts, traced.program.ins, split),
@@ -288,6 +291,15 @@ def node_plan(
         views=result_views(split.forward),
         rng=plans.rng,
     )
+
+
+def _shares(grads: Row[PrimalIdx, Recipe | None], backward: Graph) -> bool:
+    """Whether gradients that are wrappers hold the same tensors, or tensors that the backward is given."""
+    results, inside = iter(backward.results()), list[torch.fx.Node]()
+    for recipe in grads:
+        nodes = [] if recipe is None else [next(results) for _ in leaves(recipe)]
+        inside += [node for node in nodes if node is not None and isinstance(recipe, Wrapper)]
+    return len(set(inside)) < len(inside) or any(node.op == "placeholder" for node in inside)
 
 
 def _saved(traced: Traced, plans: Plans, split: Split, outs: Row[NodeOutIdx, NodeOut]) -> Saved:

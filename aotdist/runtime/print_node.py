@@ -335,13 +335,11 @@ def _print_backward(
     )
     with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
         printer.line(f"return (*{differentiable}, None)" if symbols else f"return {differentiable}")
-    missing = [f"{name} is None" for name in arrived]
-    if plan.on_the_way.passages.waypoints:
-        missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
     returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
-    with printer.block(f"if {' or '.join(missing)}:"):
+    if plan.shares:
         printer.line(returned_of_some)
-    _print_symbols(printer, symbols, "ctx.symbols")
+        return
+    _print_other_ways(printer, names, symbols, plan, returned_of_some)
     given = ["*ctx.saved_tensors"] if plan.saved.frees else []
     given += [print_size(printer, size) for size in plan.backward_sizes]
     given += [
@@ -386,6 +384,27 @@ def _print_backward(
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
     returned += ["None"] if symbols else []
     printer.spread("return (", returned, ",)")
+
+
+def _print_other_ways(
+    printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, returned: str
+) -> None:
+    """Print when the backward is not that of all results, run in one go for gradients as they are assumed."""
+    pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
+    missing = [f"{name} is None" for name, _ in pairs]
+    if plan.on_the_way.passages.waypoints:
+        missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
+    with printer.block(f"if {' or '.join(missing)}:"):
+        printer.line(returned)
+    _print_symbols(printer, symbols, "ctx.symbols")
+    otherwise = [
+        f"not {_tangent(printer, tangent)}.lies_as_assumed({name})"
+        for name, tangent in pairs
+        if isinstance(tangent.recipe, Wrapper) and None in tangent.strides
+    ]
+    if otherwise:
+        with printer.block(f"if {' or '.join(otherwise)}:"):
+            printer.line(returned)
 
 
 def _with_symbols(names: Sequence[str], symbols: Sequence[str]) -> list[str]:
