@@ -397,14 +397,25 @@ def _print_other_ways(
     with printer.block(f"if {' or '.join(missing)}:"):
         printer.line(returned)
     _print_symbols(printer, symbols, "ctx.symbols")
-    otherwise = [
-        f"not {_tangent(printer, tangent)}.lies_as_assumed({name})"
+    as_assumed = [
+        _lies_as_assumed(printer, name, tangent.recipe)
         for name, tangent in pairs
         if isinstance(tangent.recipe, Wrapper) and None in tangent.strides
     ]
-    if otherwise:
-        with printer.block(f"if {' or '.join(otherwise)}:"):
+    if as_assumed:
+        with printer.block(f"if not ({' and '.join(as_assumed)}):"):
             printer.line(returned)
+
+
+def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
+    """Whether what lies inside of a gradient has the strides that the trace assumed."""
+    strides = tuple(leaf.stride for _, leaf in leaves(recipe))
+    plains = wrapper_rule(recipe.cls).unwrap_source(name, recipe)
+    found = sequence([f"{plain}.stride()" for plain in plains])
+    assumed = repr(strides)
+    if is_symbolic(strides):
+        assumed = f"{printer.bind('concrete', concrete)}({printer.bind('STRIDES', strides)}, symbols)"
+    return f"type({name}) is {printer.bind(recipe.cls.__name__, recipe.cls)} and {found} == {assumed}"
 
 
 def _with_symbols(names: Sequence[str], symbols: Sequence[str]) -> list[str]:

@@ -81,11 +81,6 @@ class Tangent:
         converted = self.converted(tangent)
         return [converted] if isinstance(self.recipe, Plain) else apart(converted)
 
-    def lies_as_assumed(self, tangent: torch.Tensor) -> bool:
-        """Whether what lies inside of `tangent` has the strides that were assumed."""
-        assumed = [leaf.stride for _, leaf in leaves(self.recipe)]
-        return [plain.stride() for plain in plain_tensors(tangent)] == assumed
-
     def takes(self, tangent: torch.Tensor) -> bool:
         """Whether `tangent` is of the kind that is expected, or converted to it."""
         try:
