@@ -17,6 +17,7 @@ def test_example(tmp_path: Path) -> None:
         assert comment in printed
 
 
+@pytest.mark.sweep
 @pytest.mark.ranks
 def test_example_on_two_ranks(tmp_path: Path) -> None:
     assert "FSDPSequential" in run(EXAMPLE, tmp_path, ranks=2)

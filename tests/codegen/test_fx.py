@@ -271,6 +271,7 @@ def chain(length: int) -> Graph:
     return Graph(gm, (Slot("primal", "x"), Slot("primal", "y")), (Slot("output", "out"),))
 
 
+@pytest.mark.sweep
 def test_work_of_printing_grows_with_the_nodes_and_no_faster():
     def emit(graph: Graph) -> Callable[..., Any]:
         return FxBackend().emit(graph, emission_without_values()).call

@@ -53,6 +53,7 @@ def in_flight_case() -> None:
     assert all(torch.equal(ours, value) for ours, value in zip(results, expected, strict=True))
 
 
+@pytest.mark.sweep
 def test_two_in_flight(world2: World) -> None:
     world2.run(in_flight_case)
 

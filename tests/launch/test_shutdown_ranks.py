@@ -62,6 +62,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(job):
     assert "RankLost: rank 1 did not take part" in finished.stderr
 
 
+@pytest.mark.sweep
 def test_ctrl_c_ends_all_ranks_in_good_order(job):
     words = ["-m", "aotdist.launch.train", *job.arguments("stopped", steps=100_000)]
     process = start_torchrun(*words, num_ranks=2)

@@ -40,6 +40,7 @@ def test_a_plan_splits_what_is_computed(world2: World, family: str) -> None:
     world2.run(f"{CASES}:as_a_whole_case", family, "TP")
 
 
+@pytest.mark.sweep
 def test_a_cache_is_returned_as_an_object(world2: World) -> None:
     world2.run(f"{CASES}:cache_case", "Qwen3")
 

@@ -57,7 +57,7 @@ def deep_joint(nodes: int) -> Graph:
     return Graph(torch.fx.GraphModule(torch.nn.Module(), graph), ins, outs)
 
 
-@pytest.mark.parametrize("policy", ["default", "min_cut"])
+@pytest.mark.parametrize("policy", [pytest.param("default", marks=pytest.mark.sweep), "min_cut"])
 def test_work_grows_with_the_nodes_and_no_faster(policy: Policy) -> None:
     """What scipy does for a maximum flow is one call."""
     small, large = deep_joint(NODES // 4), deep_joint(NODES)

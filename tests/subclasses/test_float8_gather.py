@@ -129,11 +129,13 @@ def test_training(world2: World, which: str) -> None:
     world2.run(training_case, OPTIONS[which])
 
 
+@pytest.mark.sweep
 @ranks
 def test_four_ranks(world4: World) -> None:
     world4.run(training_case, {})
 
 
+@pytest.mark.sweep
 @ranks
 def test_shards_of_different_sizes() -> None:
     """80 rows on three ranks: 27, 27 and 26."""

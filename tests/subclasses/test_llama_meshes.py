@@ -134,6 +134,7 @@ def test_context_parallel(world2: World, method: str, sharded: bool) -> None:
     world2.run(ring_case, method, sharded, timeout=100)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_context_parallel_on_four_ranks(world4: World, sharded: bool) -> None:
     world4.run(ring_case, "alltoall", sharded, timeout=100)
