@@ -21,6 +21,7 @@ from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
     Backward,
     Chosen,
+    End,
     Result,
     choice_results,
     grad_results,
@@ -84,7 +85,7 @@ class BackwardTrace:
         self._context, self._recorder, self._inputs = context, context.recorder, context.inputs
         self._forward, self._in_python, self._may_run_later = forward, in_python, may_run_later
         self._ends, fits = forward.ends(), forward.can_be_followed()
-        self._behind = _results_behind_nodes(forward)
+        self._behind = _results_behind_nodes(self._ends)
         self._freed = frozenset(behind for node, behind in self._behind.items() if saves_tensors(node))
         cuts, row = context.cuts and fits, self._inputs.row()
         self._forward_end = ForwardEnd.of(self._recorder, row, forward.outputs.tensors) if cuts else None
@@ -246,9 +247,8 @@ class BackwardTrace:
                 self._in_python.try_again(chosen, first.kept, again_alike)
 
 
-def _results_behind_nodes(forward: ForwardEffects) -> dict[Any, frozenset[NodeOutIdx]]:
+def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx]]:
     """The autograd nodes, each with the results that it is behind."""
-    ends = forward.ends()
     return {
         node: frozenset(ends[position][0] for position in positions)
         for node, positions in tensors_by_node([tensor for _, tensor in ends]).items()

@@ -145,7 +145,7 @@ class Backward:
             args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
             given = [(tangent, tangent.converted(grad)) for tangent, grad in pairs if grad is not None]
             put = Joining(grad for _, grad in given)
-            args += [plain for tangent, grad in given for plain in tangent(grad)]
+            args += [plain for tangent, grad in given for plain in tangent.laid_out(grad)]
             args += [ctx.written[position] for position in plan.backward_writes.read.values()]
             args += ctx.rng if plan.rng.draw else ()
         let_go(ctx, plan)

@@ -89,7 +89,7 @@ class OtherKinds:
         tangents = of_this_call(ctx, other.tangents)
         converted = {idx: tangent.converted(arrived[idx]) for idx, tangent in tangents.items()}
         for idx, tangent in tangents.items():
-            given.update(zip(tangent.slots(), tangent(converted[idx]), strict=True))
+            given.update(zip(tangent.slots(), tangent.laid_out(converted[idx]), strict=True))
         args = _arguments(ctx, other.whole, given)
         del given
         let_go(ctx, self.plan)

@@ -68,7 +68,10 @@ class Tangent:
         Raises:
             OtherKind: the tangent is another kind of tensor and cannot be converted.
         """
-        converted = self.converted(tangent)
+        return self.laid_out(self.converted(tangent))
+
+    def laid_out(self, converted: torch.Tensor) -> list[torch.Tensor]:
+        """The same for what `converted` returned."""
         args = [converted] if isinstance(self.recipe, Plain) else plain_tensors(converted)
         return [_materialised(arg, stride) for arg, stride in zip(args, self.strides, strict=True)]
 

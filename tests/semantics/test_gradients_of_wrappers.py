@@ -53,45 +53,49 @@ def seen(tensor: torch.Tensor | None) -> Any:
     return type(tensor), tensor.stride(), inside
 
 
-@pytest.mark.parametrize("tangent", TANGENTS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_accumulated_and_chosen(wrap: Callable[..., Any], name: str, tangent: str) -> None:
-    """Two backwards that add up, from gradients that the caller keeps; then one for chosen inputs."""
-    found = []
-    for call in (PROGRAMS[name], aotdist.compile(PROGRAMS[name], backend="fx")):
-        torch.manual_seed(0)
-        x, w = (wrap(torch.randn(SIZE)).requires_grad_() for _ in range(2))
-        got: list[Any] = []
-        for _ in range(2):
-            results = call(x, w)
-            outs = results if isinstance(results, tuple) else (results,)
-            grads = [wrap(TANGENTS[tangent](tuple(out.shape))) for out in outs]
-            before = [seen(grad) for grad in grads]
-            torch.autograd.backward(outs, grads, retain_graph=True)
-            assert [seen(grad) for grad in grads] == before
-            got += [seen(x.grad), seen(w.grad)]
-            chosen = torch.autograd.grad(outs, [x, w], grads, allow_unused=True)
-            got += [seen(grad) for grad in chosen]
-            got.append((chosen[0] is chosen[1], [chosen[0] is grad for grad in grads]))
-        found.append(got)
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_losses_that_are_sums(wrap: Callable[..., Any], name: str) -> None:
-    """Their gradients are expanded; one that is passed on may not be kept as `.grad`, and added to."""
-    found = []
+def assert_same_seen(
+    name: str, wrap: Callable[..., Any], use: Callable[[Any, Any, tuple[Any, ...]], list[Any]]
+) -> None:
+    """Call a program three times: `use` is given its leaves and its results, and tells what it sees."""
+    found: list[list[Any]] = []
     for call in (PROGRAMS[name], aotdist.compile(PROGRAMS[name], backend="fx")):
         torch.manual_seed(0)
         x, w = (wrap(torch.randn(SIZE)).requires_grad_() for _ in range(2))
         got: list[Any] = []
         for _ in range(3):
             results = call(x, w)
-            outs = results if isinstance(results, tuple) else (results,)
-            loss = sum(out.sum() for out in outs)
-            assert isinstance(loss, torch.Tensor)
-            chosen = torch.autograd.grad(loss, [x, w], allow_unused=True, retain_graph=True)
-            loss.backward()
-            got += [seen(grad) for grad in (*chosen, x.grad, w.grad)]
+            got += use(x, w, results if isinstance(results, tuple) else (results,))
         found.append(got)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("tangent", TANGENTS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_accumulated_and_chosen(wrap: Callable[..., Any], name: str, tangent: str) -> None:
+    """Backwards that add up, from gradients that the caller keeps, and some for chosen inputs."""
+
+    def use(x: Any, w: Any, outs: tuple[Any, ...]) -> list[Any]:
+        grads = [wrap(TANGENTS[tangent](tuple(out.shape))) for out in outs]
+        before = [seen(grad) for grad in grads]
+        torch.autograd.backward(outs, grads, retain_graph=True)
+        assert [seen(grad) for grad in grads] == before
+        got = [seen(x.grad), seen(w.grad)]
+        chosen = torch.autograd.grad(outs, [x, w], grads, allow_unused=True)
+        got += [seen(grad) for grad in chosen]
+        return [*got, (chosen[0] is chosen[1], [chosen[0] is grad for grad in grads])]
+
+    assert_same_seen(name, wrap, use)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_losses_that_are_sums(wrap: Callable[..., Any], name: str) -> None:
+    """Their gradients are expanded; one that is passed on may not be kept as `.grad`, and added to."""
+
+    def use(x: Any, w: Any, outs: tuple[Any, ...]) -> list[Any]:
+        loss = sum(out.sum() for out in outs)
+        assert isinstance(loss, torch.Tensor)
+        chosen = torch.autograd.grad(loss, [x, w], allow_unused=True, retain_graph=True)
+        loss.backward()
+        return [seen(grad) for grad in (*chosen, x.grad, w.grad)]
+
+    assert_same_seen(name, wrap, use)
