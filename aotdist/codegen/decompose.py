@@ -29,7 +29,8 @@ def decompose(
     """
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in table and (only is None or node.target in only):
-            inline(gm.graph, node, table[node.target], table)
+            if inline(gm.graph, node, table[node.target], table) is not node:
+                gm.graph.erase_node(node)  # what draws random numbers would outlive the loss of its users
     gm.graph.eliminate_dead_code()
 
 

@@ -23,6 +23,7 @@ from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.own_memory import memory_of, restore_own_memory
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
+from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
 from aotdist.codegen.recurrent_layers import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -93,12 +94,14 @@ class InductorBackend:
         gm = copied(graph)
         memory = memory_of(replace(graph, gm=gm))
         try:
-            with _failing_by_name(gm, "the joint graph"), _compiling(fakes[0].fake_mode):
+            with _failing_by_name(gm, "the joint graph"), _compiling(gm, fakes[0].fake_mode):
+                prepare_draws(gm)
                 rewritten = replace(graph, gm=inductor_joint_passes(gm, fakes[0].device))
         except UnsupportedProgram:
             if self.else_fx:
                 return graph
             raise
+        restore_draws(rewritten.gm)
         restore_own_memory(rewritten, memory)
         restore_provenance(rewritten)
         return rewritten
@@ -131,8 +134,10 @@ class InductorBackend:
         _refuse_use_of_sparse(gm)
         batches = KernelBatches()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-        with _compiling(emission.fake_mode, inputs) as context, cpp_kernels_batched(batches.start):
+        with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(batches.start):
+            prepare_draws(gm)
             decompose(gm, {**inductor_decompositions(), torch.ops.aten.add.Tensor: _multiplied_first})
+            keep_draws_in_order(gm)
             products_by_onednn(gm)
             keep_for_backward(gm)
             with inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext():
@@ -185,6 +190,8 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
     """Let errors of Inductor's name the graph, and the line of the user's program, if they tell the node."""
     try:
         yield
+    except UnsupportedProgram:
+        raise
     except Exception as error:
         reason, found = str(error).partition("\n")[0] or type(error).__name__, _EXECUTED.search(str(error))
         at = [node for node in gm.graph.nodes if found is not None and node.name == found[1]]
@@ -222,7 +229,7 @@ def _start_on_headers() -> None:
 
 
 @contextmanager
-def _compiling(fake_mode: FakeTensorMode | None, inputs: Sequence[Any] = ()) -> Generator[TracingContext]:
+def _compiling(gm: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Generator[TracingContext]:
     """What Inductor expects around it, whatever the user's own call stands in.
 
     Its cache of graphs has no key for symbolic fractions, and says so at length.
@@ -233,7 +240,10 @@ def _compiling(fake_mode: FakeTensorMode | None, inputs: Sequence[Any] = ()) -> 
             around.enter_context(of_mode(fake_mode))
         for manager in (torch.no_grad(), autocast_off(), _configured()):
             around.enter_context(manager)
-        if any(isinstance(value, torch.SymFloat) for value in inputs):
+        around.enter_context(inductor_config(fallback_random=draws_as_eager(gm)))
+        if any(
+            isinstance(node.meta.get("val"), torch.SymFloat) for node in gm.graph.find_nodes(op="placeholder")
+        ):
             around.enter_context(inductor_config(fx_graph_cache=False))
         yield context
 

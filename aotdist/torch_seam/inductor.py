@@ -23,7 +23,7 @@ from torch._guards import active_fake_mode as active_fake_mode
 from torch._guards import tracing as tracing
 
 from aotdist.torch_seam.functional import FakeTensorMode
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import OpOverload, can_decompose
 from aotdist.torch_seam.patches import Patch, replaced
 
 T = TypeVar("T")
@@ -60,14 +60,29 @@ def constants_allowed(fake_mode: FakeTensorMode | None) -> AbstractContextManage
 
 
 def inductor_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
-    """The operators that Inductor has no lowering for, and what they are made of."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    table, aten = dict(select_decomp_table()), torch.ops.aten
+    """The operators that Inductor has no lowering for, and what they are made of; none that draws."""
+    table, aten = {op: made for op, made in _decompositions().items() if not _draws(op)}, torch.ops.aten
     for op in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
         if op in table:
             table[op] = _after_lowerings(table[op])
     return table
+
+
+def inductor_random_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
+    """What Inductor makes of operators that draw: uniform and normal numbers, which its kernels draw."""
+    return {op: made for op, made in _decompositions().items() if _draws(op)}
+
+
+def _decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def _draws(op: Any) -> bool:
+    """Whether an operator draws itself, and is not made of others that do."""
+    is_random = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+    return is_random and not can_decompose(op)
 
 
 def _after_lowerings(made: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,6 +170,13 @@ def inductor_vector_isa_setting() -> bool | None:
     from torch._inductor import config
 
     return config.cpp.vec_isa_ok
+
+
+def inductor_draws_as_eager() -> bool:
+    """Whether the user has Inductor call PyTorch's own random operators."""
+    from torch._inductor import config
+
+    return config.fallback_random
 
 
 def find_cpp_compiler() -> str | None:
