@@ -28,11 +28,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 """By the name of the model's class, in the order of the table."""
 
-_DROPPED = 0.1
 
+def make(name: str, dropped: float = 0.1) -> PreTrainedModel:
+    """The model, in training mode: the same weights at every call.
 
-def make(name: str) -> PreTrainedModel:
-    """The model, in training mode: the same weights at every call."""
+    Args:
+        name: of its class.
+        dropped: how much of everything is dropped that its config knows how to drop, but for layers.
+    """
     model: type[PreTrainedModel] = getattr(transformers, name)
     options: dict[str, Any] = {
         key: dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value
@@ -40,7 +43,7 @@ def make(name: str) -> PreTrainedModel:
     }
     config_class: Any = model.config_class
     config = config_class(**options)
-    _with_drops(config)
+    _with_drops(config, dropped)
     torch.manual_seed(0)
     return model(config).train()
 
@@ -50,10 +53,9 @@ def make_batch(name: str, seed: int) -> dict[str, Any]:
     return ARCHITECTURES[name].inputs(texts.SIZE, torch.Generator().manual_seed(seed))
 
 
-def _with_drops(config: PreTrainedConfig) -> None:
-    """Have everything dropped that a config, or one inside of it, knows how to drop, but for layers."""
+def _with_drops(config: PreTrainedConfig, dropped: float) -> None:
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _with_drops(value)
+            _with_drops(value, dropped)
         elif isinstance(value, float) and "drop" in key and "layerdrop" not in key:
-            setattr(config, key, _DROPPED)
+            setattr(config, key, dropped)

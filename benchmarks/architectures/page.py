@@ -9,7 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from benchmarks.architectures.making import ARCHITECTURES
 from benchmarks.architectures.record import Entries
-from benchmarks.architectures.vocabulary import WAYS, Found, Half, Way
+from benchmarks.architectures.vocabulary import (
+    MUCH,
+    NEAR,
+    ROUNDING,
+    WAYS,
+    Found,
+    Half,
+    Rounded,
+    Rounding,
+    Way,
+)
 from benchmarks.tables import header, row
 
 _HEAD = """# Forty architectures
@@ -42,6 +52,14 @@ elements a token): each is trained with its own loss, and generates, if it can. 
 
 _BESIDE = "Seconds of compiling, and a step's ratio to eager, to those of `aot_eager`."
 
+_KERNELS = f"""Backends that make kernels round in other places than eager. **losses**: ten steps of AdamW
+with dropout, the largest relative difference of a loss from eager's with the same seeds. On a CPU aotdist
+draws eager's random numbers; `torch.compile` draws others, so its losses only show how far those carry.
+**float64**: loss and gradients of a step without dropout, how far they are from the same step in float64,
+to how far eager's are. **wrong**: a loss is not finite or more than {NEAR:g} from eager's, or rounding is
+more than {MUCH:g} times eager's. `triton` runs in the interpreter. **fx**: `auto` ran a graph by `fx`, and
+said so."""
+
 _OWN = ", the program's own"
 
 _SHOWN: Mapping[Way, str] = {
@@ -61,6 +79,7 @@ def page(entries: Entries) -> str:
     lines += [f"Some rows are from {', '.join(older)}."] if older else []
     lines += ["", "## Summary", "", *_summary(entries), "", "## Training", "", *_training(entries)]
     lines += ["", "## Beside torch.compile", "", _BESIDE, "", *_beside(entries)]
+    lines += ["", "## With kernels", "", _KERNELS, "", *_rounding(entries)]
     lines += ["", "## Generation", "", *_generation(entries)]
     lines += ["", "## What fails, and what it says", "", *_failures(entries)]
     lines += ["", "## Where Dynamo breaks", "", *_breaks(entries)]
@@ -184,6 +203,33 @@ def _ratios(entries: Entries, model: str, way: Way) -> tuple[float, float] | tup
     return found.compile_seconds() / peer.compile_seconds(), found.time_ratio() / peer.time_ratio()
 
 
+def _rounding(entries: Entries) -> Iterator[str]:
+    yield from header("model", *(f"`{way}` {part}" for way in ROUNDING for part in ("losses", "float64")))
+    yield row("**wrong**, of", *(cell for way in ROUNDING for cell in _num_wrong(entries, way)))
+    for model in ARCHITECTURES:
+        found = [entries.at(model, way) for way in ROUNDING]
+        if any(found):
+            pairs = (_of_rounding(each, way) for each, way in zip(found, ROUNDING, strict=True))
+            yield row(model, *(cell for pair in pairs for cell in pair))
+
+
+def _num_wrong(entries: Entries, way: Rounding) -> tuple[str, str]:
+    rounded = [each.rounded for each in _all(entries, way) if each.rounded and not each.rounded.failure]
+    wrong = sum(not each.is_right() for each in rounded)
+    return ("-" if way == "torch.compile" else f"{wrong} of {len(rounded)}"), "-"
+
+
+def _of_rounding(found: Found | None, way: Rounding) -> tuple[str, str]:
+    if found is None or found.rounded is None:
+        return "not run", "-"
+    rounded = found.rounded
+    if rounded.failure:
+        return "refused" if rounded.is_ours else "**fails**", "-"
+    wrong = way != "torch.compile" and not rounded.is_right()
+    losses = f"{'**wrong** ' if wrong else ''}{rounded.apart:.0e}{', fx' if rounded.told else ''}"
+    return losses, f"{rounded.error / rounded.eager_error:.2f}"
+
+
 def _generation(entries: Entries) -> Iterator[str]:
     ways: list[Way] = [way for way in WAYS if any(found.generation for found in _all(entries, way))]
     yield from header("model", *(f"{_SHOWN[way]} {part}" for way in ways for part in ("bits", "graphs")))
@@ -206,20 +252,20 @@ def _of_generation(found: Found | None) -> tuple[str, str]:
 def _failures(entries: Entries) -> Iterator[str]:
     """The messages, each once, with what they were said to."""
     messages: dict[str, list[str]] = {}
-    for way in WAYS:
+    for way in (*WAYS, *ROUNDING):
         for model in ARCHITECTURES:
             for what, half in _halves(entries.at(model, way)):
                 if half.failure:
-                    said = f"{_SHOWN[way]}, {what}: {_in_markdown(half.failure)}"
+                    said = f"{_SHOWN.get(way, f'`{way}`')}, {what}: {_in_markdown(half.failure)}"
                     messages.setdefault(said, []).append(model)
     for message, models in messages.items():
         yield f"- {', '.join(models)}: {message}"
 
 
-def _halves(found: Found | None) -> Iterator[tuple[str, Half]]:
+def _halves(found: Found | None) -> Iterator[tuple[str, Half | Rounded]]:
     if found is not None:
-        halves = {
-            "training": found.training,
+        halves: dict[str, Half | Rounded | None] = {
+            "training": found.rounded or found.training,
             "training, told": found.told,
             "generation": found.generation,
             "generation, told": found.told_generation,

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.architectures.vocabulary import Found, Half, Way
+from benchmarks.architectures.vocabulary import Found, Half, Rounded, Way
 from benchmarks.record import machine, versions
 
 _FILE = "zoo.json"
@@ -78,5 +78,7 @@ def _entry(fields: dict[str, Any]) -> Entry:
         found[part] = None if half is None else Half(**half | {"breaks": tuple(half["breaks"])})
     for series in ("seconds", "eager_seconds"):
         found[series] = tuple(found[series])
+    rounded = found.get("rounded")
+    found["rounded"] = None if rounded is None else Rounded(**rounded | {"told": tuple(rounded["told"])})
     fields["found"] = Found(**found)
     return Entry(**fields)

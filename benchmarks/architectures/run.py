@@ -22,13 +22,14 @@ import tyro
 from benchmarks.architectures.making import ARCHITECTURES
 from benchmarks.architectures.page import page
 from benchmarks.architectures.record import Entries
-from benchmarks.architectures.trial import Job, fill
-from benchmarks.architectures.vocabulary import WAYS, Found, Half, Way
+from benchmarks.architectures.rounding import failed, found_by
+from benchmarks.architectures.trial import Job
+from benchmarks.architectures.vocabulary import ROUNDING, WAYS, Found, Way
 from benchmarks.record import ROOT
 from benchmarks.timing import Pace
 
 RESULTS = ROOT / "results"
-_TRIAL = "benchmarks.architectures.trial"
+_TRIALS = ["benchmarks.architectures.trial", "benchmarks.architectures.rounding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Options:
     """
 
     models: tuple[str, ...] = tuple(ARCHITECTURES)
-    ways: tuple[Way, ...] = WAYS
+    ways: tuple[Way, ...] = (*WAYS, *ROUNDING)
     rounds: int = 3
     timeout: float = 600.0
     missing: bool = False
@@ -53,7 +54,7 @@ class Options:
 
 
 def main(options: Options) -> int:
-    """Run them; the number of models that `aotdist.compile` trains otherwise, or fails at unworded."""
+    """Run them; the number of rows in which aotdist trains otherwise, or fails at unworded."""
     os.environ["OMP_NUM_THREADS"] = "1"  # models are too small for more
     folder = RESULTS / "quick" if options.quick else RESULTS
     entries = Entries.load(folder)
@@ -67,7 +68,7 @@ def main(options: Options) -> int:
         print(text)
     else:
         (ROOT / "ZOO.md").write_text(text)
-    return sum(_is_lost(entry.found.training) for entry in entries.entries if entry.way == "aotdist.compile")
+    return sum(_is_lost(entry.way, entry.found) for entry in entries.entries)
 
 
 def _found(model: str, way: Way, options: Options) -> Found:
@@ -75,7 +76,7 @@ def _found(model: str, way: Way, options: Options) -> Found:
     job = Job(model, way, num_steps=3, pace=Pace(rounds=1 if options.quick else options.rounds, warmup=1))
     # Processes are forked off one that has imported everything: that takes 7 s, most models less.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_TRIAL])
+    context.set_forkserver_preload(_TRIALS)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
@@ -86,19 +87,22 @@ def _found(model: str, way: Way, options: Options) -> Found:
         if process.is_alive():
             process.kill()
             process.join()
-            return Found(Half(failure=f"came to no end in {options.timeout:.0f} s"))
+            return failed(job, f"came to no end in {options.timeout:.0f} s")
         if not answer.exists():
-            return Found(Half(failure=f"ended its process with {process.exitcode}"))
+            return failed(job, f"ended its process with {process.exitcode}")
         found: Found = pickle.loads(answer.read_bytes())
         return found
 
 
 def _answer(job: Job, file: Path) -> None:
-    file.write_bytes(pickle.dumps(fill(job)))
+    file.write_bytes(pickle.dumps(found_by(job)))
 
 
-def _is_lost(half: Half) -> bool:
-    return bool(half.differs) or bool(half.failure and not half.is_ours)
+def _is_lost(way: Way, found: Found) -> bool:
+    half, rounded = found.training, found.rounded
+    if rounded is not None:
+        return way != "torch.compile" and not rounded.is_ours and not rounded.is_right()
+    return way == "aotdist.compile" and (bool(half.differs) or bool(half.failure and not half.is_ours))
 
 
 if __name__ == "__main__":

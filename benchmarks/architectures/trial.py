@@ -118,8 +118,8 @@ def _compiled(way: Way, **settings: Any) -> Callable[[Any], Any]:
             return partial(aotdist.compile, backend="fx", settings=settings)
         case "backend aotdist":
             return partial(_compiled_by_dynamo, backend="aotdist", options={"backend": "fx"})
-        case "aot_eager":
-            # It runs what was captured operator by operator, as `fx` does.
+        case _:
+            # `aot_eager`. It runs what was captured operator by operator, as `fx` does.
             return partial(_compiled_by_dynamo, backend="aot_eager")
 
 
@@ -210,7 +210,7 @@ def _attempt(work: Callable[[Half], None]) -> Half:
     try:
         work(half)
     except Exception as error:
-        half.failure, half.is_ours = _said(error)
+        half.failure, half.is_ours = said(error)
     return half
 
 
@@ -218,7 +218,7 @@ def _num_graphs(model: Any, way: Way) -> int:
     return len(model.graphs) if way == "aotdist.compile" else counters["stats"]["unique_graphs"]
 
 
-def _said(error: BaseException) -> tuple[str, bool]:
+def said(error: BaseException) -> tuple[str, bool]:
     """What an error says, in a line, and whether it is ours."""
     inner = getattr(error, "inner_exception", None) or error
     if not isinstance(inner, AotdistError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,9 +23,15 @@ Kind = Literal[
     "several senses",
     "other",
 ]
-Way = Literal["aotdist.compile", "backend aotdist", "aot_eager"]
+Exact = Literal["aotdist.compile", "backend aotdist", "aot_eager"]
+Rounding = Literal["auto", "inductor", "triton", "torch.compile"]
+Way: TypeAlias = Exact | Rounding
 
-WAYS: tuple[Way, ...] = get_args(Way)
+WAYS: tuple[Exact, ...] = get_args(Exact)
+"""These run operators one by one, as eager does: bits are compared."""
+
+ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
+"""These make kernels, which round in other places: losses, and distances from float64, are compared."""
 
 Inputs: TypeAlias = Callable[[Size, torch.Generator], dict[str, Any]]
 """Makes a batch with labels."""
@@ -74,6 +81,37 @@ class Half:
 
 
 @dataclass(slots=True)
+class Rounded:
+    """What became of training by a backend that rounds in other places than eager.
+
+    Args:
+        failure: the message, if it came to no end; then nothing else counts.
+        is_ours: whether that is an error that aotdist words.
+        told: what was warned of: operators that ran without a kernel.
+        apart: with dropout, the largest relative difference of a loss from eager's, over ten steps of AdamW
+            from the same seeds; NaN if a loss is not finite.
+        error: without dropout, how far the loss and all gradients of a step are from those in float64, by
+            norm and relative.
+        eager_error: how far eager's are.
+    """
+
+    failure: str = ""
+    is_ours: bool = False
+    told: tuple[str, ...] = ()
+    apart: float = math.nan
+    error: float = math.nan
+    eager_error: float = math.nan
+
+    def is_right(self) -> bool:
+        """Whether losses stay near eager's, and rounding is of eager's size; never with a NaN."""
+        return self.apart <= NEAR and self.error <= MUCH * self.eager_error + TINY
+
+
+NEAR, MUCH, TINY = 1e-2, 4.0, 1e-6
+"""What is taken for rounding: of losses after ten steps, of one step's to eager's, and in any case."""
+
+
+@dataclass(slots=True)
 class Found:
     """A row's part about one way to run.
 
@@ -88,6 +126,7 @@ class Found:
         first: seconds of the first step, which compiles.
         seconds: of a step, one a round.
         eager_seconds: of eager, which took turns with it.
+        rounded: instead of all that, what became of one of `ROUNDING`.
     """
 
     training: Half = field(default_factory=Half)
@@ -97,6 +136,7 @@ class Found:
     first: float = 0.0
     seconds: tuple[float, ...] = ()
     eager_seconds: tuple[float, ...] = ()
+    rounded: Rounded | None = None
 
     def came_through(self) -> Half | None:
         """The training that came to its end, if one did."""

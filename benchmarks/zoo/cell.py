@@ -164,7 +164,8 @@ def _apart(a: Tensor | None, b: Tensor | None) -> float:
         return 0.0
     wide_a, wide_b = a.double(), b.double()
     tiny = torch.finfo(a.dtype if a.is_floating_point() else wide_a.dtype).tiny
-    return float((wide_a - wide_b).norm() / wide_a.norm().clamp_min(tiny)) or math.ulp(0.0)
+    apart = float((wide_a - wide_b).norm() / wide_a.norm().clamp_min(tiny))
+    return math.inf if math.isnan(apart) else apart or math.ulp(0.0)
 
 
 def _bits(tensor: Tensor) -> bytes:
