@@ -38,6 +38,7 @@ from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_w
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
 from aotdist.torch_seam.autograd import next_sequence_nr, running_node, saved_tensor_hooks_off
 from aotdist.torch_seam.control_flow import calling_to_be_traced
+from aotdist.torch_seam.dynamo import compiled_as_written
 from aotdist.torch_seam.functional import (
     FakeTensorMode,
     FunctionalTensor,
@@ -178,6 +179,7 @@ class Recorder:
             own_autocast_cache(),
             saved_tensor_hooks_off(),
             calling_to_be_traced(),
+            compiled_as_written(),
             torch.autograd.set_detect_anomaly(False),  # it would look for NaNs among numbers that nobody has
             self.draws,
             tracing_wrappers(),

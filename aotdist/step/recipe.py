@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.dynamo import compiled_as_written
 from aotdist.torch_seam.trees import pytree
 
 Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
@@ -74,7 +75,8 @@ class Recipe:
         else:
             self.scaler.scale(loss).backward()
         if updates:
-            self._update()
+            with compiled_as_written():  # as in the steps that follow, and not compiled for this one alone
+                self._update()
         return detached(result)
 
     def _update(self) -> None:

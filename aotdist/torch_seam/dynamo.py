@@ -9,12 +9,15 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.experimental._backward_state import BackwardState
 
 from aotdist.torch_seam.inductor import TracingContext
+from aotdist.torch_seam.patches import Patch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def dynamo_source(placeholder: torch.fx.Node) -> str:
@@ -89,6 +92,52 @@ def _frames_off(set_callback: Callable[[Any], Any]) -> Generator[None]:
         yield
     finally:
         set_callback(before)
+
+
+def compiled_as_written() -> AbstractContextManager[None]:
+    """What `torch.compile` made of functions and modules runs as it was written, in this context and thread.
+
+    To whatever it made, the stance (`torch.compiler.set_stance`) is "force_eager" in this thread.
+    """
+    return _AS_WRITTEN.applied(True)
+
+
+def _hook_stance(hooked: bool) -> None:
+    from torch._dynamo.eval_frame import DynamoStance
+
+    DynamoStance.stance = property(_stance, _set_stance) if hooked else "default"
+
+
+def _stance(stance: Any) -> str:
+    return "force_eager" if _AS_WRITTEN.value else vars(stance)["stance"]
+
+
+def _set_stance(stance: Any, value: str) -> None:
+    vars(stance)["stance"] = value
+
+
+_AS_WRITTEN = Patch[bool]("compiled_as_written", _hook_stance)
+
+
+@functools.cache
+def hear_of_inlined(hear: Callable[[torch.nn.Module], None]) -> None:
+    """Have `hear` called with each module that Dynamo inlines from now on, whatever calling it would run."""
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    inline = UnspecializedNNModuleVariable.call_function
+
+    @functools.wraps(inline)
+    def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hear(self.value)
+        return inline(self, *args, **kwargs)
+
+    UnspecializedNNModuleVariable.call_function = heard
+
+
+def while_captured_by_dynamo(fn: F) -> F:
+    """Have Dynamo call `fn`, which takes and returns constants, while it captures a call of it."""
+    fn._dynamo_marked_constant = True
+    return fn
 
 
 @functools.cache
