@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import checkpoint as checkpoint_in_place
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -12,7 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import aotdist
 from aotdist.dynamo import regions
-from tests.dynamo.comparison import compiled
+from tests.dynamo.comparison import FX, compiled
+from tests.dynamo.test_compiled_inside import SELECTIVE, in_place, wrapped
 from tests.ranks.harness import World
 
 pytestmark = pytest.mark.ranks
@@ -113,3 +116,85 @@ def tape_case() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_tapes_under_fsdp(world2: World):
     world2.run(tape_case)
+
+
+def by_us(block: nn.Module) -> nn.Module:
+    block.compile(backend="aotdist", options=FX)
+    return block
+
+
+def checkpointed_in_place(block: nn.Module) -> nn.Module:
+    checkpoint_in_place(block)
+    return block
+
+
+BLOCKS = {
+    "compiled in place": lambda block: in_place(checkpoint_wrapper(block, context_fn=SELECTIVE)),
+    "compiled, in a wrapper": lambda block: wrapped(checkpoint_wrapper(block, context_fn=SELECTIVE)),
+    "compiled in checkpoints": lambda block: checkpoint_wrapper(in_place(block)),
+    "checkpoints in place": lambda block: in_place(checkpointed_in_place(block)),
+    "by our backend": lambda block: by_us(checkpoint_wrapper(block, context_fn=SELECTIVE)),
+}
+"""As torchtitan has them: checkpoints, most of them selective, around or inside of what is compiled."""
+
+
+def in_blocks(which: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks = nn.ModuleList(map(BLOCKS[which], model.blocks))
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def trained(which: str, by: str) -> list[torch.Tensor]:
+    """The losses of three steps, and the shards after them."""
+    torch._dynamo.reset()
+    model = in_blocks(which)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    step = aotdist.train_step(model, loss_of, optimizer, backend="fx")
+    if by == "compile":
+        aotdist.compile(model, backend="fx")
+    losses = []
+    for seed in range(3):
+        torch.manual_seed(10 * seed + torch.distributed.get_rank())
+        x = torch.randn(4, 6)
+        if by == "train_step":
+            with torch.compiler.set_stance("default" if seed else "force_eager"):  # the first runs eagerly
+                losses.append(step(x))
+            continue
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(local(param.detach()) for param in model.parameters())]
+
+
+def blocks_case(which: str) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        eager = trained(which, "itself")
+    ways = ["itself", "compile"] if which == "by our backend" else ["compile", "train_step"]
+    for by in ways:
+        assert all(map(torch.equal, eager, trained(which, by))), by
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "which",
+    [
+        "compiled in place",
+        "checkpoints in place",
+        "by our backend",
+        *(
+            pytest.param(name, marks=pytest.mark.sweep)
+            for name in ("compiled, in a wrapper", "compiled in checkpoints")
+        ),
+    ],
+)
+def test_blocks_that_are_compiled(which: str, world2: World):
+    world2.run(blocks_case, which)
