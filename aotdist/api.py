@@ -33,7 +33,7 @@ from aotdist.runtime.signature import what_changed
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
-from aotdist.torch_seam.dynamo import hear_of_inlined, is_of_dynamo, tapes_off, while_captured_by_dynamo
+from aotdist.torch_seam.dynamo import is_of_dynamo, keep_from_dynamo, tapes_off
 from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call, uncompiled_call
 from aotdist.torch_seam.tensors import mark_dims
@@ -154,8 +154,6 @@ class Compiled(Explained):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the artifact that fits, making one if there is none."""
         if runs_eagerly():
-            if torch.compiler.is_dynamo_compiling():
-                _warn_of_dynamo()
             return self._run(*args, **kwargs)
         if Captures.running:
             wait_for_captures()
@@ -191,22 +189,6 @@ class Compiled(Explained):
 
 
 _every_compiled: weakref.WeakSet[Compiled] = weakref.WeakSet()
-
-
-@while_captured_by_dynamo
-def _warn_of_dynamo() -> None:
-    """Say that Dynamo inlines what was compiled here, as it inlines what `torch.compile` compiled."""
-    warnings.warn(
-        "aotdist: `torch.compile` captures what `aotdist.compile` compiled as it was written, so aotdist's "
-        "program does not run in it. Call `aotdist.compile` on the outermost function or module, or wrap "
-        "what is to keep its program in `torch.compiler.disable`",
-        stacklevel=2,
-    )
-
-
-def _warn_if_compiled(module: nn.Module) -> None:
-    if isinstance(compiled_call_of(module), Compiled):
-        _warn_of_dynamo()
 
 
 class CompiledFunction(Compiled):
@@ -328,7 +310,7 @@ def compile(
     """
     if not callable(target):
         raise BadSettings(f"cannot compile a {type(target).__name__}", fix="pass a module or a function")
-    hear_of_inlined(_warn_if_compiled)
+    keep_from_dynamo(_own_call_of)
     return _calling(target, compiling(backend, settings))
 
 
@@ -423,6 +405,11 @@ def compiled_call(target: Any) -> Explained:
             f"this {type(target).__name__} was not compiled", fix="call `aotdist.compile` on it first"
         )
     return call
+
+
+def _own_call_of(module: nn.Module) -> CompiledModule | ContainerCall | None:
+    call = compiled_call_of(module)
+    return call if isinstance(call, CompiledModule | ContainerCall) else None
 
 
 def explain(target: Any, *, html: str | Path | None = None) -> Report:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -16,25 +15,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.dynamo.region import Region
 from aotdist.errors import BadSettings
 from aotdist.settings import Settings, by_name, settings_of
-from aotdist.torch_seam.dynamo import skip_frames
-
-_PACKAGE = Path(__file__).parent.parent
-_RUNS_IN_CALLS = (
-    "api.py",
-    "capture",
-    "codegen",
-    "convention",
-    "dynamo",
-    "joint",
-    "pipeline.py",
-    "runtime",
-    "subclasses/protocol.py",
-    "torch_seam",
-)
-"""Where the frames of calls and backwards are. Dynamo would compile them where it breaks at `backward()`.
-
-The rest of the package is models and layers, or runs with Dynamo off.
-"""
+from aotdist.torch_seam.dynamo import skip_our_frames
 
 
 def backend(
@@ -74,7 +55,7 @@ def compile_graph(
         code_backend: turns graphs into callables.
         settings: how to compile; which sizes are open, Dynamo decides.
     """
-    skip_frames("<aotdist ", *(str(_PACKAGE / name) for name in _RUNS_IN_CALLS))
+    skip_our_frames()
     settings = replace(settings, dynamic=False)
     region = Region(gm, caching(code_backend, settings), settings)
     region.compile_for(example_inputs)

@@ -9,15 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx.experimental._backward_state import BackwardState
 
 from aotdist.torch_seam.inductor import TracingContext
 from aotdist.torch_seam.patches import Patch
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def dynamo_source(placeholder: torch.fx.Node) -> str:
@@ -120,32 +119,56 @@ _AS_WRITTEN = Patch[bool]("compiled_as_written", _hook_stance)
 
 
 @functools.cache
-def hear_of_inlined(hear: Callable[[torch.nn.Module], None]) -> None:
-    """Have `hear` called with each module that Dynamo inlines from now on, whatever calling it would run."""
+def keep_from_dynamo(call_of: Callable[[torch.nn.Module], Callable[..., Any] | None]) -> None:
+    """Have Dynamo break its graphs where compiled calls of ours are called, and call them.
+
+    It skips our frames. Calls of modules it inlines, whatever calling them would run, so it is told where a
+    call is ours; not for `torch.export`, which has no graphs to break.
+
+    Args:
+        call_of: the call of a module that is ours, or None.
+    """
+    from torch._dynamo.variables.functions import SkipFunctionVariable
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
     inline = UnspecializedNNModuleVariable.call_function
 
     @functools.wraps(inline)
-    def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hear(self.value)
-        return inline(self, *args, **kwargs)
+    def call_function(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        call = None if tx.export else call_of(self.value)
+        if call is None:
+            return inline(self, tx, *args, **kwargs)
+        kept = torch.compiler.disable(call, reason="`aotdist.compile` compiled it")
+        return SkipFunctionVariable(kept).call_function(tx, *args, **kwargs)
 
-    UnspecializedNNModuleVariable.call_function = heard
+    UnspecializedNNModuleVariable.call_function = call_function
+    skip_our_frames()
 
 
-def while_captured_by_dynamo(fn: F) -> F:
-    """Have Dynamo call `fn`, which takes and returns constants, while it captures a call of it."""
-    fn._dynamo_marked_constant = True
-    return fn
+_PACKAGE = Path(__file__).parent.parent
+_RUNS_IN_CALLS = (
+    "api.py",
+    "capture",
+    "codegen",
+    "convention",
+    "dynamo",
+    "joint",
+    "pipeline.py",
+    "runtime",
+    "subclasses/protocol.py",
+    "torch_seam",
+)
 
 
 @functools.cache
-def skip_frames(*prefixes: str) -> None:
-    """Have Dynamo skip frames of code in files whose paths begin so."""
+def skip_our_frames() -> None:
+    """Have Dynamo skip the frames of calls and backwards: it would compile them where it breaks its graphs.
+
+    The rest of the package is models and layers, or runs with Dynamo off.
+    """
     from torch._dynamo import trace_rules
 
-    trace_rules.SKIP_DIRS.extend(prefixes)
+    trace_rules.SKIP_DIRS.extend(("<aotdist ", *(str(_PACKAGE / name) for name in _RUNS_IN_CALLS)))
     trace_rules._recompile_re()
 
 
