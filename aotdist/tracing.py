@@ -418,6 +418,7 @@ def _trace(
                 of_data=job.of_data,
                 fakes=fakes,
                 finds_out=job.finds_out,
+                of_bits=job.backend.name == "fx",
             )
             times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)

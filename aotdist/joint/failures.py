@@ -14,6 +14,7 @@ from aotdist.convention.view_refusals import detached_since, reshaped_since
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.joint.kernel_results import CANNOT_VIEW
 from aotdist.program import Slot
+from aotdist.torch_seam.dynamo import is_compiling_a_frame
 from aotdist.torch_seam.functional import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,7 +43,10 @@ _FIX = (
     "reached where `torch.compiler.is_compiling()` is true, or "
     '`torch.compile(..., backend="aotdist")`, which compiles what comes before and after it'
 )
-"""What else to do where a program needs data."""
+_FIX_BEHIND_DYNAMO = (
+    "or move that part into a function with `@torch.compiler.disable`: what comes before and after it is "
+    "compiled then"
+)
 
 _ADDRESS = "Cannot access data pointer of Tensor"
 """How PyTorch says that a traced tensor has no memory."""
@@ -125,8 +129,13 @@ def naming_failures() -> Generator[None]:
             _needs_data(error),
             where=raised_at(error.__traceback__),
             stage="joint",
-            fix=f"keep it a tensor (`torch.where` for a branch, a mask for a shape), {_FIX}",
+            fix=f"keep it a tensor (`torch.where` for a branch, a mask for a shape), {_elsewhere()}",
         ) from error
+
+
+def _elsewhere() -> str:
+    """What else to do where a program needs data."""
+    return _FIX_BEHIND_DYNAMO if is_compiling_a_frame() else _FIX
 
 
 def _chooses_by_data(error: Exception) -> UnsupportedProgram:
@@ -135,7 +144,7 @@ def _chooses_by_data(error: Exception) -> UnsupportedProgram:
         where=raised_at(error.__traceback__),
         stage="joint",
         fix="choose by `torch.where` or `torch.cond`, say what always holds (`torch._check(count > 0)`), "
-        f"{_FIX}",
+        f"{_elsewhere()}",
     )
 
 

@@ -16,7 +16,7 @@ from aotdist.capture.guise import Guises
 from aotdist.convention.memory import by_stride, extent
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import AotdistError, UnsupportedProgram
-from aotdist.joint import collectives, ctc_loss, linear_algebra
+from aotdist.joint import checked, collectives, linear_algebra, unknown_sizes
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.joint.failures import refusal
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
@@ -328,8 +328,8 @@ def _twin_of_symbolic_write(func: Any, args: tuple[Any, ...]) -> OpOverload | No
 
 def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """The same computation by other operators, for operators that PyTorch's mode cannot run."""
-    if func in ctc_loss.OF_OUR_OWN:
-        return functools.partial(ctc_loss.OF_OUR_OWN[func], *args)
+    if func in unknown_sizes.OF_OUR_OWN:
+        return functools.partial(unknown_sizes.OF_OUR_OWN[func], *args, **kwargs)
     if func is _POLYGAMMA:  # its functional twin takes its arguments the other way round
         return functools.partial(_polygamma, *args)
     if func is _TO_COPY and not isinstance(args[0], torch.Tensor):
@@ -340,7 +340,7 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
     if func is _SQUEEZE_DIM and isinstance(args[0], FunctionalTensor) and is_symbolic(args[0].shape):
         # On a fake with symbols it recurses until the process dies (torch 2.13).
         return functools.partial(_SQUEEZE_DIMS, args[0], [args[1]])
-    return linear_algebra.without_vectors(func, args, kwargs)
+    return checked.answer(func, args, kwargs) or linear_algebra.without_vectors(func, args, kwargs)
 
 
 def _polygamma(tensor: torch.Tensor, order: int) -> torch.Tensor:

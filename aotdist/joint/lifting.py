@@ -17,7 +17,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_mode import ViewMode
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint import linear_algebra, padded_encoders, python_numbers, sparse_embedding
+from aotdist.joint import corrections, python_numbers
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.failures import accumulated_inside, refusal
 from aotdist.joint.inputs import Inputs
@@ -26,8 +26,6 @@ from aotdist.joint.written_views import WrittenViews
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.autograd import in_backward
-from aotdist.torch_seam.checks import gaussian_nll_loss
-from aotdist.torch_seam.control_flow import IS_LEFT_ALIGNED, PACK
 from aotdist.torch_seam.functional import FunctionalTensor, rebind
 from aotdist.torch_seam.modes import class_functions_are_on
 from aotdist.torch_seam.operators import HigherOrderOperator
@@ -67,6 +65,7 @@ class Lifting(TorchFunctionMode):
         written_views: is asked to notice the history of inputs that the last function wrote.
         asked_for_strides: is told of tensors whose strides the program looks at.
         of_data: whether numbers may depend on data.
+        of_bits: whether what is recorded is to have eager's bits.
 
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
@@ -88,6 +87,7 @@ class Lifting(TorchFunctionMode):
         asked_for_strides: Callable[[torch.Tensor], None],
         *,
         of_data: bool,
+        of_bits: bool,
     ) -> None:
         super().__init__()
         self._inputs = inputs
@@ -123,11 +123,7 @@ class Lifting(TorchFunctionMode):
             _RESIZE_STORAGE: self._resize_storage,
             _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
-            torch.nn.functional.embedding: sparse_embedding.embedding,
-            torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
-            IS_LEFT_ALIGNED: padded_encoders.is_left_aligned,
-            PACK: padded_encoders.pack,
-            **linear_algebra.INSTEAD,
+            **corrections.instead(of_bits=of_bits),
             **(python_numbers.INSTEAD if of_data else {}),
         }
 

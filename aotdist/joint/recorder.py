@@ -110,6 +110,7 @@ class Recorder:
         fakes: the user's fake tensors, which are treated like real ones. Their mode then decides whether
             sizes may be symbolic.
         finds_out: let the program choose by data of its inputs, see `aotdist.joint.answers`.
+        of_bits: what is recorded runs operator by operator, and is to have eager's bits.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class Recorder:
         of_data: bool = False,
         fakes: UserFakes = NO_FAKES,
         finds_out: bool = False,
+        of_bits: bool = False,
     ) -> None:
+        self.of_bits = of_bits
         if within is not None:
             self.shape_env, self.fake_mode = None, within.fake_mode
         elif fakes.mode is not None:
@@ -203,6 +206,7 @@ class Recorder:
             self,
             functional_rng=self._stream is not None,
             backward_autocast=self.backward_autocast,
+            of_bits=self.of_bits,
         )
 
     @contextlib.contextmanager

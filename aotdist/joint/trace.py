@@ -218,6 +218,7 @@ def _run_forward(
         written_views=written_views,
         asked_for_strides=recorder.asked_for_strides,
         of_data=recorder.unbacked is not None,
+        of_bits=recorder.of_bits,
     )
     with (
         swapped_where_unheard(lifting.swap),

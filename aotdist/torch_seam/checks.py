@@ -39,6 +39,11 @@ def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.nn.functional.gaussian_nll_loss(*args, **kwargs)
 
 
+def check_all(condition: torch.Tensor, message: Callable[[], object]) -> None:
+    """`torch._check_tensor_all`."""
+    torch._check_tensor_all(condition, message)
+
+
 def raise_check(error: type[Exception], message: str | None) -> None:
     """Raise what `torch._check_tensor_all_with` raises for a false condition."""
     say: Any = None if message is None else lambda: message

@@ -172,6 +172,13 @@ def skip_our_frames() -> None:
     trace_rules._recompile_re()
 
 
+def is_compiling_a_frame() -> bool:
+    """Whether Dynamo compiles a frame, in this thread, and has called its backend."""
+    from torch._guards import CompileContext
+
+    return CompileContext.current_compile_id() is not None
+
+
 def dynamo_frame() -> str:
     """What Dynamo compiles now: the name of the function, and the compile id (of frame and compilation)."""
     from torch._dynamo import external_utils
