@@ -418,7 +418,8 @@ def _trace(
                 of_data=job.of_data,
                 fakes=fakes,
                 finds_out=job.finds_out,
-                of_bits=job.backend.name == "fx",
+                # A CUDA graph holds nothing that waits for data, as eager's formulas do.
+                of_bits=job.backend.name == "fx" and not job.settings.cuda_graphs,
             )
             times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)

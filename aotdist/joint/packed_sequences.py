@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aotdist.torch_seam.control_flow import PACK_SEQUENCE, PAD_SEQUENCE
 from aotdist.torch_seam.modes import no_modes
 
-_PACK: Callable[..., tuple[Tensor, Tensor]] = torch._VF._pack_padded_sequence  # pyright: ignore
-_PAD: Callable[..., tuple[Tensor, Tensor]] = torch._VF._pad_packed_sequence  # pyright: ignore
 _LAYERS: Sequence[Callable[..., Any]] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -44,7 +43,7 @@ def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Te
     numbers = lengths.tolist()
     padded = input.transpose(0, 1) if batch_first else input
     with no_modes():  # a trial, which raises what eager raises
-        _, batch_sizes = _PACK(torch.empty(*padded.shape[:2], 1), torch.tensor(numbers), False)
+        _, batch_sizes = PACK_SEQUENCE(torch.empty(*padded.shape[:2], 1), torch.tensor(numbers), False)
         batch_sizes = batch_sizes.tolist()
     return _Packed.apply(padded, _rows(batch_sizes, padded)), torch.tensor(batch_sizes)
 
@@ -83,8 +82,8 @@ def _layer(function: Callable[..., Any], *args: Any) -> Any:
 
 
 INSTEAD: Mapping[Any, Callable[..., Any]] = {
-    _PACK: _pack,
-    _PAD: _pad,
+    PACK_SEQUENCE: _pack,
+    PAD_SEQUENCE: _pad,
     **{layer: functools.partial(_layer, layer) for layer in _LAYERS},
 }
 """What is called in a trace for PyTorch's functions."""

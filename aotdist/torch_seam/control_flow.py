@@ -108,6 +108,10 @@ _FAST_PATHS = {
     torch.nn.MultiheadAttention.forward.__code__,
 }
 
+PACK_SEQUENCE: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._VF._pack_padded_sequence
+PAD_SEQUENCE: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._VF._pad_packed_sequence
+"""What `pack_padded_sequence` and `pad_packed_sequence` call."""
+
 IS_LEFT_ALIGNED = torch._nested_tensor_from_mask_left_aligned
 PACK = torch._nested_tensor_from_mask
 ENCODER_LAYER = torch._transformer_encoder_layer_fwd
