@@ -23,17 +23,21 @@ class Done:
 
     Args:
         result: what `loss_fn` returned.
+        norm: of the gradients, before they were clipped.
         tensors: what replaces tensors that the optimizer holds, by position.
         numbers: new values of numbers that it holds, by position, as tensors.
         grads: new gradients, by the name of their parameter.
         given: what is added to gradients of the step's arguments, by position.
+        reached: names of the parameters that the backward gave gradients to.
     """
 
     result: Any = None
+    norm: torch.Tensor | None = None
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     numbers: dict[int, list[torch.Tensor]] = field(default_factory=dict[int, list[torch.Tensor]])
     grads: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     given: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    reached: tuple[str, ...] = ()
 
     def note(self, held: HeldState, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]) -> None:
         """Note what the optimizer's step has assigned.
@@ -70,8 +74,8 @@ class Done:
 
 pytree.register_pytree_node(
     Done,
-    lambda done: ([done.result, done.tensors, done.numbers, done.grads, done.given], None),
-    lambda parts, _: Done(*parts),
+    lambda done: ([done.result, done.norm, done.tensors, done.numbers, done.grads, done.given], done.reached),
+    lambda parts, reached: Done(*parts, reached=reached),
 )
 
 

@@ -82,6 +82,7 @@ class Gradients(TorchFunctionMode):
         self._params = params
         self._keep = stand_ins  # as long as their identities are known
         self.now = list(before)
+        self.reached = list[int]()
 
     def __torch_function__(
         self,
@@ -119,6 +120,7 @@ class Gradients(TorchFunctionMode):
             for (at, param), grad in zip(wanted, found, strict=False):
                 if grad is not None:
                     _refuse_sparse(grad)
+                    self.reached.append(at)
                     known = self.now[at]
                     self.now[at] = _laid_out_like(grad, param) if known is None else known.add_(grad)
             return [_laid_out_like(*both) for both in zip(found[len(wanted) :], more, strict=True)]

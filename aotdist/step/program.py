@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from aotdist.step.recipe import Recipe, detached
 from aotdist.step.scaling import Scaling
 from aotdist.torch_seam.proxies import node_here
 from aotdist.torch_seam.trees import pytree
+
+Part: TypeAlias = Literal["whole", "gradients", "update"]
+"""What of a step a program does: with `accumulate`, gradients and updates are programs of their own."""
 
 
 class MakesState(Exception):
@@ -75,21 +78,21 @@ class StepProgram:
     Args:
         recipe: what it consists of.
         params: the parameters, by name.
-        updates: whether the optimizer has its turn.
         make: compiles it.
+        part: of the step.
     """
 
     def __init__(
-        self, recipe: Recipe, params: Mapping[str, torch.Tensor], make: Compiling, *, updates: bool
+        self, recipe: Recipe, params: Mapping[str, torch.Tensor], make: Compiling, part: Part
     ) -> None:
         self._recipe = recipe
         self._params = params
-        self._updates = updates
+        self._part: Part = part
         self._now: Now | None = None
         self._asked: Questions | None = None
         self._questions: list[Questions] = []
         self.compiled = CompiledFunction(
-            _reaching(recipe, self._traced, updates=updates),
+            _reaching(recipe, self._traced, part),
             lambda call, artifacts: make(replace(call, differentiates=True), artifacts),
         )
 
@@ -98,8 +101,8 @@ class StepProgram:
         known = list(now.known_before().values()) if self._questions else []
         return all(questions.hold(known) for questions in self._questions)
 
-    def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do the step.
+    def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Done:
+        """Do the step, or its part.
 
         Args:
             now: what it finds.
@@ -125,7 +128,7 @@ class StepProgram:
             for at, grad in done.given.items():
                 known = arguments[at].grad
                 arguments[at].grad = grad if known is None else known.add_(grad)
-        return done.result
+        return done
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done:
         """The step, on stand-ins."""
@@ -139,22 +142,44 @@ class StepProgram:
         gradients = Gradients(list(self._params.values()), stand_ins, before)
         done = Done()
         with now.held.put_back(), gradients:
-            result = recipe.loss_fn(recipe.model, *args, **kwargs)
-            loss = recipe.loss_of(result)
-            arguments = _leaves(args, kwargs)
-            positions = arguments_with_gradients(loss, list(self._params.values()), arguments)
-            more = [arguments[at] for at in positions]
-            found = gradients.backward(loss if scaling is None else scaling.scaled(loss), more)
-            done.given = dict(zip(positions, found, strict=True))
-            if self._updates:
+            if self._part != "update":
+                self._differentiate(gradients, scaling, done, args, kwargs)
+            if self._part != "gradients":
                 self._update(now, given, scaling, done)
                 for param in recipe.params():
                     param.grad = None
         for name, grad, known in zip(self._params, gradients.now, before, strict=True):
             if grad is not None and grad is not known:
                 done.grads[name] = grad
-        done.result = detached(result)
         return done
+
+    def _differentiate(
+        self,
+        gradients: Gradients,
+        scaling: Scaling | None,
+        done: Done,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Run the model, and its backward.
+
+        Args:
+            gradients: of the parameters, which are added to.
+            scaling: what the scaler does.
+            done: where to note what `loss_fn` returned, and gradients of arguments.
+            args: of `loss_fn`, behind the model.
+            kwargs: likewise.
+        """
+        recipe, params = self._recipe, list(self._params.items())
+        result = recipe.loss_fn(recipe.model, *args, **kwargs)
+        loss = recipe.loss_of(result)
+        arguments = _leaves(args, kwargs)
+        positions = arguments_with_gradients(loss, [param for _, param in params], arguments)
+        more = [arguments[at] for at in positions]
+        found = gradients.backward(loss if scaling is None else scaling.scaled(loss), more)
+        done.given = dict(zip(positions, found, strict=True))
+        done.reached = tuple(params[at][0] for at in gradients.reached)
+        done.result = detached(result)
 
     def _update(
         self, now: Now, given: Mapping[str, torch.Tensor], scaling: Scaling | None, done: Done
@@ -174,14 +199,14 @@ class StepProgram:
             for place in held.numbers:
                 place.put(*(given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))))
             put = [place.owner[place.key] for place in held.numbers]
-            self._step(held, scaling)
+            done.norm = self._step(held, scaling)
             if held.has_grown():
                 raise MakesState
             done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
         if scaling is not None and (done.tensors or done.numbers):
+            names = " or ".join(type(optimizer).__name__ for optimizer in recipe.optimizers)
             raise UnsupportedProgram(
-                f"{type(recipe.optimizer).__name__} counts in Python, or replaces its tensors, and its steps "
-                "may be skipped (`scaler`)",
+                f"{names} counts in Python, or replaces its tensors, and its steps may be skipped (`scaler`)",
                 stage="capture",
                 fix="let it count in a tensor, and write its tensors in place",
             )
@@ -194,44 +219,45 @@ class StepProgram:
         Raises:
             UnsupportedProgram: something is.
         """
-        optimizer, clip = self._recipe.optimizer, self._recipe.clip
-        apart = held.all_containers()
+        clip, apart = self._recipe.clip, held.all_containers()
         with contextlib.ExitStack() as stack:
-            refusal = functools.partial(_changes_itself, optimizer)
-            stack.enter_context(unchanged(optimizer, refusal, apart, tensors=False))
+            for optimizer in self._recipe.optimizers:
+                refusal = functools.partial(_changes_itself, optimizer)
+                stack.enter_context(unchanged(optimizer, refusal, apart, tensors=False))
             owner = clip.__self__ if isinstance(clip, types.MethodType) else clip
             if hasattr(owner, "__dict__") and not isinstance(owner, (types.FunctionType, nn.Module)):
                 refusal = functools.partial(_clip_changes_itself, owner)
                 stack.enter_context(unchanged(owner, refusal, apart, tensors=True))
             yield
 
-    def _step(self, held: HeldState, scaling: Scaling | None) -> None:
+    def _step(self, held: HeldState, scaling: Scaling | None) -> torch.Tensor | None:
         recipe = self._recipe
-        if scaling is None:
-            recipe.do_clip()
-            recipe.optimizer.step()
-            return
-        grads = [grad for param in recipe.params() if (grad := param.grad) is not None]
-        if recipe.clip is not None:
-            scaling.unscale(grads)
-        recipe.do_clip()
+        if scaling is not None and recipe.clip is not None:
+            for optimizer in recipe.optimizers:
+                scaling.unscale(optimizer)
+        norm = recipe.do_clip(self._params.values())
         written = [*recipe.params(), *(place.value for place in held.tensors)]
-        with scaling.stepping(recipe.optimizer, grads, written):
-            recipe.optimizer.step()
-        scaling.update()
+        for optimizer in recipe.optimizers:
+            with contextlib.nullcontext() if scaling is None else scaling.stepping(optimizer, written):
+                optimizer.step()
+        if scaling is not None:
+            scaling.update()
+        return norm
 
 
 def _reaching(
-    recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, updates: bool
+    recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]], Any], part: Part
 ) -> Callable[..., Any]:
     """A function that is looked through for what a step reaches: the model, what `loss_fn` closes over.
 
-    What clips, and the optimizer, are no part of a step that only accumulates.
+    What clips, and the optimizers, are no part of a step that only accumulates.
     """
-    model, loss_fn = recipe.model, _function(recipe.loss_fn)
+    updates = part != "gradients"
+    model, loss_fn = recipe.model, None if part == "update" else _function(recipe.loss_fn)
     clip = _function(recipe.clip) if updates else None
-    # The optimizer's methods, as something callable.
-    optimizer = functools.partial(traced, *methods_of(recipe.optimizer)) if updates else None
+    # The optimizers' methods, as something callable.
+    methods = [method for optimizer in recipe.optimizers for method in methods_of(optimizer)]
+    optimizer = functools.partial(traced, *methods) if updates else None
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         _ = model, loss_fn, clip, optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from aotdist.torch_seam.dynamo import compiled_as_written
 from aotdist.torch_seam.trees import pytree
 
 Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
-"""A largest norm of all gradients, or what is called with the optimizer's parameters."""
+"""A largest norm of all gradients, or what is called with the optimizers' parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,15 @@ class Recipe:
 
     model: nn.Module
     loss_fn: Callable[..., Any]
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     clip: Clip | None
     scaler: torch.amp.GradScaler | None
     accumulate: int
 
     def params(self) -> list[torch.Tensor]:
-        """The parameters that the optimizer updates."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+        """The parameters that the optimizers update."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [param for group in groups for param in group["params"]]
 
     def loss_of(self, result: Any) -> torch.Tensor:
         """What is differentiated, in what `loss_fn` returned.
@@ -53,20 +54,36 @@ class Recipe:
             )
         return loss / self.accumulate if self.accumulate > 1 else loss
 
-    def do_clip(self) -> None:
-        """Clip the gradients."""
-        if callable(self.clip):
-            self.clip(self.params())
-        elif self.clip is not None:
-            nn.utils.clip_grad_norm_(self.params(), self.clip)
+    def do_clip(self, in_order: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """Clip the gradients in the order of the model: a norm is another in the last bit in another order.
 
-    def as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, updates: bool) -> Any:
+        Args:
+            in_order: the model's parameters; in a trace, the model itself holds others in their places.
+
+        Returns:
+            what clipping returned, if that is a tensor: the norm that the gradients had.
+        """
+        if self.clip is None:
+            return None
+        if callable(self.clip):
+            at = {id(param): at for at, param in enumerate(in_order)}
+            norm = self.clip(sorted(self.params(), key=lambda param: at[id(param)]))
+        else:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        return norm.detach() if isinstance(norm, torch.Tensor) else None
+
+    def as_written(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, updates: bool
+    ) -> tuple[Any, torch.Tensor | None]:
         """Run the step eagerly.
 
         Args:
             args: of `loss_fn`, behind the model.
             kwargs: likewise.
-            updates: whether the optimizer has its turn, or gradients are only accumulated.
+            updates: whether the optimizers have their turn, or gradients are only accumulated.
+
+        Returns:
+            what `loss_fn` returned, detached, and the norm of the gradients; see `do_clip`.
         """
         result = self.loss_fn(self.model, *args, **kwargs)
         loss = self.loss_of(result)
@@ -74,22 +91,27 @@ class Recipe:
             loss.backward()
         else:
             self.scaler.scale(loss).backward()
-        if updates:
-            with compiled_as_written():  # as in the steps that follow, and not compiled for this one alone
-                self._update()
-        return detached(result)
+        if not updates:
+            return detached(result), None
+        with compiled_as_written():  # as in the steps that follow, and not compiled for this one alone
+            return detached(result), self.update()
 
-    def _update(self) -> None:
-        if self.scaler is None:
-            self.do_clip()
-            self.optimizer.step()
-        else:
-            if self.clip is not None:
-                self.scaler.unscale_(self.optimizer)
-            self.do_clip()
-            self.scaler.step(self.optimizer)
+    def update(self) -> torch.Tensor | None:
+        """Clip, let the optimizers have their turn, and let the gradients go; the norm, see `do_clip`."""
+        if self.scaler is not None and self.clip is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        norm = self.do_clip(self.model.parameters())
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
             self.scaler.update()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return norm
 
 
 def detached(result: Any) -> Any:

@@ -23,19 +23,19 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def held(optimizer: torch.optim.Optimizer) -> HeldState:
-    return held_by(optimizer, {}, VARYING)
+    return held_by([optimizer], {}, VARYING)
 
 
 def test_the_same_if_nothing_was_assigned(optimizer: torch.optim.Optimizer) -> None:
     before = held(optimizer)
     optimizer.step()
-    assert before.now(optimizer) is before
+    assert before.now([optimizer]) is before
 
 
 def test_other_numbers(optimizer: torch.optim.Optimizer) -> None:
     before = held(optimizer)
     optimizer.param_groups[0]["lr"] = 0.25
-    after = before.now(optimizer)
+    after = before.now([optimizer])
     assert after is not None
     assert [place.value for place in after.numbers] == [0.25]
     assert (after.numbers, after.layout) == (held(optimizer).numbers, before.layout)
@@ -74,4 +74,4 @@ def test_anything_else_is_looked_at_anew(
 ) -> None:
     before = held(optimizer)
     change(optimizer)
-    assert before.now(optimizer) is None
+    assert before.now([optimizer]) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -51,6 +53,43 @@ def test_overflow(name: str, clip: float | None) -> None:
         assert same(step(batch_of(at)), expected.detach())
         assert scalers[0].state_dict() == scalers[1].state_dict(), at
         pair.assert_same(at)
+    assert len(step.graphs) == 1
+
+
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["whole", "clipped"])
+def test_overflow_in_one_of_two_optimizers(clip: float | None) -> None:
+    """The other one steps, and the scale shrinks."""
+    torch.manual_seed(0)
+    models = [Plain()]
+    models.append(copy.deepcopy(models[0]))
+    both = [
+        [torch.optim.SGD(model.second.parameters(), lr=0.1), torch.optim.AdamW(model.first.parameters())]
+        for model in models
+    ]
+    scalers = scaler(), scaler()
+
+    def infinite_in_first(model: Plain, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return model.second(x).square().mean() + (model.first(x) * factor).mean()
+
+    step = aotdist.train_step(
+        models[1], infinite_in_first, both[1], clip=clip, scaler=scalers[1], backend="fx"
+    )
+    for at, factor in enumerate([1.0, 1.0, math.inf, 1.0, 1.0, 1.0]):
+        expected = infinite_in_first(models[0], batch(at), torch.tensor(factor))
+        scalers[0].scale(expected).backward()
+        if clip is not None:
+            for optimizer in both[0]:
+                scalers[0].unscale_(optimizer)
+            nn.utils.clip_grad_norm_(models[0].parameters(), clip)
+        for optimizer in both[0]:
+            scalers[0].step(optimizer)
+        scalers[0].update()
+        for optimizer in both[0]:
+            optimizer.zero_grad()
+        assert same(step(batch(at), torch.tensor(factor)), expected.detach())
+        assert scalers[0].state_dict() == scalers[1].state_dict(), at
+        for one, other in zip(both[0], both[1], strict=True):
+            Pair((models[0], models[1]), (one, other)).assert_same(at)
     assert len(step.graphs) == 1
 
 

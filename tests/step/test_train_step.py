@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,79 @@ def test_report_names_some_of_what_is_written() -> None:
 @pytest.mark.parametrize("largest", [0.01, 1e6], ids=["clipped", "whole"])
 def test_norm_is_clipped(largest: float) -> None:
     train(Pair.of(adamw), clip=largest)
+
+
+def _of_both(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Muon for matrices but the last, AdamW for the rest: neither has its parameters in the model's order."""
+    muon = [param for param in reversed(params) if param.dim() == 2 and param is not params[-2]]
+    others = [param for param in reversed(params) if all(param is not one for one in muon)]
+    return [torch.optim.Muon(muon, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
+class Deep(nn.Module):
+    """Enough parameters for the order in which squares are added up to show, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(9)))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.scale
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_several_optimizers_and_the_norm_of_all_gradients(accumulate: int) -> None:
+    torch.manual_seed(0)
+    eager = Deep()
+    model = copy.deepcopy(eager)
+    trained_of = [list(one.layers.parameters()) for one in (eager, model)]
+    optimizers_of = [_of_both(params) for params in trained_of]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(both[1], 0.5) for both in optimizers_of]
+    step = aotdist.train_step(
+        model, loss_of, optimizers_of[1], clip=0.01, accumulate=accumulate, backend="fx"
+    )
+    norms = []
+    for at in range(4 * accumulate):
+        (loss_of(eager, batch(at)) / accumulate).backward()
+        step(batch(at))
+        if at % accumulate == accumulate - 1:
+            norms.append(nn.utils.clip_grad_norm_(eager.parameters(), 0.01))
+            for optimizer in optimizers_of[0]:
+                optimizer.step()
+                optimizer.zero_grad()
+            for schedule in schedules:
+                schedule.step()
+            assert step.grad_norm is not None and not step.grad_norm.requires_grad
+            assert same(step.grad_norm, norms[-1])
+        for mine, other in zip(optimizers_of[1], optimizers_of[0], strict=True):
+            compared = list(zip(held(model, mine), held(eager, other), strict=True))
+            assert compared
+            for (name, a), (_, b) in compared:
+                assert same(a, b), (at, name)
+    assert 0.01 < min(norms)
+    assert len(step.graphs) == accumulate
+
+
+def test_what_clips_says_the_norm() -> None:
+    pair, step = compiled_step()
+    assert step.grad_norm is None
+    for at in range(2):
+        step(batch(at))
+        assert step.grad_norm is None
+    seen: list[list[int]] = []
+
+    def clip(params: Sequence[torch.Tensor]) -> torch.Tensor:
+        seen.append([param.numel() for param in params])
+        return nn.utils.clip_grad_norm_(params, 0.1, norm_type=1.0)
+
+    model = pair.models[1]
+    optimizer = torch.optim.SGD([*reversed(trained(model))], lr=0.1)
+    step = aotdist.train_step(model, loss_of, optimizer, clip=clip, backend="fx")
+    for at in range(2):
+        step(batch(at))
+        assert step.grad_norm is not None and step.grad_norm > 0.1
+    assert seen and all(sizes == [param.numel() for param in trained(model)] for sizes in seen)
 
 
 def _decay(params: Sequence[torch.Tensor]) -> None:
@@ -118,6 +192,42 @@ def test_accumulation() -> None:
         torch.manual_seed(at)
         assert same(step(batch(at)), expected.detach())
         pair.assert_same(at)
+    gradients, update = (graphs["inference"].graph for graphs in step.graphs)
+    assert gradients.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert not update.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+
+
+class Either(nn.Module):
+    """One of two weights, by the batch; gradients of -0.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return (self.weights[which] * x).sum()
+
+
+def test_accumulated_gradients_are_those_that_there_are() -> None:
+    """A weight that a call does not reach has none, and is not decayed; -0.0 keeps its sign."""
+    eager, model = Either(), Either()
+    pair = eager, model
+    first, second = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in pair)
+    step = aotdist.train_step(model, Either.__call__, second, accumulate=2, backend="fx")
+    calls = [(0, 1), (1, 1), (0, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
+    for at, which in enumerate(itertools.chain(*calls)):
+        x = torch.tensor([1.0, -0.0, 0.0])
+        (eager(x, which) / 2).backward()
+        if at % 2:
+            first.step()
+            first.zero_grad()
+        step(x, which)
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert same(mine.detach(), other.detach()), at
+            assert (mine.grad is None) == (other.grad is None), at
+            if mine.grad is not None and other.grad is not None:
+                assert torch.equal(mine.grad, other.grad), at
+                assert torch.equal(mine.grad.signbit(), other.grad.signbit()), at
 
 
 def test_gradients_that_are_there_are_added_to() -> None:
@@ -341,7 +451,9 @@ def test_parameters_of_others_are_refused() -> None:
         ("model", None, "model is None"),
         ("loss_fn", None, "loss_fn is None"),
         ("optimizer", None, "optimizer is None"),
-        ("optimizer", [adamw(trained(Net()))], "optimizer is a list"),
+        ("optimizer", [], r"optimizer is \[\]"),
+        ("optimizer", [adamw(trained(Net())), 3], "optimizer is a list"),
+        ("optimizer", [adamw(trained(Net()))] * 2, "optimizer is a list"),
         ("optimizer", torch.optim.SGD, "optimizer is <class 'torch.optim.sgd.SGD'>"),
         ("optimizer", torch.optim.lr_scheduler.StepLR(adamw(trained(Net())), 1), "optimizer is .*StepLR"),
         ("clip", -1.0, "clip is -1.0"),
