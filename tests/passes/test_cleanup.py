@@ -73,6 +73,20 @@ def test_detaches_go() -> None:
     assert count(clean(joint), ATEN.detach.default) == 0
 
 
+def test_what_is_transposed_twice_goes() -> None:
+    joint = joint_of(lambda x, w: (x @ w.t()).relu() @ w, grad(4, 3), grad(5, 3))
+    assert count(clean(joint), ATEN.t.default) < count(joint, ATEN.t.default)
+    undone = joint_of(lambda x: x.sin().t().t(), grad(2, 3))
+    assert count(clean(undone), ATEN.t.default) == 0
+    assert_same_bits(run_joint(clean(undone), args := random_arguments(undone)), run_joint(undone, args))
+
+
+def test_an_argument_that_is_transposed_twice_stays_a_value_of_its_own() -> None:
+    joint = joint_of(lambda x: (x.t().t(), x * 2), grad(2, 3))
+    cleaned = clean(joint)
+    assert not any(node is not None and node.op == "placeholder" for node in cleaned.results()[:1])
+
+
 def test_a_detached_argument_that_is_returned_stays_a_value_of_its_own() -> None:
     cleaned = clean(joint_of(lambda x: (x.detach(), x.sin().sum()), grad(4)))
     result = cleaned.results()[0]
