@@ -344,6 +344,24 @@ def test_slots_of_saved_values_alone_may_change_layout():
     assert emitted.output_strides == ((1,), (1,), (1,))
 
 
+def convolve(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    """An update: what reads a gradient of a weight beside the weight."""
+    y = torch.nn.functional.conv2d(x.sin(), w, b)
+    args = ([8], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+    gradient = torch.ops.aten.convolution_backward(y.cos(), x.sin(), w, *args)[1]
+    assert gradient is not None
+    return [w - gradient]
+
+
+def test_gradients_of_convolutions_lie_as_the_weights_do():
+    inputs = [torch.randn(2, 16, 6, 6), torch.randn(8, 16, 3, 3), torch.randn(8)]
+    emitted = emit(captured(convolve, inputs))
+    assert_close(emitted.call(list(inputs)), convolve(*inputs))
+    channels_last = str(torch.empty(8, 16, 3, 3).contiguous(memory_format=torch.channels_last).stride())
+    assert str(inputs[1].stride()) in emitted.source
+    assert channels_last not in emitted.source
+
+
 @pytest.mark.slow
 def test_a_pool_is_the_first_thing_that_is_compiled():
     """Inductor's table of decompositions asks for a module that it does not import."""
