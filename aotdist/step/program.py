@@ -87,6 +87,7 @@ class StepProgram:
     ) -> None:
         self._recipe = recipe
         self._params = params
+        self._of_model = list(recipe.model.parameters())
         self._part: Part = part
         self._now: Now | None = None
         self._asked: Questions | None = None
@@ -235,7 +236,7 @@ class StepProgram:
         if scaling is not None and recipe.clip is not None:
             for optimizer in recipe.optimizers:
                 scaling.unscale(optimizer)
-        norm = recipe.do_clip(self._params.values())
+        norm = recipe.do_clip(self._of_model)
         written = [*recipe.params(), *(place.value for place in held.tensors)]
         for optimizer in recipe.optimizers:
             with contextlib.nullcontext() if scaling is None else scaling.stepping(optimizer, written):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,11 +54,11 @@ class Recipe:
             )
         return loss / self.accumulate if self.accumulate > 1 else loss
 
-    def do_clip(self, in_order: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    def do_clip(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Clip the gradients in the order of the model: a norm is another in the last bit in another order.
 
         Args:
-            in_order: the model's parameters; in a trace, the model itself holds others in their places.
+            params: the model's, in its order; in a trace, the model itself holds others in their places.
 
         Returns:
             what clipping returned, if that is a tensor: the norm that the gradients had.
@@ -66,10 +66,10 @@ class Recipe:
         if self.clip is None:
             return None
         if callable(self.clip):
-            at = {id(param): at for at, param in enumerate(in_order)}
+            at = {id(param): at for at, param in enumerate(params)}
             norm = self.clip(sorted(self.params(), key=lambda param: at[id(param)]))
         else:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            norm = nn.utils.clip_grad_norm_(params, self.clip)
         return norm.detach() if isinstance(norm, torch.Tensor) else None
 
     def as_written(
@@ -101,7 +101,7 @@ class Recipe:
         if self.scaler is not None and self.clip is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        norm = self.do_clip(self.model.parameters())
+        norm = self.do_clip(list(self.model.parameters()))
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()

@@ -108,6 +108,7 @@ def train(
     num_steps: int = 5,
     between: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None,
     clip: float | None = None,
+    accumulate: int = 1,
     loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
     data: Callable[[int], torch.Tensor] = batch,
 ) -> aotdist.TrainStep:
@@ -118,20 +119,23 @@ def train(
         num_steps: how often.
         between: is called for each optimizer after each of its steps.
         clip: the largest norm of the gradients.
+        accumulate: how many steps make an update.
         loss_fn: what is minimised.
         data: the batch of a step.
     """
     eager, compiled = pair.models
-    step = aotdist.train_step(compiled, loss_fn, pair.optimizers[1], clip=clip, backend="fx")
+    optimizer = pair.optimizers[1]
+    step = aotdist.train_step(compiled, loss_fn, optimizer, clip=clip, accumulate=accumulate, backend="fx")
     for at in range(num_steps):
         torch.manual_seed(at)
         with torch.compiler.set_stance("force_eager"):  # so does what is compiled inside of a step
             expected = loss_fn(eager, data(at))
-            expected.backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(trained(eager), clip)
-            pair.optimizers[0].step()
-            pair.optimizers[0].zero_grad()
+            (expected / accumulate if accumulate > 1 else expected).backward()
+            if at % accumulate == accumulate - 1:
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(trained(eager), clip)
+                pair.optimizers[0].step()
+                pair.optimizers[0].zero_grad()
         random_state = torch.get_rng_state()
         torch.manual_seed(at)
         loss = step(data(at))

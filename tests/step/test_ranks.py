@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,6 +74,19 @@ def test_fsdp(world2: World, name: str, options: dict[str, Any], clip: float | N
     for targets in world2.run(fsdp_case, name, options, clip):
         assert any("all_gather" in target for target in targets)
         assert any("reduce_scatter" in target for target in targets)
+
+
+def accumulating_case(make_model: Callable[[], nn.Module], clip: float | None) -> list[bool]:
+    pair = Pair.of(lambda params: torch.optim.AdamW(params, lr=0.01), make_model)
+    step = train(pair, num_steps=6, clip=clip, accumulate=2, data=of_all)
+    graphs = [graphs["inference"].graph for graphs in step.graphs]
+    return [any(node.target is torch.ops.aten.gelu.default for node in graph.nodes) for graph in graphs]
+
+
+@pytest.mark.parametrize(("make_model", "clip"), [(sharded, 0.1), (split, None)])
+def test_accumulation(world2: World, make_model: Callable[[], nn.Module], clip: float | None) -> None:
+    """One graph has the model in it, the other the update."""
+    assert world2.run(accumulating_case, make_model, clip) == [[True, False]] * 2
 
 
 def tensor_parallel_case(name: str, options: dict[str, Any]) -> None:
