@@ -91,13 +91,15 @@ class Recipe:
             loss.backward()
         else:
             self.scaler.scale(loss).backward()
-        if not updates:
-            return detached(result), None
-        with compiled_as_written():  # as in the steps that follow, and not compiled for this one alone
-            return detached(result), self.update()
+        norm = self.update() if updates else None
+        return detached(result), norm
 
     def update(self) -> torch.Tensor | None:
         """Clip, let the optimizers have their turn, and let the gradients go; the norm, see `do_clip`."""
+        with compiled_as_written():  # as in the steps that are captured, and not compiled for this one alone
+            return self._update()
+
+    def _update(self) -> torch.Tensor | None:
         if self.scaler is not None and self.clip is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
