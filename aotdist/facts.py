@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.sizes import NumberStep
 from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
@@ -524,7 +525,8 @@ class Facts:
         asked: attributes of inputs by which the program asks autograd (`is_leaf`), and the answers; of
             `grad_fn`, `grad` and `_base`, whether there is one.
         answers: conditions on data of inputs that the program branched on.
-        numbers: names of the unbacked symbols in these facts, each with the node output that holds its value.
+        numbers: names of the unbacked symbols in these facts, each with the node output that holds its value,
+            or with how Python computes it from those before.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -540,7 +542,7 @@ class Facts:
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     answers: tuple[Answer, ...] = ()
-    numbers: tuple[tuple[str, NodeOutIdx], ...] = ()
+    numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
         """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 
 from aotdist.program import PrimalIdx, Row
-from aotdist.torch_seam.symbols import SYMBOLIC, expression, unbacked_symbols
+from aotdist.torch_seam.symbols import SYMBOLIC, expression, symbols_in, unbacked_symbols
 
 T = TypeVar("T")
 
@@ -27,6 +27,37 @@ Expression: TypeAlias = str
 
 SCOPE: Mapping[str, Any] = {"math": math, "torch": torch}
 """What else an expression may name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberStep:
+    """How Python computes a float from numbers that are read off tensors, outside of the graph.
+
+    Args:
+        function: an operator of Python's, or a function of `math`.
+        args: what it is given.
+        symbols: the symbols in these.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Expression, ...]
+    symbols: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: Sequence[Any]) -> NumberStep:
+        """The step for numbers, symbolic or not."""
+        symbols = {name for arg in args if isinstance(arg, SYMBOLIC) for name in symbols_in(arg)}
+        return cls(function, tuple(map(_spelled, args)), tuple(sorted(symbols)))
+
+    def value(self, symbols: Mapping[str, Any]) -> Any:
+        """The number, given those that it follows from."""
+        return self.function(*(evaluate(arg, symbols) for arg in self.args))
+
+
+def _spelled(number: Any) -> Expression:
+    if isinstance(number, SYMBOLIC):
+        return expression(number)
+    return repr(number) if number == number and abs(number) != math.inf else f"float('{number}')"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from aotdist.passes.linear_losses import WHOLE
 from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
 from aotdist.report.stage_times import StageTimes
 from aotdist.settings import Settings
-from aotdist.sizes import concrete
+from aotdist.sizes import concrete, numbers_of_data
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.ambient import autocast_off, autocast_only
 from aotdist.torch_seam.control_flow import fast_paths_on
@@ -121,9 +121,10 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
 
 
 def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
-    """The constants that the program assigns, its counts left out."""
+    """The constants that the program assigns, without its counts, and without what depends on data."""
     counts = {place.spot() for place in job.counts}
-    return [(place, value) for place, value in found.returned().constants if place.spot() not in counts]
+    constants = found.returned().constants
+    return [(place, v) for place, v in constants if place.spot() not in counts and not numbers_of_data(v)]
 
 
 def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:

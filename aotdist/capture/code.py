@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import itertools
 import sys
 import sysconfig
 import types
@@ -42,7 +41,8 @@ class Names:
         assigned: global variables that it assigns.
         stored: attributes that it assigns, of any object.
         loaded: attributes that it reads.
-        appended: variables and attributes that it appends to (`append`, `extend`).
+        appended: variables and attributes that it appends to (`append`, `extend`); with `[]` behind the name,
+            those to whose items it appends.
         used: those that it reads for anything else.
         texts: string constants in it, those in tuples too.
     """
@@ -111,14 +111,32 @@ def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
 def _appended_and_used(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:
     appended: set[str] = set()
     used: set[str] = set()
-    for instruction, following in itertools.pairwise(instructions):
+    for position, instruction in enumerate(instructions):
         if not instruction.opname.startswith(_LOADS) or instruction.opname in _LOADS_OF_OTHERS:
             continue
-        is_appended = following.opname in _ATTRIBUTE_READS and following.argval in ("append", "extend")
+        following = instructions[position + 1 : position + 4]
         # Later Pythons load two variables at once.
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-        (appended if is_appended else used).update(names)
+        if _appends(following[:1]):
+            appended.update(names)
+        elif _picks(following[:2]) and _appends(following[2:]):
+            appended.update(f"{name}[]" for name in names)
+        else:
+            used.update(names)
     return appended, used
+
+
+def _appends(following: Sequence[dis.Instruction]) -> bool:
+    return any(one.opname in _ATTRIBUTE_READS and one.argval in ("append", "extend") for one in following)
+
+
+def _picks(following: Sequence[dis.Instruction]) -> bool:
+    """Whether an item is read by a constant key."""
+    match following:
+        case [dis.Instruction(opname="LOAD_CONST"), picking]:
+            return picking.opname == "BINARY_SUBSCR" or picking.argrepr == "[]"
+        case _:
+            return False
 
 
 def special_methods(cls: type) -> dict[str, types.FunctionType]:

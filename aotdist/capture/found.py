@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from aotdist.capture.code import Names
 from aotdist.capture.reached import Reached
-from aotdist.capture.source import Source, Spot
+from aotdist.capture.source import Item, Source, Spot
 
 _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
 
@@ -59,8 +59,13 @@ class EnteredCode:
             self.any_name |= names.reads_by_computed_name()
 
     def only_appended(self) -> frozenset[str]:
-        """Names of lists that are logs to it: it appends to them, and does nothing else."""
-        return frozenset() if self.any_name else frozenset(self.appended - self.used)
+        """Names of lists that are logs to it: it appends to them, and does nothing else.
+
+        With `[]` behind the name, names of dictionaries whose lists are.
+        """
+        if self.any_name:
+            return frozenset()
+        return frozenset(name for name in self.appended if name.removesuffix("[]") not in self.used)
 
 
 @dataclass(slots=True)
@@ -85,19 +90,13 @@ class Found:
     caches: list[Any] = field(default_factory=list)
     opaque: list[tuple[Source, Any]] = field(default_factory=list)
 
-    def reached(self, code: EnteredCode, met_again: Collection[int]) -> Reached:
+    def reached(self, code: EnteredCode) -> Reached:
         """All of it, at the end of the walk, without what cannot matter to the program.
 
         Args:
             code: what the entered code names.
-            met_again: identities of what was met twice.
         """
-        names = code.only_appended()
-        logs = [
-            source
-            for source, held in self.containers
-            if isinstance(held, list) and id(held) not in met_again and name_of(source) in names
-        ]
+        logs = list(self._logs(code.only_appended()))
         return Reached(
             modules=tuple(self.modules),
             tensors=tuple(self.tensors),
@@ -113,6 +112,16 @@ class Found:
             caches=tuple(self.caches),
             names=None if code.any_name or code.asks else frozenset(code.loaded),
         )
+
+    def _logs(self, names: Container[str]) -> Iterator[Source]:
+        """Lists that are logs to the program at all of their places; `names` are those of `only_appended`."""
+        places: dict[int, list[Source]] = {}
+        for source, first in self.again:
+            places.setdefault(id(first), []).append(source)
+        for source, held in self.containers:
+            its = (source, *places.get(id(source), ()))
+            if isinstance(held, list) and all(name_of(p) in names or name_of_dict(p) in names for p in its):
+                yield source
 
     def _specialising_objects(self, code: EnteredCode) -> Iterator[tuple[Source, Any]]:
         """Opaque objects that are part of the signature: not those that the program itself assigns.
@@ -141,3 +150,12 @@ def spot_of(source: Source) -> Spot:
 def name_of(source: Source) -> str:
     """The name of the variable or attribute that a place is, as it stands in code."""
     return source.path.rpartition(".")[2]
+
+
+def name_of_dict(source: Source) -> str:
+    """Of an item, the name of what it is an item of, with `[]`; empty for another place."""
+    match source.steps[-1:]:
+        case (Item(key=key),):
+            return f"{source.path.removesuffix(f'[{key!r}]').rpartition('.')[2]}[]"
+        case _:
+            return ""

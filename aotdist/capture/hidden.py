@@ -21,6 +21,7 @@ from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.functional import is_fake
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data
 from aotdist.torch_seam.trees import pytree
 
 _NOT_ENTERED = (type, types.ModuleType)
@@ -50,14 +51,14 @@ def no_results_kept(caches: Iterable[Any]) -> Generator[None]:
 
 
 def hides_traced(value: Any, existing: Collection[int]) -> bool:
-    """Whether an object that is no tensor holds tensors of the program, or objects that do.
+    """Whether an object that is no tensor holds tensors of the program, or numbers that are read off such.
 
     Args:
         value: the object.
         existing: identities of objects from before the call. Modules among them hide nothing: they hold
             stand-ins only while the program is traced.
     """
-    if isinstance(value, torch.Tensor) or _is_known_module(value, existing):
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)) or _is_known_module(value, existing):
         return False
     met = {id(value): value}  # with the objects, so that no other gets the identity of one
     return any(_leads_to_traced(part, met, existing) for part in _parts(value))
@@ -79,6 +80,8 @@ def _leads_to_traced(value: Any, met: dict[int, Any], existing: Collection[int])
         return False
     if isinstance(value, torch.Tensor):
         return is_traced(value)
+    if isinstance(value, SYMBOLIC):
+        return depends_on_data(value)
     if is_constant(value) or isinstance(value, _NOT_ENTERED) or id(value) in met:
         return False
     if _is_known_module(value, existing):

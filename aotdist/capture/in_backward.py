@@ -8,10 +8,11 @@ backward finds is known, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -21,14 +22,18 @@ from aotdist.capture.reassign import Reassignments, assign, is_plain
 from aotdist.capture.source import ABSENT, Source, Spot
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import NodeOutIdx
+from aotdist.sizes import Expression, NumberStep, evaluate, numbers_of_data
 from aotdist.subclasses.protocol import Recipe, recipe_of
-from aotdist.torch_seam.symbols import SYMBOLIC, hint, new_count, symbols_in
+from aotdist.torch_seam.symbols import SYMBOLIC, expression, hint, new_count, symbols_in
 from aotdist.torch_seam.trees import pytree
 
 if TYPE_CHECKING:
     from aotdist.capture.capture import Environment
     from aotdist.capture.given import GivenContainers
     from aotdist.torch_seam.symbols import ShapeEnv
+
+
+_KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,47 @@ class AnyTensor:
 
     def __repr__(self) -> str:
         return "a tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptNumber:
+    """Stands for a number that a backward reads off tensors that it keeps, or computes from such.
+
+    Two are equal if they follow in the same way from what is read.
+
+    Args:
+        kind: its type.
+        follows: how it follows.
+        expression: its value, in terms of symbols.
+        steps: the symbols that are the backward's own, in order: of each the position of the tensor that it
+            is read off, or how Python computes it.
+    """
+
+    kind: type
+    follows: str
+    expression: Expression = field(compare=False)
+    steps: tuple[tuple[str, int | NumberStep], ...] = field(compare=False)
+
+    def value(self, kept: Sequence[torch.Tensor], symbols: Mapping[str, Any]) -> Any:
+        """The number, given the tensors that are kept and the symbols of the forward."""
+        symbols = dict(symbols)
+        for name, step in self.steps:
+            symbols[name] = kept[step].item() if isinstance(step, int) else step.value(symbols)
+        return evaluate(self.expression, symbols)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyNumber:
+    """Stands for a number of a type that a backward finds somewhere: the one that another left."""
+
+    kind: type
+
+    def __repr__(self) -> str:
+        return f"a number ({self.kind.__name__})"
+
+
+Told: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
+"""From numbers that depend on data, by symbol, to what they follow from: see `Recorder.told`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +152,32 @@ class BackwardChanges:
         return bool(self.grown or self.added or self.assigned or self.deleted)
 
     def counts(self) -> list[Source]:
-        """Places where a whole number may have been added to."""
-        return [place for place, value in self.assigned if type(value) is type(place.read_or(None)) is int]
+        """Places where a whole number may have been added to, or that are given a number that is read."""
+        counts = [(place, int) for place, value in self.assigned if type(value) is int]
+        counts += [(place, value.kind) for place, value in self.assigned if isinstance(value, KeptNumber)]
+        return [place for place, kind in counts if kind is not bool and type(place.read_or(None)) is kind]
 
     def has_symbols(self) -> bool:
         """Whether a symbol is assigned: the backward does more to a number than to add a constant."""
         return _has([value for _, value in (*self.assigned, *self.grown)], SYMBOLIC)
 
-    def left(self, kept: Sequence[Any]) -> list[tuple[Source, Any]]:
-        """The places that it changes, and what it leaves there, given the tensors that it keeps."""
-        lists = [(place.whole_list(), [*place.read(), *_another(new, kept)]) for place, new in self.grown]
-        others = [(place, _another(value, kept)) for place, value in self.assigned]
+    def numbers(self) -> list[KeptNumber]:
+        """The numbers that it keeps."""
+        values = [value for _, value in (*self.assigned, *self.grown)]
+        leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
+        return [leaf for leaf in leaves if isinstance(leaf, KeptNumber)]
+
+    def left(self, kept: Sequence[Any], symbols: Mapping[str, Any]) -> list[tuple[Source, Any]]:
+        """The places that it changes, and what it leaves there.
+
+        Args:
+            kept: the tensors that it keeps.
+            symbols: the symbols of the forward, with their values.
+        """
+        lists = [
+            (place.whole_list(), [*place.read(), *_another(new, kept, symbols)]) for place, new in self.grown
+        ]
+        others = [(place, _another(value, kept, symbols)) for place, value in self.assigned]
         return [*lists, *others, *((place, ABSENT) for place in self.deleted)]
 
     def only_where_found(self) -> BackwardChanges:
@@ -171,8 +232,12 @@ class BackwardChanges:
         yield from (place for place, _ in (*self.added, *self.assigned))
         yield from self.deleted
 
-    def repeat(self, kept: Sequence[Any]) -> None:
+    def repeat(self, kept: Sequence[Any], symbols: Mapping[str, Any]) -> None:
         """Make the changes again, with these tensors in the place of those that were kept.
+
+        Args:
+            kept: the tensors.
+            symbols: the symbols of the forward, with their values.
 
         Raises:
             UnsupportedProgram: the backward finds other numbers than its forward left.
@@ -180,11 +245,11 @@ class BackwardChanges:
         for place, known in self.expected:
             expect(place, known)
         for place, items in self.grown:
-            place.read().extend(_another(items, kept))
+            place.read().extend(_another(items, kept, symbols))
         for place, step in self.added:
             place.write(place.read() + step)
         for place, value in self.assigned:
-            place.write(_another(value, kept))
+            place.write(_another(value, kept, symbols))
         for place in self.deleted:
             forget(place)
 
@@ -192,6 +257,13 @@ class BackwardChanges:
         """The tensors that a backward which has just run keeps, read from the places that hold them."""
         if not self.kept:
             return ()
+        if self.numbers():
+            raise UnsupportedProgram(
+                "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
+                "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",
+                stage="runtime",
+                fix="keep the tensor (`.detach()`), and read it outside",
+            )
         found = [*(place.read_or(None) for place, _ in self.assigned)]
         found += [tuple(place.read()[-len(items) :]) for place, items in self.grown]
         known = [value for _, value in (*self.assigned, *self.grown)]
@@ -231,13 +303,13 @@ class _Rerun:
     second: BackwardChanges = NOTHING
     left: Mapping[Spot, Any] = field(default_factory=dict)
 
-    def left_by_first(self) -> list[tuple[Source, Any]]:
+    def left_by_first(self, symbols: Mapping[str, Any]) -> list[tuple[Source, Any]]:
         """What the second run finds.
 
         Kept tensors are detached, to be other objects: both runs are given the same gradients, and a hook
         that keeps a gradient would otherwise seem to change nothing.
         """
-        return self.first.left([tensor.detach() for tensor in self.kept])
+        return self.first.left([tensor.detach() for tensor in self.kept], symbols)
 
 
 class InBackward:
@@ -272,18 +344,21 @@ class InBackward:
         self._left = [(place, value) for place, value in values if not place.is_of_argument]
 
     def running(
-        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None
+        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None, told: Told
     ) -> AbstractContextManager[None]:
         """A context for a backward of some results, or of all; what it changes is noted, and undone.
 
         Args:
             choice: the results; None for all.
             env: where symbols are made.
+            told: says what numbers follow from.
 
         Raises:
             UnsupportedProgram: it keeps tensors where they cannot be put at every call.
         """
-        return self._repeating(choice or ()) if self._environment is None else self._watching(choice, env)
+        if self._environment is None:
+            return self._repeating(choice or ())
+        return self._watching(choice, env, told)
 
     @contextmanager
     def _repeating(self, choice: Collection[NodeOutIdx]) -> Generator[None]:
@@ -294,13 +369,15 @@ class InBackward:
             self.kept = changes.tensors_left()
 
     @contextmanager
-    def _watching(self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None) -> Generator[None]:
+    def _watching(
+        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None, told: Told
+    ) -> Generator[None]:
         """A backward of the trace: it finds what the forward left; what it changes is noted, and undone."""
         assert self._environment is not None, "a trace has one"
         rerun = self._rerun
         with ExitStack() as stack:
             stack.callback(assign([*self._left, *self._other_symbols(env)]))
-            left_by_first = [] if rerun is None else rerun.left_by_first()
+            left_by_first = [] if rerun is None else rerun.left_by_first({})
             stack.callback(assign(left_by_first))
             watched = self._environment.reassignments()
             given = self.watch_given() if self.watch_given is not None else None
@@ -308,8 +385,13 @@ class InBackward:
                 yield
                 _refuse_given(given)
                 _refuse_hidden(watched)
-                found, self.kept = _without_tensors(watched.changed_data(tensors=True))
-                changes = BackwardChanges.of(found, self.kept)
+                found = list(watched.changed_data(tensors=True))
+                values = [value for _, _, value in found]
+                earlier = numbers_of_data([value for _, value in left_by_first])
+                named, self.kept = _naming(values, told, earlier, self.symbols)
+                changes = BackwardChanges.of(
+                    ((place, before, named(value)) for place, before, value in found), self.kept
+                )
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
                 ]
@@ -317,9 +399,7 @@ class InBackward:
                     self._note(choice, changes)
                 else:
                     rerun.second = changes
-                    rerun.left = {
-                        place.spot(): _named(place.read_or(ABSENT), self.kept) for place, _ in left_by_first
-                    }
+                    rerun.left = {place.spot(): named(place.read_or(ABSENT)) for place, _ in left_by_first}
             finally:
                 watched.roll_back()
 
@@ -360,7 +440,7 @@ class InBackward:
         left = {place.spot(): value for place, value in self._left}
         for place in self.counts:
             value = left.get(place.spot(), place.read())
-            if isinstance(value, torch.SymInt) and env is not None:
+            if isinstance(value, SYMBOLIC) and not numbers_of_data(value) and env is not None:
                 symbol = new_count(env, hint(value), f"{place.path} in the backward")
                 self.symbols.update(symbols_in(symbol))
                 yield place, symbol
@@ -411,31 +491,80 @@ def _step(before: Any, value: Any) -> int | None:
     return None if isinstance(value, bool) or symbols_in(step) else int(step)
 
 
-def _another(value: Any, kept: Sequence[Any]) -> Any:
-    """A copy of `value` with `kept` tensors in the place of `KeptTensor`s."""
-    leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
-    leaves = [kept[leaf.position] if isinstance(leaf, KeptTensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(leaves, spec)
+def _another(value: Any, kept: Sequence[Any], symbols: Mapping[str, Any]) -> Any:
+    """A copy of `value` with what was kept in the place of `KeptTensor`s and `KeptNumber`s."""
+
+    def own(leaf: Any) -> Any:
+        match leaf:
+            case KeptTensor(position=position):
+                return kept[position]
+            case KeptNumber():
+                return leaf.value(kept, symbols)
+            case _:
+                return leaf
+
+    return pytree.tree_map(own, value, is_leaf=is_leaf)
 
 
-def _without_tensors(
-    changes: Iterator[tuple[Source, Any, Any]],
-) -> tuple[list[tuple[Source, Any, Any]], tuple[torch.Tensor, ...]]:
-    """Changes with `KeptTensor` in the place of tensors, and these."""
-    found = list(changes)
-    leaves = pytree.tree_leaves([value for _, _, value in found], is_leaf=is_leaf)
-    kept = tuple({id(leaf): leaf for leaf in leaves if is_traced(leaf)}.values())
-    return [(place, before, _named(value, kept)) for place, before, value in found], kept
+def _naming(
+    values: Sequence[Any], told: Told, earlier: Container[str], symbols: Collection[str]
+) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...]]:
+    """What puts `KeptTensor`s and `KeptNumber`s into values, and the tensors that they stand for.
 
-
-def _named(value: Any, kept: Sequence[torch.Tensor]) -> Any:
-    """`value` with `KeptTensor` in the place of these tensors."""
+    Args:
+        values: what a backward changes.
+        told: says what numbers follow from.
+        earlier: symbols of numbers that an earlier run left.
+        symbols: symbols that the backward finds; numbers that follow from these are left as they are.
+    """
+    leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
+    kept = list({id(leaf): leaf for leaf in leaves if is_traced(leaf)}.values())
     positions = {id(tensor): position for position, tensor in enumerate(kept)}
+    steps: dict[str, int | NumberStep] = {}
+    for name, step in told(numbers_of_data(values)):
+        steps[name] = step if isinstance(step, NumberStep) else len(kept)
+        kept += [] if isinstance(step, NumberStep) else [step]
+    follows = _follows(steps, earlier)
 
     def named(leaf: Any) -> Any:
-        return KeptTensor(positions[id(leaf)]) if id(leaf) in positions else leaf
+        if id(leaf) in positions:
+            return KeptTensor(positions[id(leaf)])
+        if not isinstance(leaf, SYMBOLIC) or not numbers_of_data(leaf):
+            return leaf
+        own = _behind(symbols_in(leaf), steps)
+        if not own or any(isinstance(step, NumberStep) and {*step.symbols} & {*symbols} for _, step in own):
+            return leaf
+        spelled = expression(leaf)
+        return KeptNumber(_KINDS[type(leaf)], _in_terms_of(follows, spelled), spelled, own)
 
-    return pytree.tree_map(named, value, is_leaf=is_leaf)
+    return lambda value: pytree.tree_map(named, value, is_leaf=is_leaf), tuple(kept)
+
+
+def _follows(steps: Mapping[str, int | NumberStep], earlier: Container[str]) -> Mapping[str, str]:
+    """How each number follows from what is read, the same for every run that computes the same."""
+    follows: dict[str, str] = {}
+    for name, step in steps.items():
+        if isinstance(step, NumberStep):
+            args = ", ".join(_in_terms_of(follows, arg) for arg in step.args)
+            follows[name] = f"{step.function.__name__}({args})"
+        else:
+            follows[name] = "found" if name in earlier else "read"
+    return follows
+
+
+def _in_terms_of(names: Mapping[str, str], spelled: Expression) -> str:
+    return re.sub(r"[a-z]\w*", lambda found: names.get(found[0], found[0]), spelled)
+
+
+def _behind(
+    names: Iterable[str], steps: Mapping[str, int | NumberStep]
+) -> tuple[tuple[str, int | NumberStep], ...]:
+    """Those of the steps that some numbers follow from, in order."""
+    needed = set(names)
+    for name, step in reversed(steps.items()):
+        if name in needed and isinstance(step, NumberStep):
+            needed.update(step.symbols)
+    return tuple((name, step) for name, step in steps.items() if name in needed)
 
 
 def _has(value: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -443,9 +572,17 @@ def _has(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def _marked(value: Any) -> Any:
-    """`value` with `AnyTensor` in the place of tensors: they are not kept alive, and any others will do."""
-    kinds = (torch.Tensor, KeptTensor)
-    return pytree.tree_map_only(kinds, lambda _: AnyTensor(), value, is_leaf=is_leaf)
+    """`value` with `AnyTensor` in the place of tensors: they are not kept alive, and any others will do.
+
+    So will other numbers than those that depend on data.
+    """
+
+    def marked(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.Tensor, KeptTensor)):
+            return AnyTensor()
+        return AnyNumber(leaf.kind) if isinstance(leaf, KeptNumber) else leaf
+
+    return pytree.tree_map(marked, value, is_leaf=is_leaf)
 
 
 def _agree(one: Any, other: Any) -> bool:
@@ -455,8 +592,10 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 def _is_same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, (KeptTensor, AnyTensor)):
+    if isinstance(one, (KeptTensor, KeptNumber, AnyTensor)):
         return one == other
+    if isinstance(other, AnyNumber):
+        return type(one) is other.kind
     return is_same(one, other)
 
 

@@ -6,6 +6,7 @@ import inspect
 import linecache
 import os
 import re
+import sys
 from types import FrameType, TracebackType
 
 import torch
@@ -111,6 +112,12 @@ def is_asked_by_the_user() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def is_called_by_the_user() -> bool:
+    """Whether a method of a symbolic number, which asks, is called by the user's own code."""
+    frame = sys._getframe(2)
+    return is_user_file(frame.f_code.co_filename)
 
 
 def line_of_stack(stack: str) -> str:

@@ -69,7 +69,7 @@ def reach(
     walk.follow_names()
     walk.tie_gradients()
     walk.note_absent()
-    return walk.found.reached(walk.code, walk.met_again)
+    return walk.found.reached(walk.code)
 
 
 def _display_name(fn: Any) -> str:
@@ -98,7 +98,6 @@ class _Walk:
         code: what the code that it has entered names.
         seen: the place of what was met, by identity; None for functions, which have no place of their own.
         inputs: the places of tensors that are inputs, whatever reads them.
-        met_again: identities of what was met twice.
         named: objects whose attributes are read by name.
         of_class: the names that were looked up in each class.
     """
@@ -107,7 +106,6 @@ class _Walk:
     code: EnteredCode = field(default_factory=EnteredCode)
     seen: dict[int, Source | None] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
-    met_again: set[int] = field(default_factory=set)
     named: list[_Named] = field(default_factory=list)
     of_class: dict[type, set[str]] = field(default_factory=dict)
 
@@ -155,7 +153,6 @@ class _Walk:
 
         Not for imported modules, which many files name.
         """
-        self.met_again.add(id(value))
         first = self.seen[id(value)]
         if first is None or isinstance(value, types.ModuleType) or spot_of(source) == spot_of(first):
             return

@@ -24,6 +24,7 @@ from aotdist.capture.library_modules import OF_EVERY_MODULE
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
 from aotdist.errors import UnsupportedProgram
+from aotdist.sizes import numbers_of_data
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 
@@ -270,12 +271,14 @@ class Reassignments:
         for hiding in self._hiding(value):
             raise refusal(
                 f"`{path}` is assigned a {type(hiding).__name__} that holds tensors which the program "
-                "computes",
-                "assign the tensors themselves",
+                "computes, or numbers that it reads off tensors",
+                "assign the tensors and numbers themselves",
             )
 
     def _hiding(self, value: Any) -> list[Any]:
-        """What hides traced tensors: leaves of `value`, or all of it if it shows none."""
+        """What hides traced tensors, or numbers: leaves of `value`, or all of it if it shows none."""
+        if self._is_data(value, tensors=True):
+            return []
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
 
@@ -314,12 +317,13 @@ def is_plain(value: Any) -> bool:
 
 
 def _refuse_kept(whole: _Whole) -> None:
-    if whole.is_changed() and any(map(shows_traced, whole.held)):
+    if whole.is_changed() and any(shows_traced(v) or numbers_of_data(v) for v in whole.held):
         kind = type(whole.held).__name__
         raise UnsupportedProgram(
-            f"`{whole.source.path}` is a {kind}, and is given a tensor which the program computes",
+            f"`{whole.source.path}` is a {kind}, and is given a tensor which the program computes, or a "
+            "number that it reads off one",
             stage="capture",
-            fix="keep such tensors in a list, or return them",
+            fix="keep these in a list, or return them",
         )
 
 

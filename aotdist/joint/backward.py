@@ -192,7 +192,7 @@ class Backward:
             starts += [(part, _nothing_for(part)) for part in parts]
             tensors, first = zip(*starts, strict=True)
             stack.enter_context(self.shown())
-            stack.enter_context(self.in_python.running(choice, self._recorder.shape_env))
+            stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
             found = heard_of(run(tensors, wanted, first, retain_graph=retain_graph))
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for idx, grad in zip(owners, found, strict=True):

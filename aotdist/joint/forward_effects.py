@@ -21,7 +21,7 @@ from aotdist.joint.lifting import Lifting
 from aotdist.joint.metadata import Metadata, refuse
 from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
-from aotdist.sizes import numbers_of_data
+from aotdist.sizes import NumberStep, numbers_of_data
 from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
 from aotdist.torch_seam.autograd import sequence_nr
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
@@ -142,7 +142,9 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -
     )
 
 
-def _tell_numbers(context: TraceContext, outputs: NodeOutputs) -> tuple[tuple[str, NodeOutIdx], ...]:
+def _tell_numbers(
+    context: TraceContext, outputs: NodeOutputs
+) -> tuple[tuple[str, NodeOutIdx | NumberStep], ...]:
     """Let the graph return the numbers that depend on data and are needed outside of it.
 
     In training that is all of them: which of them the backward needs is not known yet.
@@ -159,15 +161,16 @@ def _tell_numbers(context: TraceContext, outputs: NodeOutputs) -> tuple[tuple[st
             stage="joint",
             fix="make the view afterwards",
         )
-    if context.training:
-        numbers = unbacked.numbers
-    else:
+    needed = unbacked.numbers
+    if not context.training:
         recipes = [recipe_of(tensor) for tensor in outputs.tensors]
-        numbers = numbers_of_data([outputs.facts, outputs.order, recipes])
-    return tuple(
-        (name, outputs.add(Slot("output", name), context.recorder.told(number), history=False))
-        for name, number in sorted(numbers.items())
-    )
+        needed = numbers_of_data([outputs.facts, outputs.order, recipes])
+    found: list[tuple[str, NodeOutIdx | NumberStep]] = []
+    for name, told in context.recorder.told(needed):
+        is_step = isinstance(told, NumberStep)
+        found.append((name, told if is_step else outputs.add(Slot("output", name), told, history=False)))
+    unbacked.told = frozenset(name for name, _ in found)
+    return tuple(found)
 
 
 def _mark_reshaped(context: TraceContext, metadata: Metadata) -> None:

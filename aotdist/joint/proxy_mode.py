@@ -56,7 +56,7 @@ from aotdist.torch_seam.proxies import (
     track,
     track_number,
 )
-from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, has_floats
 from aotdist.torch_seam.trees import pytree
 
 _PLAIN_NAMESPACES = ("aten", "_c10d_functional")
@@ -229,6 +229,7 @@ class ProxyMode(ProxyTorchDispatchMode):
             copied = node_of(copies[node], self.tracer)
             assert copied is not None, "it was recorded"
             copied.meta["policy"] = "must_save"
+            self._unbacked.copied[copied] = copies[node]
         return copies[node]
 
     def _dispatch_with(
@@ -290,11 +291,12 @@ class ProxyMode(ProxyTorchDispatchMode):
     def __sym_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Arithmetic of symbolic numbers is not recorded, but for floats that are read off tensors."""
+        """Arithmetic of symbolic numbers is not recorded, but for floats where numbers may depend on data."""
         result = func(*args, **kwargs)
-        if self._unbacked is not None and isinstance(result, torch.SymFloat) and depends_on_data(result):
-            return self._unbacked.computed(func, tuple(map(self._argument, args)))
-        return result
+        if self._unbacked is None or not isinstance(result, torch.SymFloat):
+            return result
+        is_ours = depends_on_data(result) or any(map(has_floats, args))
+        return self._unbacked.computed(func, args) if is_ours else result
 
     def _is_recorded_directly(self, func: OpOverload) -> bool:
         if func not in self._is_direct:

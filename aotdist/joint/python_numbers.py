@@ -1,7 +1,9 @@
 """What a program does in Python with numbers that depend on data, where Python or PyTorch needs a value.
 
 - `x[count.item()]` would index with a number: it becomes `select`, which takes a symbol.
-- `max` and `min` would compare: they become PyTorch's functions for symbolic numbers.
+- `max` and `min` would compare: they become PyTorch's functions for symbolic numbers, or, of floats, what
+  Python computes, as functions of `math` do.
+- `float(t)` has to be a number at once, and so has what stands in a text: these are refused.
 - `torch._check` becomes a check that every call makes, with the program's own message.
 - `dist.all_to_all_single` becomes the functional collective, whose splits may be symbols.
 """
@@ -10,25 +12,68 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
+import operator
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from aotdist.capture.origins import is_called_by_the_user
+from aotdist.errors import UnsupportedProgram
 from aotdist.joint import collectives
+from aotdist.joint.failures import refusal
 from aotdist.joint.unbacked import Unbacked
 from aotdist.torch_seam.checks import hearing_of_checks_of_numbers
 from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch
-from aotdist.torch_seam.symbols import depends_on_data
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided, number_kind
 
 _GET_ITEM: Any = torch.Tensor.__getitem__
 _SET_ITEM: Any = torch.Tensor.__setitem__
+_TO_LIST: Any = torch.Tensor.tolist
+_TEXTS = ("__str__", "__repr__", "__format__")
+_MATH = (
+    *("sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "pow", "fabs", "fmod", "copysign", "hypot"),
+    *("isnan", "isinf", "isfinite"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "degrees", "radians"),
+)
+"""Functions of `math` that take floats, and compute with them without an operator."""
 
 
 def _is_unbacked(number: Any) -> bool:
     return isinstance(number, torch.SymInt) and depends_on_data(number)
+
+
+def _is_of_data(number: Any) -> bool:
+    return isinstance(number, SYMBOLIC) and depends_on_data(number)
+
+
+def _needs_value(what: str) -> UnsupportedProgram:
+    return refusal(
+        f"{what} needs the value of a number that is read off a tensor, while the program is captured",
+        fix="keep the number itself (`log.append(loss.item())`), compute with it by operators of Python and "
+        "functions of `math`, and make a text, or another type, of it outside of the compiled function",
+    )
+
+
+def _converted(conversion: Callable[..., Any], name: str) -> Callable[[torch.Tensor], Any]:
+    @functools.wraps(conversion)
+    def converted(tensor: torch.Tensor) -> Any:
+        try:
+            return conversion(tensor)
+        except Exception as error:
+            if is_undecided(error):
+                raise _needs_value(f"`{name}(tensor)`") from None
+            raise
+
+    return converted
+
+
+def _to_list(tensor: torch.Tensor) -> Any:
+    """`tensor.tolist()`, which moves the tensor once rather than each of its elements."""
+    return _TO_LIST(tensor if tensor.device.type == "cpu" else tensor.detach().to("cpu"))
 
 
 def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
@@ -56,37 +101,94 @@ def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     _SET_ITEM(tensor, index, value)
 
 
-INSTEAD: Mapping[Any, Callable[..., Any]] = {_GET_ITEM: _item, _SET_ITEM: _set_item}
+INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    _GET_ITEM: _item,
+    _SET_ITEM: _set_item,
+    _TO_LIST: _to_list,
+    torch.Tensor.__float__: _converted(torch.Tensor.__float__, "float"),
+    torch.Tensor.__int__: _converted(torch.Tensor.__int__, "int"),
+}
 """What runs instead of methods of tensors."""
 
 
-def _extreme(function: Callable[..., Any], of_two: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _recorded(function: Callable[..., Any], of_two: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
+    """`function`, which records itself where it is given numbers that depend on data.
+
+    Args:
+        function: of Python's own.
+        of_two: what it is for two whole numbers, if it takes these.
+    """
+
     @functools.wraps(function)
-    def extreme(*args: Any, **kwargs: Any) -> Any:
-        if _EXTREMES.value is None or kwargs or len(args) < 2 or not any(map(_is_unbacked, args)):
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        numbers = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        unbacked = _FOLLOWED.value
+        if unbacked is None or kwargs or not any(map(_is_of_data, numbers)):
             return function(*args, **kwargs)
-        return functools.reduce(of_two, args)
+        if of_two is not None and all(number_kind(number) is int for number in numbers):
+            return functools.reduce(of_two, numbers)
+        return unbacked.computed(function, tuple(numbers))
 
-    return extreme
-
-
-_PYTHONS = {"max": builtins.max, "min": builtins.min}
-_RECORDED = {"max": _extreme(max, torch.sym_max), "min": _extreme(min, torch.sym_min)}
+    return recorded
 
 
-def _record_extremes(is_wanted: bool) -> None:
-    for name, function in (_RECORDED if is_wanted else _PYTHONS).items():
-        setattr(builtins, name, function)
+_PYTHONS = [(builtins, "max", torch.sym_max), (builtins, "min", torch.sym_min)]
+_PYTHONS += [(math, name, None) for name in _MATH]
+_FUNCTIONS = [
+    (module, name, function, _recorded(function, of_two))
+    for module, name, of_two in _PYTHONS
+    for function in [getattr(module, name)]
+]
 
 
-_EXTREMES = Patch[bool]("extremes_to_be_recorded", _record_extremes)
+def _text(cls: type, name: str) -> Callable[..., str]:
+    """A method of symbolic numbers that refuses to let the user's code make a text of one."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def text(self: Any, *args: Any) -> str:
+        if _FOLLOWED.value is not None and depends_on_data(self) and is_called_by_the_user():
+            raise _needs_value("a text (`str`, `format`, an f-string)")
+        return method(self, *args)
+
+    return text
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """`base ** exponent`: PyTorch's would require that the base is not negative."""
+    unbacked = _FOLLOWED.value
+    if unbacked is None or not (_is_of_data(base) or _is_of_data(exponent)):
+        return _POWER(base, exponent)
+    return unbacked.computed(operator.pow, (base, exponent))
+
+
+_POWER = torch.SymFloat.__pow__
+_METHODS = [(torch.SymFloat, "__pow__", _POWER, _power)]
+_METHODS += [
+    (cls, name, vars(cls).get(name), _text(cls, name))
+    for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
+    for name in _TEXTS
+]
+
+
+def _follow(is_wanted: bool) -> None:
+    for module, name, function, recorded in _FUNCTIONS:
+        setattr(module, name, recorded if is_wanted else function)
+    for cls, name, method, text in _METHODS:
+        if is_wanted or method is not None:
+            setattr(cls, name, text if is_wanted else method)
+        else:
+            delattr(cls, name)
+
+
+_FOLLOWED = Patch[Unbacked]("numbers_of_data_followed", _follow)
 
 
 @contextmanager
 def followed(unbacked: Unbacked) -> Generator[None]:
     """Record what the program does inside with numbers that depend on data."""
     with (
-        _EXTREMES.applied(True),
+        _FOLLOWED.applied(unbacked),
         hearing_of_checks_of_numbers(unbacked.require),
         all_to_all_of_symbols(collectives.all_to_all_single),
     ):

@@ -34,6 +34,7 @@ from aotdist.joint.proxy_mode import ProxyMode
 from aotdist.joint.random import Draws
 from aotdist.joint.unbacked import Unbacked
 from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
+from aotdist.sizes import NumberStep
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
 from aotdist.torch_seam.autograd import next_sequence_nr, running_node, saved_tensor_hooks_off
@@ -321,8 +322,25 @@ class Recorder:
         slot = Slot("size", spelled)
         return self._arguments.get(slot) or self._placeholder(slot, number)
 
-    def told(self, number: Any) -> torch.Tensor:
-        """A tensor that holds a number which depends on data, for the graph to return."""
+    def told(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
+        """What numbers that depend on data follow from, in order, without what the forward tells.
+
+        Each is a tensor for the graph to return, which holds the number, or how Python computes it.
+
+        Args:
+            numbers: by the names of the symbols.
+        """
+        if self.unbacked is None:
+            return []
+        steps, told = self.unbacked.steps, self.unbacked.told
+        asked, numbers = numbers.keys(), {**numbers, **self.unbacked.numbers}
+        names = [name for name in self.unbacked.needed_for(asked) if name not in told]
+        return [(name, steps.get(name) or self._holding(name, numbers[name])) for name in names]
+
+    def _holding(self, name: str, number: Any) -> torch.Tensor:
+        assert self.unbacked is not None, "there is a number"
+        if (read := self.unbacked.read_outside(name)) is not None:
+            return functional(read)
         dtype = torch.int64 if number_kind(number) is int else torch.float64
         return torch.scalar_tensor(number, dtype=dtype, device="cpu")
 

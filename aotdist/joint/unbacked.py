@@ -11,7 +11,7 @@ What has to hold of a number (`torch._check(count <= 4)`) is checked by a node, 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from aotdist.joint.failures import refusal
+from aotdist.sizes import NumberStep
 from aotdist.torch_seam.symbols import (
     SYMBOLIC,
     bind_unbacked,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _ATEN = torch.ops.aten
 _ASSERT = _ATEN._assert_scalar.default
+_ITEM = _ATEN._local_scalar_dense.default
 _OTHER_NUMBERS = "numbers that depend on data are not as the program was compiled for"
 """The error of a call in which an operator would take another path than the one that was recorded."""
 _MEASURES: Mapping[Any, Callable[..., Any]] = {
@@ -53,7 +55,10 @@ class Unbacked:
 
     Attributes:
         copies: a copy of each tensor of one element that was read, by the tensor's node.
-        numbers: the numbers that were read, by the name of the symbol.
+        copied: these copies, by their own nodes.
+        numbers: the numbers that were read or computed, by the name of the symbol, in order.
+        steps: how those that Python computed follow from others.
+        told: names of those that the forward tells what is outside of the graph.
 
     Args:
         env: has their symbols.
@@ -66,13 +71,17 @@ class Unbacked:
         self, env: ShapeEnv, graph: Graph, stamp: Callable[[], dict[str, Any]], size: Callable[[Any], Any]
     ) -> None:
         self.copies: dict[Node, FakeTensor] = {}
+        self.copied: dict[Node, FakeTensor] = {}
         self.numbers: dict[str, Any] = {}
+        self.steps: dict[str, NumberStep] = {}
+        self.told: frozenset[str] = frozenset()
         self._env = env
         self._graph = graph
         self._stamp = stamp
         self._size = size
         self._read: dict[str, Node] = {}
         self._computed: dict[str, Node] = {}
+        self._operands: dict[str, tuple[Any, ...]] = {}
         self._texts: dict[str, str] = {}
         self._num_checks = 0
         self._checked: set[str] = set()
@@ -97,13 +106,34 @@ class Unbacked:
     def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
         """A new symbol for a float that Python computes: as a sympy expression it could round otherwise.
 
-        Args:
-            function: computes it.
-            args: its arguments: numbers, and nodes of numbers.
+        There is a node for it once an operator takes it.
         """
         number = new_float_of_data(self._env)
-        self._note_read(number.node.expr, self._as_number(self._made(function, args, number)))
+        name = str(number.node.expr)
+        self.numbers[name], self.steps[name] = number, NumberStep.of(function, args)
+        self._operands[name] = args
         return number
+
+    def needed_for(self, names: Iterable[str]) -> list[str]:
+        """The names of all numbers that these follow from, themselves included, in order."""
+        names = set(names)
+        pending = list(names)
+        while pending:
+            step = self.steps.get(pending.pop())
+            new = set() if step is None else (self.numbers.keys() & step.symbols) - names
+            names |= new
+            pending += new
+        return [*(name for name in self.numbers if name in names), *sorted(names - self.numbers.keys())]
+
+    def read_outside(self, name: str) -> FakeTensor | None:
+        """The tensor that a number can be read off when the graph has run, which does not read it itself."""
+        read = self._read.get(name)
+        while read is not None and not read.users and read.target is torch.sym_ite:
+            read = read.args[0]  # of a boolean
+        if read is None or read.target is not _ITEM or read.users.keys() - {self._read[name]}:
+            return None
+        is_new = read.args[0].meta["phase"] == read.meta["phase"]
+        return self.copied.get(read.args[0]) if is_new else None
 
     def require(self, error: type[Exception], check: Callable[[], None], text: str) -> None:
         """Register a check of the program's: a condition that numbers have to meet at every call.
@@ -174,17 +204,29 @@ class Unbacked:
 
     def _new(self, expr: Any) -> Node:
         symbols = symbols_of(expr, self._env)
-        others = {name: number for name, number in symbols.items() if name not in self._read}
+        known = self._read.keys() | self.steps.keys()
+        others = {name: number for name, number in symbols.items() if name not in known}
         if any(map(depends_on_data, others.values())):
             raise refusal(
                 "a number is needed that depends on data, and no tensor tells it", fix="keep it a tensor"
             )
-        nodes = {**self._read, **{name: self._size(number) for name, number in others.items()}}
+        nodes = {name: self._read[name] for name in symbols.keys() & self._read.keys()}
+        nodes |= {name: self._size(number) for name, number in others.items()}
+        nodes |= {name: self._step(name) for name in symbols.keys() & self.steps.keys()}
         with self._new_nodes() as made:
             node = spell(expr, nodes, self._graph)
         for number in made:
             self._as_number(number)
         return node
+
+    def _step(self, name: str) -> Node:
+        """The node of a number that Python computes."""
+        known = self._computed.get(name)
+        if known is None or known._erased:
+            args = (self._size(arg) if isinstance(arg, SYMBOLIC) else arg for arg in self._operands[name])
+            made = self._made(self.steps[name].function, tuple(args), self.numbers[name])
+            known = self._computed[name] = self._as_number(made)
+        return known
 
     @contextmanager
     def _new_nodes(self) -> Generator[list[Node]]:

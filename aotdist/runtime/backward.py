@@ -96,7 +96,7 @@ class Backward:
         """The gradients, given a tangent, or None, for each differentiable output."""
         changes = self._changes(tangents)
         grads, kept = self._without_history(ctx, changes, *tangents)
-        changes.repeat(kept)
+        changes.repeat(kept, getattr(ctx, "symbols", {}))
         return grads
 
     def _changes(self, tangents: Sequence[torch.Tensor | None]) -> BackwardChanges:
@@ -240,7 +240,7 @@ class Backward:
         """
         changes = self._changes(tangents)
         grads, kept = self._with_history(ctx, changes, *tangents)
-        changes.repeat(kept)
+        changes.repeat(kept, getattr(ctx, "symbols", {}))
         return grads
 
     def _with_history(self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None) -> Gradients:

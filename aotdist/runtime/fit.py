@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,8 +27,8 @@ from aotdist.joint.symbols import Count
 from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.guard import no_overlap, place_in_storage
-from aotdist.runtime.printer import variable_names
-from aotdist.sizes import SCOPE, Sizes
+from aotdist.runtime.printer import Told, variable_names
+from aotdist.sizes import SCOPE, NumberStep, Sizes
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
 from aotdist.torch_seam.classes import hears_of_functions
 
@@ -74,7 +74,8 @@ class Fit:
         recipes: how each is put together.
         sizes: the symbols in them.
         counts: numbers that the program finds and changes.
-        told: unbacked symbols, each with the position of the plain result that holds its value.
+        told: unbacked symbols, each with the position of the plain result that holds its value, or with how
+            Python computes it from those before.
         written: inputs that the program writes.
         with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
@@ -97,7 +98,7 @@ class Fit:
     recipes: Row[PrimalIdx, Recipe]
     sizes: Sizes
     counts: tuple[Count, ...]
-    told: Mapping[str, int]
+    told: Told
     written: tuple[PrimalIdx, ...]
     with_history: tuple[PrimalIdx, ...]
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
@@ -177,7 +178,10 @@ def fit_of(compilation: Compilation) -> Fit:
         recipes=facts.recipes,
         sizes=sizes,
         counts=counts,
-        told={name: _first_leaf(facts, idx) for name, idx in facts.numbers},
+        told={
+            name: told if isinstance(told, NumberStep) else _first_leaf(facts, told)
+            for name, told in facts.numbers
+        },
         written=tuple(sorted(written)),
         with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
         asked=facts.asked,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -22,11 +22,11 @@ from aotdist.runtime.gate import is_apart
 from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.print_outputs import print_changes
-from aotdist.runtime.printer import Printer, print_size, sequence
+from aotdist.runtime.printer import Printer, Told, print_size, print_step, sequence
 from aotdist.runtime.results import Versions, saved_beside
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
 from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
-from aotdist.sizes import Expression, concrete, is_symbolic
+from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import keeps_graph, node_base
 from aotdist.torch_seam.modes import class_functions_off
@@ -77,7 +77,7 @@ def print_node(
     printer: Printer,
     names: Sequence[str],
     symbols: Sequence[str],
-    told: Mapping[str, int],
+    told: Told,
     plan: NodePlan,
     forward: BoxedCall,
     backward: Backward,
@@ -94,8 +94,7 @@ def print_node(
         printer: where to print.
         names: a variable for each primal.
         symbols: the symbols' names; their values are one more argument, a dictionary.
-        told: symbols that are added to that dictionary once the forward has run, each with the position of
-            the result that holds its value.
+        told: symbols that are added to that dictionary once the forward has run.
         plan: how tensors pass through the node.
         forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward; called itself where a tangent is missing.
@@ -121,7 +120,7 @@ def print_inference(
     printer: Printer,
     names: Sequence[str],
     symbols: Sequence[str],
-    told: Mapping[str, int],
+    told: Told,
     sizes: Sequence[Expression],
     unwrap: UnwrapPlan,
     writes: PlainWrites,
@@ -210,7 +209,7 @@ def _print_forward(
     printer: Printer,
     names: Sequence[str],
     symbols: Sequence[str],
-    told: Mapping[str, int],
+    told: Told,
     plan: NodePlan,
     forward: BoxedCall,
     watch: Watch,
@@ -431,10 +430,11 @@ def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None
     printer.line(f"{sequence(list(symbols))} = symbols.values()")
 
 
-def _print_told(printer: Printer, told: Mapping[str, int]) -> None:
-    """Read numbers that depend on data off the results that hold them."""
-    for name, position in told.items():
-        printer.line(f"{name} = symbols[{name!r}] = results[{position}].item()")
+def _print_told(printer: Printer, told: Told) -> None:
+    """Read numbers that depend on data off the results that hold them, and compute what follows."""
+    for name, one in told.items():
+        value = print_step(printer, one) if isinstance(one, NumberStep) else f"results[{one}].item()"
+        printer.line(f"{name} = symbols[{name!r}] = {value}")
 
 
 def _tangent(printer: Printer, tangent: Tangent) -> str:

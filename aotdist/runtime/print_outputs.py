@@ -14,7 +14,7 @@ from aotdist.capture.arguments import Numbers
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.guise import show_as
-from aotdist.capture.in_backward import BackwardChanges, KeptTensor, expect, forget
+from aotdist.capture.in_backward import BackwardChanges, KeptNumber, KeptTensor, expect, forget
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.objects import MadeObject, holds_objects, number_of
 from aotdist.capture.results import Read, Shown
@@ -48,8 +48,8 @@ from aotdist.facts import (
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.printer import Printer, print_size, sequence
-from aotdist.sizes import concrete, is_symbolic
+from aotdist.runtime.printer import Printer, print_size, print_step, sequence
+from aotdist.sizes import NumberStep, concrete, is_symbolic
 from aotdist.torch_seam.symbols import SYMBOLIC, expression
 from aotdist.torch_seam.trees import pytree, tree_children
 
@@ -278,6 +278,10 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
     def bind(hint: str, value: Any) -> str:
         return printer.bind(hint, value.example if isinstance(value, Held) else value)
 
+    steps = {name: step for number in changes.numbers() for name, step in number.steps}
+    for name, step in steps.items():
+        value = print_step(printer, step) if isinstance(step, NumberStep) else f"kept{step}.item()"
+        printer.line(f"{name} = {value}")
     for place, known in changes.expected:
         bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
         printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
@@ -303,6 +307,8 @@ def _own(printer: Printer, constant: Any) -> str:
             return f"{{{', '.join(items)}}}"
         case KeptTensor(position=position):
             return f"kept{position}"
+        case KeptNumber(expression=spelled):
+            return print_size(printer, spelled)
         case _:
             return _literal(printer, constant)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from aotdist.codegen.python_source import Bindings, identifier, load_function
-from aotdist.sizes import SCOPE, Expression
+from aotdist.sizes import SCOPE, Expression, NumberStep
 
 _WIDTH = 100
 
@@ -97,6 +97,16 @@ class Printer:
 def sequence(items: list[str]) -> str:
     """A tuple display: `(a, b)`, `(a,)`, `()`."""
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+Told: TypeAlias = Mapping[str, int | NumberStep]
+"""Unbacked symbols: the position of the result that holds each, or how Python computes it."""
+
+
+def print_step(printer: Printer, step: NumberStep) -> str:
+    """An expression for a number that Python computes."""
+    function = printer.bind(step.function.__name__, step.function)
+    return f"{function}({', '.join(print_size(printer, arg) for arg in step.args)})"
 
 
 def print_size(printer: Printer, size: Expression) -> str:

@@ -153,9 +153,14 @@ def is_undecided(error: BaseException) -> bool:
 
 
 def new_float_of_data(env: ShapeEnv) -> torch.SymFloat:
-    """A new unbacked symbol, for a float that Python computes from numbers that are read off tensors."""
+    """A new unbacked symbol, for a float that Python computes from others."""
     with env.ignore_fresh_unbacked_symbols():
         return env.create_unbacked_symfloat()
+
+
+def has_floats(number: Any) -> bool:
+    """Whether there is a symbol of a float in a number: to compute with it may round."""
+    return isinstance(number, SYMBOLIC) and any(not one.is_integer for one in number.node.expr.free_symbols)
 
 
 def unbacked_symbols(number: Any) -> dict[str, Any]:
@@ -272,8 +277,9 @@ def computes_exactly(number: Any) -> bool:
     """Whether the expression of a symbolic number is computed as Python computed it, to the last bit.
 
     Whole numbers are. Sums and products of fractions are not: sympy makes one of several, in its own order.
+    Where numbers depend on data, each float that Python computes has a symbol.
     """
-    if isinstance(number, torch.SymInt):
+    if isinstance(number, torch.SymInt) or depends_on_data(number):
         return True
     return isinstance(number, torch.SymFloat) and _is_exact(number.node.expr)
 
