@@ -27,7 +27,7 @@ from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import AotdistError, BadSettings, InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
-from aotdist.joint.failures import asks_for_data
+from aotdist.joint.failures import asks_for_data, is_of_the_program
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
@@ -349,8 +349,10 @@ def _trace_with_any_numbers(
             return _trace(replace(job, of_data=True), times, bases, inputs)
         except (AotdistError, _LooksAround, _FailsWithSymbols):
             raise
-        except Exception:  # one of PyTorch's, which needs to know a number
-            raise refused from None
+        except Exception as error:
+            if is_of_the_program(error):
+                raise
+            raise refused from None  # one of PyTorch's, which needs to know a number
 
 
 class _FailsWithSymbols(Exception):

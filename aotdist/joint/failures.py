@@ -48,6 +48,9 @@ _FIX_BEHIND_DYNAMO = (
     "compiled then"
 )
 
+_SYMBOL = re.compile(r"\bz?uf?\d+\b|[Ss]ym(?:bol|py|Int|Float|Bool)|[Uu]nbacked|\b[Hh]int")
+"""How PyTorch speaks of numbers that depend on data."""
+
 _ADDRESS = "Cannot access data pointer of Tensor"
 """How PyTorch says that a traced tensor has no memory."""
 
@@ -136,6 +139,14 @@ def naming_failures() -> Generator[None]:
 def _elsewhere() -> str:
     """What else to do where a program needs data."""
     return _FIX_BEHIND_DYNAMO if is_compiling_a_frame() else _FIX
+
+
+def is_of_the_program(error: Exception) -> bool:
+    """Whether an error would be raised whatever the numbers are that symbols stand for: it speaks of none."""
+    own = (RuntimeError, ValueError, LookupError, Warning)
+    return (
+        type(error) is not NotImplementedError and isinstance(error, own) and not _SYMBOL.search(str(error))
+    )
 
 
 def _chooses_by_data(error: Exception) -> UnsupportedProgram:

@@ -32,7 +32,6 @@ from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided, 
 
 _GET_ITEM: Any = torch.Tensor.__getitem__
 _SET_ITEM: Any = torch.Tensor.__setitem__
-_TO_LIST: Any = torch.Tensor.tolist
 _TEXTS = ("__str__", "__repr__", "__format__")
 _MATH = (
     *("sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "pow", "fabs", "fmod", "copysign", "hypot"),
@@ -73,7 +72,11 @@ def _converted(conversion: Callable[..., Any], name: str) -> Callable[[torch.Ten
 
 def _to_list(tensor: torch.Tensor) -> Any:
     """`tensor.tolist()`, which moves the tensor once rather than each of its elements."""
-    return _TO_LIST(tensor if tensor.device.type == "cpu" else tensor.detach().to("cpu"))
+    return _listed(tensor if tensor.device.type == "cpu" else tensor.detach().to("cpu"))
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return tensor.item() if tensor.dim() == 0 else [_listed(part) for part in tensor]
 
 
 def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
@@ -104,7 +107,7 @@ def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
 INSTEAD: Mapping[Any, Callable[..., Any]] = {
     _GET_ITEM: _item,
     _SET_ITEM: _set_item,
-    _TO_LIST: _to_list,
+    torch.Tensor.tolist: _to_list,
     torch.Tensor.__float__: _converted(torch.Tensor.__float__, "float"),
     torch.Tensor.__int__: _converted(torch.Tensor.__int__, "int"),
 }
