@@ -20,6 +20,7 @@ from aotdist.capture.alone import Captures, alone, wait_for_captures
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
 from aotdist.capture.modules import refuse_script
+from aotdist.capture.tracebacks import shortened
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
@@ -160,6 +161,13 @@ class Compiled(Explained):
         result = call_fitting(self.artifacts, args, kwargs)
         if result is not MISS:
             return result
+        try:
+            return self._called_anew(args, kwargs)
+        except Exception as error:
+            raise shortened(error)  # noqa: B904  # the same one
+
+    def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an artifact that is made for the call."""
         with alone() as waited:
             if not waited:
                 artifact = self._made(args, kwargs)

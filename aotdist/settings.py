@@ -35,6 +35,9 @@ def default_cache_folder() -> str:
     return str(caches / "aotdist")
 
 
+_TRACEBACK = "AOTDIST_TRACEBACK"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to compile.
@@ -160,6 +163,8 @@ class Settings:
         for variable, text in environ.items():
             if not variable.startswith("AOTDIST_"):
                 continue
+            if variable == _TRACEBACK and text in ("full", "short"):  # of no program, so no setting of one
+                continue
             name = variable.removeprefix("AOTDIST_").lower()
             if name not in parsers:
                 near = difflib.get_close_matches(name, parsers, n=1)
@@ -179,6 +184,11 @@ class Settings:
         del fields["cache_folder"], fields["cache_bytes"]
         fields["disabled_passes"] = sorted(self.disabled_passes)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def shows_all_frames() -> bool:
+    """Whether tracebacks are to have the frames of PyTorch and aotdist, too: `AOTDIST_TRACEBACK=full`."""
+    return os.environ.get(_TRACEBACK) == "full"
 
 
 def settings_of(settings: Settings | Mapping[str, Any] | None) -> Settings:

@@ -26,7 +26,8 @@ def value_of_a_tensor():
 
     A program is captured once and runs for other data later, so it cannot branch on the contents of a tensor:
     `if`, `while`, `range(count.item())`. A number that is read (`count.item()`) may be computed with, may be
-    a size or a position, and may be returned; what Python needs at once (`float(tensor)`) may not.
+    a size or a position, and may be returned and kept (`log.append(loss.item())`, `self.loss = loss.item()`).
+    What Python needs at once (`float(tensor)`, a text of the number) may not.
     """
 
     def step(x):
@@ -267,6 +268,9 @@ this page, and runs the programs that it shows.
 
 `aotdist doctor` checks the machine: versions, compilers, GPUs, the cache. `TORCH_LOGS="+aotdist"` shows what
 is compiled, stage by stage.
+
+What your program raises while it is captured has eager's type and words, and names the module. Tracebacks
+show your lines, those of `torch.nn`, and one of aotdist's; `AOTDIST_TRACEBACK=full` shows all of them.
 """
 
 REST = """\

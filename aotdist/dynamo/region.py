@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.api import Compiled, Compiling
+from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.graph import DynamoGraph
 from aotdist.settings import Settings
@@ -56,6 +57,7 @@ class Region(Compiled):
             torch.set_grad_enabled(self._graph.left_grad_mode)
         return results
 
+    @short_tracebacks
     def compile_for(self, inputs: Sequence[Any]) -> None:
         """Compile for a call with these inputs, without calling."""
         if all(is_real(value) for value in inputs if isinstance(value, torch.Tensor)):

@@ -15,6 +15,7 @@ from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
 from aotdist.capture.modules import swapped
+from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import (
     check_loss,
@@ -65,6 +66,7 @@ class ExportTrace:
         return list(self.trace.facts.outputs)[:-1]
 
 
+@short_tracebacks
 def trace_for_export(
     call: Call,
     decompositions: Mapping[OpOverload, Callable[..., Any]],

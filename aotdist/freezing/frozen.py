@@ -14,6 +14,7 @@ from aotdist.api import Compiled, Compiling
 from aotdist.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.capture.capture import UserCall
+from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
@@ -87,6 +88,7 @@ class Frozen(Compiled):
         memo[id(self)] = frozen
         return frozen
 
+    @short_tracebacks
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile for such a call, without calling."""
         _refuse_gradients(tuple(args), kwargs)

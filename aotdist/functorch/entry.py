@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from aotdist.api import CompiledFunction, Compiling, OpenDims
 from aotdist.capture.capture import UserCall
+from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
@@ -77,6 +78,7 @@ class AotFunction(CompiledFunction):
         )
         super().__init__(fn, Compiling(backend, settings, open_dims))
 
+    @short_tracebacks
     def compile_for(self, *args: Any) -> None:
         """Compile for a call with these arguments, without calling."""
         self._made(args, {})

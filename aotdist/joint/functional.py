@@ -20,6 +20,7 @@ from aotdist.joint import checked, collectives, linear_algebra, unknown_sizes
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.joint.failures import refusal
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
+from aotdist.joint.kernel_errors import as_in_eager
 from aotdist.joint.rebinding import Rebinding
 from aotdist.joint.strided import Strided
 from aotdist.sizes import is_symbolic
@@ -116,7 +117,12 @@ class Functionalisation(FunctionalTensorMode):
         if disguised := self._guises.among((*args, *kwargs.values())):
             with self._guises.off(disguised), self:
                 return func(*args, **kwargs)
-        return self._dispatch(func, types, args, kwargs)
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        except Exception as error:
+            if isinstance(error, AotdistError) or (eagers := as_in_eager(error, func, args, kwargs)) is error:
+                raise
+            raise eagers from None
 
     def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator by our rules, or by PyTorch's mode; what it writes keeps its layout."""

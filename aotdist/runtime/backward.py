@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from aotdist.capture.in_backward import NOTHING, BackwardChanges, InBackward
+from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain
@@ -92,6 +93,7 @@ class Backward:
     shares: Callable[[], Shares]
     in_python: InBackward | None = None
 
+    @short_tracebacks
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients, given a tangent, or None, for each differentiable output."""
         changes = self._changes(tangents)
@@ -232,6 +234,7 @@ class Backward:
         saved = ctx.saved_tensors if plan.saved.frees else ()
         return part.call, [saved[s] if isinstance(s, int) else given[s] for s in part.sources]
 
+    @short_tracebacks
     def differentiably(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients with a history (`create_graph=True`).
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from aotdist.api import Compiling, compiling, runs_eagerly
+from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.codegen.backend import Compiler
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -106,6 +107,7 @@ class TrainStep(Explained):
         self._reached: set[str] = set()
         self._programs: dict[Any, list[StepProgram]] = {}
 
+    @short_tracebacks
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Do a step; returns what `loss_fn` returned, detached.
 
