@@ -20,6 +20,7 @@ from aotdist.capture.alone import Captures, alone, wait_for_captures
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
 from aotdist.capture.modules import refuse_script
+from aotdist.capture.prints import made_before
 from aotdist.capture.tracebacks import shortened
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
@@ -164,6 +165,7 @@ class Compiled(Explained):
         try:
             return self._called_anew(args, kwargs)
         except Exception as error:
+            made_before(error)
             raise shortened(error)  # noqa: B904  # the same one
 
     def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

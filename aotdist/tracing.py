@@ -261,6 +261,7 @@ def _is_same_program(one: Traced, other: Traced) -> bool:
     """Whether two traces are of one program, but for the constants that it assigns."""
     same_inputs = one.program.ins == other.program.ins
     same_facts = _without_returned(one.facts) == _without_returned(other.facts)
+    same_facts &= Returned.of(one.facts).printed == Returned.of(other.facts).printed
     graphs = [print_graph(traced.graph).source for traced in (one, other)]
     same_graphs = graphs[0] == graphs[1] and _have_same_attributes(one.graph, other.graph)
     return same_inputs and same_facts and same_graphs

@@ -36,6 +36,7 @@ from aotdist.capture.modules import (
     swapped,
 )
 from aotdist.capture.objects import MadeObject, taken_apart
+from aotdist.capture.prints import Printed, Prints
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
 from aotdist.capture.reached import Reached
@@ -69,6 +70,7 @@ class UserCall:
         dims: dimensions whose size may differ from call to call, by the identity of the tensor; others may be
             marked, or named by settings.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
+        prints: whether every call is to print what the program prints; else the capture prints it.
     """
 
     target: Any
@@ -77,6 +79,7 @@ class UserCall:
     kwargs: Mapping[str, Any]
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
     differentiates: bool = False
+    prints: bool = True
 
     @property
     def name(self) -> str:
@@ -99,6 +102,7 @@ class Returned:
         checks: what to raise if one of the outputs between `replaced` and `shown` is false.
         shares: whether an object that the program makes is in several places.
         counted: paths of numbers among the arguments that the program changes to others of their type.
+        printed: calls of `print` and of loggers; what they are given are the outputs behind the checks.
     """
 
     spec: pytree.TreeSpec
@@ -110,6 +114,7 @@ class Returned:
     checks: tuple[Check, ...] = ()
     shares: bool = False
     counted: tuple[str, ...] = ()
+    printed: tuple[Printed, ...] = ()
 
     def counts(self) -> list[Source]:
         """Places outside of the arguments where the program finds a number and leaves another of its type."""
@@ -282,7 +287,7 @@ def capture(
         in_backward.watch_given = functools.partial(
             GivenContainers, inner_args, inner_kwargs, inner_objects, apart=apart
         )
-        changes = _Changes(in_backward.watch_given(), checks, in_backward)
+        changes = _Changes(in_backward.watch_given(), checks, in_backward, prints=call.prints)
         keeps_history = not call.differentiates
         return _call(environment, run, changes, flat, examples, settings, keeps_history=keeps_history)
 
@@ -344,11 +349,13 @@ class _Changes:
         given: changes of containers and objects among the arguments.
         checks: checks of data.
         in_backward: is told what the forward assigned.
+        prints: whether prints are noted.
     """
 
     given: GivenContainers
     checks: Checks
     in_backward: InBackward
+    prints: bool
 
 
 @contextlib.contextmanager
@@ -387,10 +394,17 @@ def _call(
                 f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it again",
                 stacklevel=2,
             )
+    for clock in environment.reached.clocks:
+        warnings.warn(
+            f"aotdist: the program reads the time (`{clock}`), and every call will find that of the capture; "
+            "read it outside of the compiled function",
+            stacklevel=2,
+        )
     flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in found.assigned]
     values = [leaf for _, leaves_of_value, _ in flat for leaf in leaves_of_value]
     values = values if keeps_history else [_without_history(value, inputs) for value in values]
     outs = [*found.leaves, *values, *found.replaced.values(), *changes.checks.outs]
+    outs += [leaf for _, leaves in found.printed for leaf in leaves]
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
     how = Returned(
         spec=found.spec,
@@ -402,6 +416,7 @@ def _call(
         checks=tuple(changes.checks.made),
         shares=any(isinstance(out, MadeObject) for out in outs),
         counted=tuple(changes.given.counted),
+        printed=tuple(printed for printed, _ in found.printed),
     )
     return [*outs, how]
 
@@ -417,6 +432,7 @@ class _Found:
         constants: places that were assigned constants, or containers of constants, and these.
         deleted: places that were deleted.
         replaced: tensors that were put inside of wrappers: see `WrapperAttributes.replaced`.
+        printed: what it printed, see `Prints.noted`.
     """
 
     leaves: Sequence[Any]
@@ -425,6 +441,7 @@ class _Found:
     constants: Sequence[tuple[Source, Any]]
     deleted: Sequence[Source]
     replaced: Mapping[tuple[int, str], torch.Tensor]
+    printed: Sequence[tuple[Printed, Sequence[Any]]]
 
 
 def _run(
@@ -443,9 +460,10 @@ def _run(
         inputs: the stand-ins.
         examples: what they stand for.
     """
-    attributes = WrapperAttributes(inputs)
+    attributes, prints = WrapperAttributes(inputs), Prints(reassignments.existing)
     try:
-        with class_functions_on(), modes_left_alone():
+        hearing = prints.heard() if changes.prints else contextlib.nullcontext()
+        with class_functions_on(), modes_left_alone(), hearing:
             result = run()
         changes.checks.close()
         hand_over_attributes(inputs, examples)
@@ -461,8 +479,10 @@ def _run(
             constants=constants,
             deleted=[*changes.given.deleted(), *gone],
             replaced=attributes.replaced(),
+            printed=prints.noted(),
         )
     except BaseException as error:
+        prints.fail(error)
         reassignments.roll_back()
         refuse_carried(error, reassignments.existing)
         raise

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aotdist.capture.clocks import asked_of
 from aotdist.capture.code import Names
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import Item, Source, Spot
@@ -73,6 +74,7 @@ class Found:
     """What was met; fields that are not explained here are those of `Reached`.
 
     Args:
+        clocks: what tells the time, by name.
         opaque: objects of which only the identity is known, each with its place.
     """
 
@@ -88,6 +90,7 @@ class Found:
     generators: list[torch.Generator] = field(default_factory=list)
     python_generators: list[tuple[str, Any]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
+    clocks: list[tuple[str, Any]] = field(default_factory=list)
     opaque: list[tuple[Source, Any]] = field(default_factory=list)
 
     def reached(self, code: EnteredCode) -> Reached:
@@ -110,6 +113,7 @@ class Found:
             generators=tuple(self.generators),
             python_generators=tuple(self.python_generators),
             caches=tuple(self.caches),
+            clocks=tuple({how: None for clock in self.clocks for how in asked_of(*clock, code.loaded)}),
             names=None if code.any_name or code.asks else frozenset(code.loaded),
         )
 

@@ -18,6 +18,7 @@ import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same
 from aotdist.capture.hidden import is_traced
+from aotdist.capture.prints import Printed, Prints
 from aotdist.capture.reassign import Reassignments, assign, is_plain
 from aotdist.capture.source import ABSENT, Source, Spot
 from aotdist.errors import InternalError, UnsupportedProgram
@@ -104,6 +105,7 @@ class BackwardChanges:
         deleted: places that hold nothing afterwards.
         found: what these places and lists held at capture.
         kept: recipes of the tensors among these values, for which `KeptTensor` stands.
+        printed: what is printed, and the leaves of what each call of `print` is given.
     """
 
     grown: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
@@ -113,9 +115,15 @@ class BackwardChanges:
     deleted: tuple[Source, ...] = ()
     found: tuple[tuple[Source, Any], ...] = ()
     kept: tuple[Recipe, ...] = ()
+    printed: tuple[tuple[Printed, tuple[Any, ...]], ...] = ()
 
     @classmethod
-    def of(cls, changes: Iterable[tuple[Source, Any, Any]], kept: Sequence[torch.Tensor]) -> BackwardChanges:
+    def of(
+        cls,
+        changes: Iterable[tuple[Source, Any, Any]],
+        kept: Sequence[torch.Tensor],
+        printed: Iterable[tuple[Printed, tuple[Any, ...]]],
+    ) -> BackwardChanges:
         """The changes of a backward, from place, value before and value after; not those of arguments."""
         grown, added, assigned, expected, deleted, found = [], [], [], [], [], []
         seen: set[Spot] = set()
@@ -146,10 +154,11 @@ class BackwardChanges:
             deleted=tuple(deleted),
             found=tuple((place, _marked(value)) for place, value in found if not _has(value, SYMBOLIC)),
             kept=tuple(map(recipe_of, kept)),
+            printed=tuple(printed),
         )
 
     def __bool__(self) -> bool:
-        return bool(self.grown or self.added or self.assigned or self.deleted)
+        return bool(self.grown or self.added or self.assigned or self.deleted or self.printed)
 
     def counts(self) -> list[Source]:
         """Places where a whole number may have been added to, or that are given a number that is read."""
@@ -163,7 +172,7 @@ class BackwardChanges:
 
     def numbers(self) -> list[KeptNumber]:
         """The numbers that it keeps."""
-        values = [value for _, value in (*self.assigned, *self.grown)]
+        values = [value for _, value in (*self.assigned, *self.grown, *self.printed)]
         leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
         return [leaf for leaf in leaves if isinstance(leaf, KeptNumber)]
 
@@ -242,6 +251,8 @@ class BackwardChanges:
         Raises:
             UnsupportedProgram: the backward finds other numbers than its forward left.
         """
+        for call, leaves in self.printed:
+            call.repeat(pytree.tree_unflatten(_another(list(leaves), kept, symbols), call.spec))
         for place, known in self.expected:
             expect(place, known)
         for place, items in self.grown:
@@ -253,8 +264,12 @@ class BackwardChanges:
         for place in self.deleted:
             forget(place)
 
-    def tensors_left(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that a backward which has just run keeps, read from the places that hold them."""
+    def tensors_left(self, printed: Iterable[tuple[Printed, Sequence[Any]]]) -> tuple[torch.Tensor, ...]:
+        """The tensors that a backward which has just run keeps, read from the places that hold them.
+
+        Args:
+            printed: what it has printed.
+        """
         if not self.kept:
             return ()
         if self.numbers():
@@ -266,7 +281,8 @@ class BackwardChanges:
             )
         found = [*(place.read_or(None) for place, _ in self.assigned)]
         found += [tuple(place.read()[-len(items) :]) for place, items in self.grown]
-        known = [value for _, value in (*self.assigned, *self.grown)]
+        found += [tuple(leaves) for _, leaves in printed]
+        known = [value for _, value in (*self.assigned, *self.grown, *self.printed)]
         leaves, marks = (pytree.tree_leaves(values, is_leaf=is_leaf) for values in (found, known))
         pairs = zip(marks, leaves, strict=True)
         kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, KeptTensor)}
@@ -363,10 +379,11 @@ class InBackward:
     @contextmanager
     def _repeating(self, choice: Collection[NodeOutIdx]) -> Generator[None]:
         """The trace is over, or there is none: what a backward changes is known, and undone."""
-        changes = self.changes(choice)
+        changes, prints = self.changes(choice), Prints(())
         with changes.undone():
-            yield
-            self.kept = changes.tensors_left()
+            with prints.heard():
+                yield
+            self.kept = changes.tensors_left(prints.noted())
 
     @contextmanager
     def _watching(
@@ -381,16 +398,20 @@ class InBackward:
             stack.callback(assign(left_by_first))
             watched = self._environment.reassignments()
             given = self.watch_given() if self.watch_given is not None else None
+            prints = Prints(watched.existing)
             try:
-                yield
+                with prints.heard():
+                    yield
                 _refuse_given(given)
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
-                values = [value for _, _, value in found]
+                values = [*(value for _, _, value in found), *(leaves for _, leaves in prints.noted())]
                 earlier = numbers_of_data([value for _, value in left_by_first])
                 named, self.kept = _naming(values, told, earlier, self.symbols)
                 changes = BackwardChanges.of(
-                    ((place, before, named(value)) for place, before, value in found), self.kept
+                    ((place, before, named(value)) for place, before, value in found),
+                    self.kept,
+                    ((call, tuple(map(named, leaves))) for call, leaves in prints.noted()),
                 )
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
@@ -453,7 +474,7 @@ class InBackward:
     def beyond(self) -> InBackward:
         """The same for backwards of backwards, whose changes are only undone."""
         later = InBackward(None)
-        later.whole = replace(self.whole, kept=())
+        later.whole = replace(self.whole, kept=(), printed=())
         return later
 
     def changes(self, arrived: Collection[NodeOutIdx]) -> BackwardChanges:
@@ -561,7 +582,7 @@ def _behind(
 ) -> tuple[tuple[str, int | NumberStep], ...]:
     """Those of the steps that some numbers follow from, in order."""
     needed = set(names)
-    for name, step in reversed(steps.items()):
+    for name, step in reversed(list(steps.items())):
         if name in needed and isinstance(step, NumberStep):
             needed.update(step.symbols)
     return tuple((name, step) for name, step in steps.items() if name in needed)

@@ -6,8 +6,7 @@ import inspect
 import linecache
 import os
 import re
-import sys
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -116,8 +115,15 @@ def is_asked_by_the_user() -> bool:
 
 def is_called_by_the_user() -> bool:
     """Whether a method of a symbolic number, which asks, is called by the user's own code."""
-    frame = sys._getframe(2)
-    return is_user_file(frame.f_code.co_filename)
+    return (code := code_behind(2)) is not None and is_user_file(code.co_filename)
+
+
+def code_behind(depth: int) -> CodeType | None:
+    """The code `depth` frames behind the function that asks."""
+    frame = inspect.currentframe()
+    for _ in range(depth + 1):
+        frame = None if frame is None else frame.f_back
+    return None if frame is None else frame.f_code
 
 
 def line_of_stack(stack: str) -> str:

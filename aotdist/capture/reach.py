@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aotdist.capture.clocks import is_clock
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
 from aotdist.capture.found import EnteredCode, Found, spot_of
@@ -117,6 +118,8 @@ class _Walk:
                 pending.pop()
             else:
                 pending.append(self._enter(*found))
+                source, value = found
+                self.found.clocks += [(source.path, value)] if is_clock(value) else []
 
     def _enter(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """Note a value, unless it was met before; what is inside of it."""

@@ -33,6 +33,7 @@ class Reached:
         generators: random generators.
         python_generators: those of Python's and NumPy's, which the program may not draw from.
         caches: functions that keep what they return (`functools.lru_cache`).
+        clocks: what it may read the time by (`time.time`).
         names: attributes that the code reads, of any object; None if it may read any (`getattr`),
             or ask for any (`hasattr`).
     """
@@ -49,6 +50,7 @@ class Reached:
     generators: tuple[torch.Generator, ...]
     python_generators: tuple[tuple[str, Any], ...]
     caches: tuple[Any, ...]
+    clocks: tuple[str, ...]
     names: frozenset[str] | None
 
 

@@ -191,9 +191,10 @@ class Reassignments:
                     yield place, before, value
 
     def side_effects(self) -> list[str]:
-        """Places that were assigned an object which no call makes anew: an effect of the capture only."""
+        """Places that were given an object which no call makes anew: an effect of the capture only."""
         changes = (change for watched in self._watched for change in watched.changed())
-        return [place.path for place, _, _ in changes if not place.is_of_argument]
+        wholes = [whole.source.path for whole in self._wholes if whole.is_changed()]
+        return [*(place.path for place, _, _ in changes if not place.is_of_argument), *wholes]
 
     def _is_data(self, value: Any, *, tensors: bool = False) -> bool:
         """Whether it is a constant, or a container of constants that the program made."""

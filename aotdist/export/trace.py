@@ -93,7 +93,7 @@ def trace_for_export(
             return call.target(*args, **kwargs)
 
     with alone(), capturing(), ExitStack() as scope, disable(), collector_paused():
-        captured = capture(UserCall(call.target, run, call.args, call.kwargs), settings, scope)
+        captured = capture(UserCall(call.target, run, call.args, call.kwargs, prints=False), settings, scope)
         captured.arguments.refuse_objects("export", "pass its tensors, or close over it")
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
         tensors = [leaf for leaf in inputs if isinstance(leaf.value, torch.Tensor)]

@@ -53,7 +53,7 @@ class ForwardEffects:
     node_outs: Row[NodeOutIdx, NodeOut]
     results: list[Result]
     lifting: Lifting
-    numbers: tuple[tuple[str, NodeOutIdx], ...]
+    numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...]
 
     def ends(self) -> list[End]:
         """The differentiable results."""

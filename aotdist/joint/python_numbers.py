@@ -135,8 +135,10 @@ def _recorded(function: Callable[..., Any], of_two: Callable[[Any, Any], Any] | 
     return recorded
 
 
-_PYTHONS = [(builtins, "max", torch.sym_max), (builtins, "min", torch.sym_min)]
-_PYTHONS += [(math, name, None) for name in _MATH]
+_PYTHONS = [
+    *((builtins, "max", torch.sym_max), (builtins, "min", torch.sym_min)),
+    *((math, name, None) for name in _MATH),
+]
 _FUNCTIONS = [
     (module, name, function, _recorded(function, of_two))
     for module, name, of_two in _PYTHONS
@@ -166,11 +168,13 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 _POWER = torch.SymFloat.__pow__
-_METHODS = [(torch.SymFloat, "__pow__", _POWER, _power)]
-_METHODS += [
-    (cls, name, vars(cls).get(name), _text(cls, name))
-    for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
-    for name in _TEXTS
+_METHODS = [
+    (torch.SymFloat, "__pow__", _POWER, _power),
+    *(
+        (cls, name, vars(cls).get(name), _text(cls, name))
+        for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
+        for name in _TEXTS
+    ),
 ]
 
 

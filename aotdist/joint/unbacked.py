@@ -127,7 +127,7 @@ class Unbacked:
 
     def read_outside(self, name: str) -> FakeTensor | None:
         """The tensor that a number can be read off when the graph has run, which does not read it itself."""
-        read = self._read.get(name)
+        read: Any = self._read.get(name)
         while read is not None and not read.users and read.target is torch.sym_ite:
             read = read.args[0]  # of a boolean
         if read is None or read.target is not _ITEM or read.users.keys() - {self._read[name]}:

@@ -238,6 +238,9 @@ def print_return(
         bind: names the object that a place begins at.
     """
     names = (_name_of_output(idx, fact) for idx, fact in outputs.enumerate())
+    printed = map("o{}".format, itertools.count(returned.first_checked() + len(returned.checks)))
+    for call in returned.printed:
+        printer.line(f"{printer.bind('printed', call.repeat)}({_display(printer, call.spec, printed)})")
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(f"{printer.bind('require', require)}(o{position}, {printer.bind('CHECK', check)})")
     for shown in returned.shown:
@@ -282,6 +285,9 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
     for name, step in steps.items():
         value = print_step(printer, step) if isinstance(step, NumberStep) else f"kept{step}.item()"
         printer.line(f"{name} = {value}")
+    for call, leaves in changes.printed:
+        given = _display(printer, call.spec, (_own(printer, leaf) for leaf in leaves))
+        printer.line(f"{printer.bind('printed', call.repeat)}({given})")
     for place, known in changes.expected:
         bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
         printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")

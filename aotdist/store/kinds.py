@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from aotdist import facts
+from aotdist import facts, sizes
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import Check
+from aotdist.capture.prints import Printed
 from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
@@ -41,12 +42,12 @@ class Shape:
 
 
 _OURS: tuple[type[Any], ...] = (
-    *(NodeAt, Shape, Slot, Settings, Returned, Shown, Check, MeshName, GroupName, Place),
+    *(NodeAt, Shape, Slot, Settings, Returned, Shown, Check, Printed, MeshName, GroupName, Place),
     *(PackedLaunch, Result, Fusion, KernelSummary),
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
     *(facts.Facts, facts.BackwardFacts, facts.BackwardWrite, facts.ResultWrite, facts.Choice),
-    *(facts.NodeOut, facts.Untouched, facts.DataWritten),
+    *(sizes.NumberStep, facts.NodeOut, facts.Untouched, facts.DataWritten),
     *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite, facts.Swap),
     *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
     *(facts.Inside, facts.Around, facts.OutputView, facts.Waypoint, facts.Passages),

@@ -252,7 +252,7 @@ def products_of(number: torch.SymInt) -> list[tuple[int, list[torch.SymInt]]]:
     return products
 
 
-def symbols_in(number: torch.SymInt | torch.SymFloat) -> list[str]:
+def symbols_in(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> list[str]:
     """The names of the symbols that a symbolic number is made of."""
     return sorted(map(str, number.node.expr.free_symbols))
 

@@ -1,0 +1,177 @@
+"""What a program prints and logs: `print`, and loggers, are called again by every call.
+
+While a program is captured there are no values. So a call of `print`, or of a logger by the user's own code,
+is noted: what it is given becomes outputs of the program, and it is made when the call has run, with values.
+Tensors are printed as they were when the program printed them, without their history (`grad_fn=`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.capture.code import is_users_code
+from aotdist.capture.constants import is_constant, is_leaf
+from aotdist.capture.hidden import hides_traced, refusal
+from aotdist.capture.origins import code_behind, is_user_file
+from aotdist.errors import AotdistError
+from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """One call of `print`, or of a logger.
+
+    Args:
+        call: what is called; None for `print`, which is looked up when it is called.
+        file: where `print` writes; None for `sys.stdout`.
+        spec: the structure of its arguments.
+    """
+
+    call: Callable[..., None] | None
+    file: Any
+    spec: pytree.TreeSpec
+
+    def repeat(self, given: Any) -> None:
+        """Make the call with these arguments, positional ones and others."""
+        args, kwargs = given
+        if self.call is not None:
+            self.call(*args, **kwargs)
+        else:
+            print(*args, **kwargs, file=self.file)
+
+
+class Prints:
+    """The prints of one trace, in order.
+
+    Args:
+        existing: identities of objects that were there before the call.
+    """
+
+    def __init__(self, existing: Collection[int]) -> None:
+        self._existing = existing
+        self._noted: list[tuple[Printed, list[Any]]] = []
+
+    def heard(self) -> AbstractContextManager[None]:
+        """A context in which this thread's prints are noted rather than made."""
+        return _HEARD.applied(self)
+
+    def note(
+        self, call: Callable[..., None] | None, file: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note a call.
+
+        Raises:
+            UnsupportedProgram: an object among the arguments hides tensors of the program.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_leaf)
+        self._noted.append((Printed(call, file, spec), [self._as_it_is(leaf) for leaf in leaves]))
+
+    def _as_it_is(self, leaf: Any) -> Any:
+        """A leaf as it is now, whatever is written later; a text of an object."""
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        if is_constant(leaf) or isinstance(leaf, SYMBOLIC):
+            return leaf
+        if hides_traced(leaf, self._existing):
+            raise refusal(
+                f"a {type(leaf).__name__} is printed that holds tensors which the program computes",
+                "print the tensors themselves",
+            )
+        return str(leaf)
+
+    def noted(self) -> list[tuple[Printed, list[Any]]]:
+        """The calls that were noted, and the leaves of what each is given."""
+        return self._noted
+
+    def fail(self, error: BaseException) -> None:
+        """Let `made_before` make what was noted: the program has raised `error`."""
+        if self._noted:
+            texts = [(printed, list(map(_without_value, leaves))) for printed, leaves in self._noted]
+            setattr(error, _MADE_BEFORE, texts)
+
+
+def _without_value(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return f"<tensor of size {list(leaf.size())} and {leaf.dtype}, while the program is captured>"
+    return "<a number, while the program is captured>" if isinstance(leaf, SYMBOLIC) else leaf
+
+
+def made_before(error: BaseException) -> None:
+    """Make the prints that a program came to before it raised an error of its own; there are no values."""
+    if not isinstance(error, AotdistError):
+        for printed, leaves in getattr(error, _MADE_BEFORE, ()):
+            printed.repeat(pytree.tree_unflatten(leaves, printed.spec))
+
+
+_MADE_BEFORE = "_aotdist_prints"
+
+
+def _noted_print(*args: Any, file: Any = None, **kwargs: Any) -> None:
+    prints = _HEARD.value
+    if prints is None or (code := code_behind(1)) is None or not is_user_file(code.co_filename):
+        _originals[0](*args, file=file, **kwargs)
+    else:
+        prints.note(None, file, args, kwargs)
+
+
+def _noted_log(
+    self: logging.Logger,
+    level: int,
+    msg: object,
+    args: Any,
+    exc_info: Any = None,
+    extra: Any = None,
+    stack_info: bool = False,
+    stacklevel: int = 1,
+) -> None:
+    prints = _HEARD.value
+    code = code_behind(2)  # behind the logger's own method; what libraries log is none of the program's
+    if prints is None or exc_info or stack_info or code is None or not is_users_code(code):
+        _originals[1](self, level, msg, args, exc_info, extra, stack_info, stacklevel)
+    else:
+        place = self.findCaller(False, stacklevel + 1)[:3]
+        prints.note(_Logging(self, level, place), None, (msg, args, extra), {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Logging:
+    """Logs a message.
+
+    Args:
+        logger: where.
+        level: at which level.
+        place: file, line and function of the user's.
+    """
+
+    logger: logging.Logger
+    level: int
+    place: tuple[str, int, str]
+
+    def __call__(self, msg: object, args: Any, extra: Any) -> None:
+        """Log a message that is made of `args`."""
+        if self.logger.isEnabledFor(self.level):
+            file, line, function = self.place
+            name = self.logger.name
+            record = self.logger.makeRecord(name, self.level, file, line, msg, args, None, function, extra)
+            self.logger.handle(record)
+
+
+_originals: list[Callable[..., None]] = []
+
+
+def _hear(is_wanted: bool) -> None:
+    if is_wanted:
+        _originals[:] = builtins.print, logging.Logger._log
+    builtins.print, logging.Logger._log = (_noted_print, _noted_log) if is_wanted else _originals
+
+
+_HEARD = Patch[Prints]("prints_heard", _hear)
