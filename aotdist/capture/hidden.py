@@ -28,6 +28,19 @@ _NOT_ENTERED = (type, types.ModuleType)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
+_NO_VALUES = "without values while the program is captured"
+
+
+def text_of(tensor: torch.Tensor) -> str:
+    """What stands for a tensor of the program in a text, where `is_text_of_traced` finds it."""
+    return f"<tensor of size {list(tensor.size())} and {tensor.dtype}, {_NO_VALUES}>"
+
+
+def is_text_of_traced(value: Any) -> bool:
+    """Whether a value is a text in which a tensor of the program stands."""
+    return isinstance(value, str) and _NO_VALUES in value
+
+
 def is_traced(value: Any) -> bool:
     """Whether `value` is a tensor of the program."""
     return isinstance(value, torch.Tensor) and not is_real(value) and not is_fake(value)

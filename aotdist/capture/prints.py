@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import torch
 
 from aotdist.capture.code import is_users_code
 from aotdist.capture.constants import is_constant, is_leaf
-from aotdist.capture.hidden import hides_traced, refusal
-from aotdist.capture.origins import code_behind, is_user_file
+from aotdist.capture.hidden import hides_traced, is_text_of_traced, refusal, text_of
+from aotdist.capture.origins import Origins, code_behind, is_user_file
 from aotdist.errors import AotdistError
 from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import SYMBOLIC
@@ -73,6 +74,12 @@ class Prints:
             UnsupportedProgram: an object among the arguments hides tensors of the program.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_leaf)
+        if any(map(is_text_of_traced, leaves)):
+            warnings.warn(
+                "aotdist: a text of a tensor is printed, which every call prints without values; give `print` "
+                f"the tensor or number itself (`print('loss', loss)`), at {Origins().current()}",
+                stacklevel=3,
+            )
         self._noted.append((Printed(call, file, spec), [self._as_it_is(leaf) for leaf in leaves]))
 
     def _as_it_is(self, leaf: Any) -> Any:
@@ -101,8 +108,8 @@ class Prints:
 
 def _without_value(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return f"<tensor of size {list(leaf.size())} and {leaf.dtype}, while the program is captured>"
-    return "<a number, while the program is captured>" if isinstance(leaf, SYMBOLIC) else leaf
+        return text_of(leaf)
+    return "<a number that is read off a tensor>" if isinstance(leaf, SYMBOLIC) else leaf
 
 
 def made_before(error: BaseException) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, is_same
-from aotdist.capture.hidden import hides_traced, is_traced, refusal, shows_traced
+from aotdist.capture.hidden import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.library_modules import OF_EVERY_MODULE
 from aotdist.capture.reached import Reached
@@ -172,6 +172,7 @@ class Reassignments:
         assigned: list[tuple[Source, Any]] = []
         deleted: list[Source] = []
         for place, before, value in self.changed_data():
+            _refuse_text(place, value)
             if value is ABSENT:
                 deleted.append(place)
             elif not is_same(value, before):
@@ -325,6 +326,15 @@ def _refuse_kept(whole: _Whole) -> None:
             "number that it reads off one",
             stage="capture",
             fix="keep these in a list, or return them",
+        )
+
+
+def _refuse_text(place: Source, value: Any) -> None:
+    if any(map(is_text_of_traced, pytree.tree_leaves(value))):
+        raise UnsupportedProgram(
+            f"`{place.path}` is given a text of a tensor, which has no values while the program is captured",
+            stage="capture",
+            fix="keep the tensor, or the number (`loss.item()`), and make the text outside",
         )
 
 

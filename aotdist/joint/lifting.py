@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.guise import Guises
+from aotdist.capture.hidden import text_of
 from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
 from aotdist.convention.view_mode import ViewMode
@@ -123,6 +124,7 @@ class Lifting(TorchFunctionMode):
             _RESIZE_STORAGE: self._resize_storage,
             _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
+            torch.Tensor.__format__: _formatted,
             **corrections.instead(of_bits=of_bits),
             **(python_numbers.INSTEAD if of_data else {}),
         }
@@ -343,9 +345,13 @@ class Recalling(TorchFunctionMode):
 
 
 def _described(tensor: torch.Tensor, **options: Any) -> str:
-    if isinstance(tensor, FunctionalTensor):
-        return f"tensor of size {list(tensor.size())} and {tensor.dtype}, traced"
-    return tensor.__repr__(**options)
+    return text_of(tensor) if isinstance(tensor, FunctionalTensor) else tensor.__repr__(**options)
+
+
+def _formatted(tensor: torch.Tensor, spec: str) -> str:
+    if isinstance(tensor, FunctionalTensor):  # a number of digits is for a value, and refused
+        return object.__format__(tensor, spec) if spec else text_of(tensor)
+    return tensor.__format__(spec)
 
 
 def _each(

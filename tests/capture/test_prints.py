@@ -117,6 +117,24 @@ def test_what_was_printed_before_an_error_is_seen(capsys: pytest.CaptureFixture[
     assert found.startswith("given torch.Size([3]) <tensor of size [3]")
 
 
+def test_a_text_of_a_tensor_is_told_and_not_kept() -> None:
+    log: list[str] = []
+
+    def prints_it(x: torch.Tensor) -> torch.Tensor:
+        print(f"loss {x.sum()}")
+        return x * 2
+
+    def keeps_it(x: torch.Tensor) -> torch.Tensor:
+        log.append(f"loss {x.sum()}")
+        return x * 2
+
+    with pytest.warns(UserWarning, match=r"a text of a tensor is printed.*test_prints.py:\d+"):
+        aotdist.compile(prints_it, backend="fx")(torch.ones(3))
+    with pytest.raises(UnsupportedProgram, match="is given a text of a tensor"):
+        aotdist.compile(keeps_it, backend="fx")(torch.ones(3))
+    assert log == []
+
+
 @dataclass
 class Record:
     loss: torch.Tensor
