@@ -76,8 +76,8 @@ class Prints:
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_leaf)
         if any(map(is_text_of_traced, leaves)):
             warnings.warn(
-                "aotdist: a text of a tensor is printed, which every call prints without values; give `print` "
-                f"the tensor or number itself (`print('loss', loss)`), at {Origins().current()}",
+                "aotdist: a text of a tensor is printed, which every call prints without values; "
+                f"give `print` the tensor or number itself (`print('loss', loss)`), at {Origins().current()}",
                 stacklevel=3,
             )
         self._noted.append((Printed(call, file, spec), [self._as_it_is(leaf) for leaf in leaves]))

@@ -1,6 +1,5 @@
 """Numbers and sizes that depend on data: one artifact serves calls of all data, each as in eager."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -310,7 +309,7 @@ CHOICES: dict[str, Callable[..., Any]] = {
     "of a number": lambda x: x * 2 if x.sum().long().item() == 3 else x,
     "of a tensor": lambda x: x if x.sum() > 0 else -x,
     "how often": lambda x: sum(x * k for k in range(x.sum().long().item())),
-    "a float of Python's": lambda x: x * math.sqrt(x.sum().item()),
+    "a float of Python's": lambda x: x * float(x.sum().item()),
     "how many results": lambda x: x.unique().tolist(),
 }
 
