@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -51,7 +52,10 @@ class NumberStep:
 
     def value(self, symbols: Mapping[str, Any]) -> Any:
         """The number, given those that it follows from."""
-        return self.function(*(evaluate(arg, symbols) for arg in self.args))
+        # As a program would call it: functions of `math`, `max` and `min` record themselves in a trace.
+        module = sys.modules.get(self.function.__module__)
+        function = getattr(module, self.function.__name__, self.function)
+        return function(*(evaluate(arg, symbols) for arg in self.args))
 
 
 def _spelled(number: Any) -> Expression:

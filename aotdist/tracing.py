@@ -160,7 +160,7 @@ def _is_equivalent(symbolic: TracedCall, found: TracedCall) -> bool:
 
 def _computes_with_what_it_finds(call: TracedCall) -> bool:
     """Whether the backward computes with, or decides by, numbers that another backward may have changed."""
-    traced, theirs = call.traced, call.captured.in_backward.symbols
+    traced, theirs = call.traced, call.captured.in_backward.symbols.keys()
     used = {name for size in traced.graph.named_sizes().values() for name in symbols_in(size.meta["val"])}
     return not theirs.isdisjoint(used) or traced.symbols.decides_by(theirs)
 

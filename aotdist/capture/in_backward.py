@@ -52,6 +52,10 @@ class AnyTensor:
         return "a tensor"
 
 
+Behind: TypeAlias = "int | Source | NumberStep"
+"""What a number of a backward is read off, found in, or computed by."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeptNumber:
     """Stands for a number that a backward reads off tensors that it keeps, or computes from such.
@@ -63,19 +67,25 @@ class KeptNumber:
         follows: how it follows.
         expression: its value, in terms of symbols.
         steps: the symbols that are the backward's own, in order: of each the position of the tensor that it
-            is read off, or how Python computes it.
+            is read off, the place where the backward finds it, or how Python computes it.
     """
 
     kind: type
     follows: str
     expression: Expression = field(compare=False)
-    steps: tuple[tuple[str, int | NumberStep], ...] = field(compare=False)
+    steps: tuple[tuple[str, Behind], ...] = field(compare=False)
 
     def value(self, kept: Sequence[torch.Tensor], symbols: Mapping[str, Any]) -> Any:
         """The number, given the tensors that are kept and the symbols of the forward."""
         symbols = dict(symbols)
         for name, step in self.steps:
-            symbols[name] = kept[step].item() if isinstance(step, int) else step.value(symbols)
+            match step:
+                case int():
+                    symbols[name] = kept[step].item()
+                case Source():
+                    symbols[name] = step.read()
+                case NumberStep():
+                    symbols[name] = step.value(symbols)
         return evaluate(self.expression, symbols)
 
 
@@ -255,12 +265,16 @@ class BackwardChanges:
             call.repeat(pytree.tree_unflatten(_another(list(leaves), kept, symbols), call.spec))
         for place, known in self.expected:
             expect(place, known)
-        for place, items in self.grown:
-            place.read().extend(_another(items, kept, symbols))
+        grown, assigned = (  # before anything is written: a number may follow from what is found
+            [(place, _another(value, kept, symbols)) for place, value in changes]
+            for changes in (self.grown, self.assigned)
+        )
+        for place, items in grown:
+            place.read().extend(items)
         for place, step in self.added:
             place.write(place.read() + step)
-        for place, value in self.assigned:
-            place.write(_another(value, kept, symbols))
+        for place, value in assigned:
+            place.write(value)
         for place in self.deleted:
             forget(place)
 
@@ -342,8 +356,8 @@ class InBackward:
         """Watches what the trace was given, from now on."""
         self.counts: Sequence[Source] = ()
         """Places where symbols stand for numbers."""
-        self.symbols: set[str] = set()
-        """The names of the symbols that a backward finds there: it may find other numbers than are left."""
+        self.symbols: dict[str, Source] = {}
+        """The symbols that a backward finds there, and where: it may find other numbers than are left."""
         self._rerun: _Rerun | None = None
         """The backward that is being run a second time, if one is."""
         self.whole = NOTHING
@@ -463,7 +477,7 @@ class InBackward:
             value = left.get(place.spot(), place.read())
             if isinstance(value, SYMBOLIC) and not numbers_of_data(value) and env is not None:
                 symbol = new_count(env, hint(value), f"{place.path} in the backward")
-                self.symbols.update(symbols_in(symbol))
+                self.symbols.update(dict.fromkeys(symbols_in(symbol), place))
                 yield place, symbol
 
     def close(self) -> None:
@@ -528,7 +542,7 @@ def _another(value: Any, kept: Sequence[Any], symbols: Mapping[str, Any]) -> Any
 
 
 def _naming(
-    values: Sequence[Any], told: Told, earlier: Container[str], symbols: Collection[str]
+    values: Sequence[Any], told: Told, earlier: Container[str], found: Mapping[str, Source]
 ) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...]]:
     """What puts `KeptTensor`s and `KeptNumber`s into values, and the tensors that they stand for.
 
@@ -536,12 +550,12 @@ def _naming(
         values: what a backward changes.
         told: says what numbers follow from.
         earlier: symbols of numbers that an earlier run left.
-        symbols: symbols that the backward finds; numbers that follow from these are left as they are.
+        found: symbols that the backward finds, and where.
     """
     leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
     kept = list({id(leaf): leaf for leaf in leaves if is_traced(leaf)}.values())
     positions = {id(tensor): position for position, tensor in enumerate(kept)}
-    steps: dict[str, int | NumberStep] = {}
+    steps: dict[str, Behind] = dict(found)
     for name, step in told(numbers_of_data(values)):
         steps[name] = step if isinstance(step, NumberStep) else len(kept)
         kept += [] if isinstance(step, NumberStep) else [step]
@@ -553,7 +567,7 @@ def _naming(
         if not isinstance(leaf, SYMBOLIC) or not numbers_of_data(leaf):
             return leaf
         own = _behind(symbols_in(leaf), steps)
-        if not own or any(isinstance(step, NumberStep) and {*step.symbols} & {*symbols} for _, step in own):
+        if not own:  # it is of the forward
             return leaf
         spelled = expression(leaf)
         return KeptNumber(_KINDS[type(leaf)], _in_terms_of(follows, spelled), spelled, own)
@@ -561,15 +575,18 @@ def _naming(
     return lambda value: pytree.tree_map(named, value, is_leaf=is_leaf), tuple(kept)
 
 
-def _follows(steps: Mapping[str, int | NumberStep], earlier: Container[str]) -> Mapping[str, str]:
+def _follows(steps: Mapping[str, Behind], earlier: Container[str]) -> Mapping[str, str]:
     """How each number follows from what is read, the same for every run that computes the same."""
     follows: dict[str, str] = {}
     for name, step in steps.items():
-        if isinstance(step, NumberStep):
-            args = ", ".join(_in_terms_of(follows, arg) for arg in step.args)
-            follows[name] = f"{step.function.__name__}({args})"
-        else:
-            follows[name] = "found" if name in earlier else "read"
+        match step:
+            case NumberStep():
+                args = ", ".join(_in_terms_of(follows, arg) for arg in step.args)
+                follows[name] = f"{step.function.__name__}({args})"
+            case Source():
+                follows[name] = f"`{step.path}`"
+            case int():
+                follows[name] = "found" if name in earlier else "read"
     return follows
 
 
@@ -577,9 +594,7 @@ def _in_terms_of(names: Mapping[str, str], spelled: Expression) -> str:
     return re.sub(r"[a-z]\w*", lambda found: names.get(found[0], found[0]), spelled)
 
 
-def _behind(
-    names: Iterable[str], steps: Mapping[str, int | NumberStep]
-) -> tuple[tuple[str, int | NumberStep], ...]:
+def _behind(names: Iterable[str], steps: Mapping[str, Behind]) -> tuple[tuple[str, Behind], ...]:
     """Those of the steps that some numbers follow from, in order."""
     needed = set(names)
     for name, step in reversed(list(steps.items())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, assert_never
 
@@ -281,10 +281,7 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
     def bind(hint: str, value: Any) -> str:
         return printer.bind(hint, value.example if isinstance(value, Held) else value)
 
-    steps = {name: step for number in changes.numbers() for name, step in number.steps}
-    for name, step in steps.items():
-        value = print_step(printer, step) if isinstance(step, NumberStep) else f"kept{step}.item()"
-        printer.line(f"{name} = {value}")
+    _print_numbers(printer, changes.numbers(), bind)
     for call, leaves in changes.printed:
         given = _display(printer, call.spec, (_own(printer, leaf) for leaf in leaves))
         printer.line(f"{printer.bind('printed', call.repeat)}({given})")
@@ -300,6 +297,20 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
         printer.line(_assignment(place, _own(printer, value), bind))
     for place in changes.deleted:
         printer.line(f"{printer.bind('forget', forget)}({printer.bind(place.path, place)})")
+
+
+def _print_numbers(printer: Printer, numbers: Iterable[KeptNumber], bind: Callable[[str, Any], str]) -> None:
+    """Bind each symbol that numbers of a backward follow from to a variable of its name."""
+    steps = {name: step for number in numbers for name, step in number.steps}
+    for name, step in steps.items():
+        match step:
+            case NumberStep():
+                value = print_step(printer, step)
+            case Source():
+                value = step.expression(bind)
+            case int():
+                value = f"kept{step}.item()"
+        printer.line(f"{name} = {value}")
 
 
 def _own(printer: Printer, constant: Any) -> str:
