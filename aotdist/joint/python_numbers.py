@@ -53,7 +53,8 @@ def _needs_value(what: str) -> UnsupportedProgram:
     return refusal(
         f"{what} needs the value of a number that is read off a tensor, while the program is captured",
         fix="keep the number itself (`log.append(loss.item())`), compute with it by operators of Python and "
-        "functions of `math`, and make a text, or another type, of it outside of the compiled function",
+        "functions of `math`, choose by `torch.where`, and make a text or another type of it outside of the "
+        "compiled function",
     )
 
 
