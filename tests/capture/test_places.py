@@ -449,6 +449,7 @@ def test_a_class_may_be_defined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(compiled(torch.ones(1)), torch.full((1,), 3.0))
 
 
+@pytest.mark.filterwarnings("ignore:aotdist. the program reads the time")
 def test_what_the_program_replaces_at_each_call_is_no_news() -> None:
     holder = types.SimpleNamespace(begun=datetime.datetime.now())
 
