@@ -31,7 +31,7 @@ from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, call_fitting
 from aotdist.runtime.fit import MISS
-from aotdist.runtime.signature import what_changed
+from aotdist.runtime.signature import what_changed, what_helps
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
@@ -116,7 +116,8 @@ class Compiling:
             self._warned = True
             name, changes = artifact.compilation.captured.name, what_changed(artifact, artifacts)
             warnings.warn(
-                f"aotdist: `{name}` was compiled {len(artifacts) + 1} times; what keeps changing: {changes}",
+                f"aotdist: `{name}` was compiled {len(artifacts) + 1} times; what keeps changing: {changes}; "
+                f"{what_helps(artifact, artifacts)}",
                 stacklevel=4,
             )
         return artifact

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
-from aotdist.sizes import NumberStep
+from aotdist.sizes import Expression, NumberStep
 from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
@@ -448,18 +448,20 @@ class Answer:
 
     Args:
         of: the plain tensors that it depends on: an input, and which of its plain tensors.
-        ask: computes the condition from these: a tensor of one boolean.
+        sizes: the symbolic numbers that it depends on.
+        ask: computes the condition from these, tensors first: a tensor of one boolean.
         holds: whether it held at capture.
     """
 
     of: tuple[tuple[PrimalIdx, int], ...]
+    sizes: tuple[Expression, ...]
     ask: Callable[..., torch.Tensor]
     holds: bool
 
-    def is_same(self, *plains: torch.Tensor) -> bool:
-        """Whether the answer is the same for these tensors."""
+    def is_same(self, *given: torch.Tensor | float) -> bool:
+        """Whether the answer is the same for these tensors, and numbers."""
         with no_modes(), autocast_off(), torch.no_grad():
-            return bool(self.ask(*plains)) is self.holds
+            return bool(self.ask(*given)) is self.holds
 
 
 @dataclass(frozen=True, slots=True)

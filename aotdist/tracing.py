@@ -18,6 +18,7 @@ from torch.fx import Node
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.fakes import fakes_of
+from aotdist.capture.origins import raised_at
 from aotdist.capture.reassign import Reassignments, assign
 from aotdist.capture.source import Source
 from aotdist.codegen.contract import Backend, Decompositions
@@ -328,10 +329,14 @@ def _trace_with_any_sizes(
         if job.counts or job.counted:
             raise
         traced = _trace_with_any_numbers(replace(job, symbolic=False), times, bases, inputs)
-        reason = str(failure.__cause__).partition("\n")[0]
+        cause = failure.__cause__
+        assert cause is not None, "it is raised from another"
+        where = cause.where if isinstance(cause, AotdistError) else raised_at(cause.__traceback__)
+        reason = str(cause).partition("\n")[0] + (f", at {where}" if where else "")
         warnings.warn(
-            f"aotdist: `{traced[0].name}` is compiled for the sizes at hand: an operator of PyTorch's does "
-            f"not take symbolic ones ({reason})",
+            f"aotdist: `{traced[0].name}` is compiled for the sizes at hand, and again for others: a trace "
+            f"with symbolic ones fails ({reason}); move that out of what is compiled, or run calls of many "
+            "sizes as they were written: `aotdist.disable()`",
             stacklevel=2,
         )
         return traced

@@ -30,6 +30,7 @@ from aotdist.facts import (
     as_written,
     data_of,
 )
+from aotdist.joint.unbacked import MEASURES
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.sizes import is_symbolic
@@ -116,7 +117,7 @@ class Assembly:
         found: dict[str, Node] = {}
         for value, (name, measure) in zip(symbols, symbols.sizes().symbols, strict=True):
             argument = self._builder.env[self._arguments[slots[measure.input]]]
-            read = self._builder.graph.call_function(torch.ops.aten.sym_size.int, (argument, measure.dim))
+            read = self._builder.graph.call_function(MEASURES[measure.of], (argument, measure.dim))
             read.meta["val"] = value
             found[name] = read
         for slot, node in self._arguments.items():

@@ -169,7 +169,7 @@ def _has_symbols(val: Any) -> bool:
 
 
 def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
-    """Of each input with symbols: its sizes as they were, and by name where they are symbols.
+    """Of each input with symbols: its sizes and strides as they were, and by name where they are symbols.
 
     A symbol of which the trace made a number has no name, and still counts among those that have one.
     """
@@ -181,6 +181,7 @@ def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
                 "names": [_name(size) for size in val.shape],
                 "size": [hint(size) for size in val.shape],
                 "stride": [hint(stride) for stride in val.stride()],
+                "open_strides": [dim for dim, stride in enumerate(val.stride()) if is_open(stride)],
                 "dtype": str(val.dtype).removeprefix("torch."),
                 "device": str(val.device),
             }
@@ -234,7 +235,11 @@ def _symbolic(
             if symbol:
                 symbols[symbol] = known
         size.append(known)
-    stride = symbolic_strides(size, json["size"], json["stride"])
+
+    def stride_at(dim: int, number: int) -> int | torch.SymInt:
+        return new_symbol(env, number, f"{name}.stride({dim})") if dim in json["open_strides"] else number
+
+    stride = symbolic_strides(size, json["size"], json["stride"], stride_at)
     dtype, device = getattr(torch, json["dtype"]), torch.device(json["device"])
     with fake_mode:
         tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)

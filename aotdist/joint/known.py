@@ -33,7 +33,7 @@ def result_of(
     args: Any,
     kwargs: Any,
     root: torch.nn.Module,
-    given: Mapping[Node, torch.Tensor] = MappingProxyType({}),
+    given: Mapping[Node, torch.Tensor | float] = MappingProxyType({}),
 ) -> Any:
     """What `target` returns for real.
 

@@ -201,7 +201,7 @@ class ProxyMode(ProxyTorchDispatchMode):
                 with suppress(known.NotKnown):
                     return self._answers.answer(node_args[0], self.tracer.root)
                 if self._symbolic:
-                    raise NeedsSizes("it chooses by data, and by a size")
+                    raise NeedsSizes("a choice by data takes too many operators to be made at each call")
             if func is _ITEM and scalars is not None:
                 token = scalars.read(
                     tuple(map(self._argument, args)), args[0], self._create, self.tracer.root

@@ -320,7 +320,9 @@ class Recorder:
         if self._within is not None:
             raise SymbolsInside("a function handed to an operator (a branch of `cond`) has some")
         slot = Slot("size", spelled)
-        return self._arguments.get(slot) or self._placeholder(slot, number)
+        if slot not in self._arguments:
+            self.answers.note_size(self._placeholder(slot, number), spelled, hint(number))
+        return self._arguments[slot]
 
     def told(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
         """What numbers that depend on data follow from, in order, without what the forward tells.

@@ -1,7 +1,8 @@
 """Gives the inputs of a trace symbols for sizes, and remembers what the trace found out about them.
 
 Each size that may differ has a symbol of its own; if a trace compares two, or one with a number, the
-outcome is a guard. A size of 0 or 1 is never symbolic: broadcasting and emptiness depend on it.
+outcome is a guard. A size of 0 or 1 is never symbolic: broadcasting and emptiness depend on it. So has each
+stride that follows from other sizes than the tensor's (`ids[:, :-1]` has those of `ids`).
 
 Each number that a program finds and changes (`self.steps += 1`) has one, too: as a constant it would fit one
 call only.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -89,29 +90,29 @@ class Symbols:
         dims = self._dims.get(id(example), frozenset())
         if self._env is None or not dims or example.is_conj() or example.is_neg():
             return recipe
-        found: dict[tuple[int, int], torch.SymInt] = {}
+        found: dict[tuple[str, int, int], torch.SymInt] = {}
 
-        def size_at(dim: int, number: int, inner: str) -> int | torch.SymInt:
-            if dim not in dims or number < 2:
+        def symbol_for(measure: Measure, number: int) -> int | torch.SymInt:
+            if number < 2 or (measure.of == "size" and measure.dim not in dims):
                 return number
-            if (dim, number) not in found:
-                found[dim, number] = self._new(slot, Measure(at, inner, "size", dim), number)
-                if dim in marked_dims(example):
-                    self._marked.append((f"{slot.path}{inner}.size({dim})", found[dim, number]))
-            return found[dim, number]
+            key = (measure.of, measure.dim, number)
+            if key not in found:
+                found[key] = self._new(slot, measure, number)
+                if measure.of == "size" and measure.dim in marked_dims(example):
+                    self._marked.append((measure.spelled(slot.path), found[key]))
+            return found[key]
 
-        return self._sized(recipe, at, "", size_at)
+        return self._sized(recipe, at, "", symbol_for)
 
     def _meet(self, at: PrimalIdx, recipe: Recipe) -> None:
         """Note the symbols of a user's fake tensor, where they are first to be read."""
         assert isinstance(recipe, Plain), "a program of fake tensors has plain ones"
         known = {name for _, name, _ in self._symbols}
-        for dim, size in enumerate(recipe.size):
-            symbol: Any = size
+        for of, dim, symbol in _numbers(recipe.size, recipe.stride):
             name = expression(symbol) if is_open(symbol) else ""
             if name and symbols_in(symbol) == [name] and name not in known:
                 known.add(name)
-                self._symbols.append((symbol, name, Measure(at, "", "size", dim)))
+                self._symbols.append((symbol, name, Measure(at, "", of, dim)))
 
     @contextmanager
     def counting(self, places: Iterable[Source]) -> Generator[None]:
@@ -156,20 +157,23 @@ class Symbols:
         self._computed_with.update(name for number in numbers for name in symbols_in(number))
 
     def _sized(
-        self, recipe: Recipe, at: PrimalIdx, inner: str, size_at: Callable[[int, int, str], Any]
+        self, recipe: Recipe, at: PrimalIdx, inner: str, symbol_for: Callable[[Measure, int], Any]
     ) -> Recipe:
         if isinstance(recipe, Constant):
             return recipe
-        size = tuple(size_at(dim, number, inner) for dim, number in enumerate(recipe.size))
-        stride = symbolic_strides(size, recipe.size, recipe.stride)
-        for of, numbers in (("size", size), ("stride", stride)):
-            for dim, number in enumerate(numbers):
-                if isinstance(number, SYMBOLIC):
-                    self._expect(Measure(at, inner, "size" if of == "size" else "stride", dim), number)
+        size = tuple(symbol_for(Measure(at, inner, "size", dim), n) for dim, n in enumerate(recipe.size))
+        stride = recipe.stride
+        if is_symbolic(size):  # else the strides are those of every call, as the sizes are
+            stride = symbolic_strides(
+                size, recipe.size, stride, lambda dim, n: symbol_for(Measure(at, inner, "stride", dim), n)
+            )
+        for of, dim, number in _numbers(size, stride):
+            if isinstance(number, SYMBOLIC):
+                self._expect(Measure(at, inner, of, dim), number)
         sized = replace(recipe, size=torch.Size(size), stride=stride)
         if isinstance(sized, Plain):
             return sized
-        attributes = ((n, self._sized(part, at, f"{inner}.{n}", size_at)) for n, part in sized.attributes)
+        attributes = ((n, self._sized(part, at, f"{inner}.{n}", symbol_for)) for n, part in sized.attributes)
         return replace(sized, attributes=tuple(attributes))
 
     def _expect(self, measure: Measure, number: Any) -> None:
@@ -199,8 +203,21 @@ class Symbols:
         return Sizes(symbols, conditions, *map(tuple, guards_of(self._env, names)))
 
 
+def _numbers(
+    size: Sequence[Any], stride: Sequence[Any]
+) -> Iterator[tuple[Literal["size", "stride"], int, Any]]:
+    """Sizes, then strides, each with what it is and its dimension."""
+    for dim, number in enumerate(size):
+        yield "size", dim, number
+    for dim, number in enumerate(stride):
+        yield "stride", dim, number
+
+
 def symbolic_strides(
-    size: Sequence[Any], numbers: Sequence[int], strides: Sequence[int]
+    size: Sequence[Any],
+    numbers: Sequence[int],
+    strides: Sequence[int],
+    symbol_for: Callable[[int, int], int | torch.SymInt],
 ) -> tuple[int | torch.SymInt, ...]:
     """The strides of a tensor as products of its symbolic sizes, where they are such products.
 
@@ -208,10 +225,12 @@ def symbolic_strides(
         size: with symbols.
         numbers: the sizes as they are.
         strides: the strides as they are.
+        symbol_for: what a stride is that is no such product, from its dimension and the stride as it is.
     """
-    made: dict[int, Any] = {1: 1}
+    made: dict[int, Any] = {0: 0, 1: 1}
     found: dict[int, Any] = {}
     for dim in sorted(range(len(strides)), key=lambda dim: (strides[dim], numbers[dim])):
-        found[dim] = made.get(strides[dim], strides[dim])
-        made[strides[dim] * numbers[dim]] = found[dim] * size[dim]
+        number = strides[dim]
+        found[dim] = made[number] if number in made else symbol_for(dim, number)
+        made.setdefault(number * numbers[dim], found[dim] * size[dim])
     return tuple(found[dim] for dim in range(len(strides)))

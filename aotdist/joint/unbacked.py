@@ -42,7 +42,7 @@ _ASSERT = _ATEN._assert_scalar.default
 _ITEM = _ATEN._local_scalar_dense.default
 _OTHER_NUMBERS = "numbers that depend on data are not as the program was compiled for"
 """The error of a call in which an operator would take another path than the one that was recorded."""
-_MEASURES: Mapping[Any, Callable[..., Any]] = {
+MEASURES: Mapping[Any, Callable[..., Any]] = {
     "size": _ATEN.sym_size.int,
     "stride": _ATEN.sym_stride.int,
     "storage_offset": _ATEN.sym_storage_offset.default,
@@ -189,8 +189,8 @@ class Unbacked:
             case [int() as position, *_]:
                 picked = self._made(operator.getitem, (node, position), node.meta["val"][position])
                 return self._follow(picked, path[1:])
-            case [measure, *dim] if measure in _MEASURES:
-                read = _MEASURES[measure]
+            case [measure, *dim] if measure in MEASURES:
+                read = MEASURES[measure]
                 return self._as_number(self._made(read, (node, *dim), read(node.meta["val"], *dim)))
             case _:
                 return None

@@ -1,7 +1,7 @@
 """What a compilation is at, for the person who waits for it: one line of a terminal, rewritten.
 
-Nothing is shown of what takes less than `_PATIENCE_S`, where nobody looks (no terminal), and on any rank but
-the first. The line is standard error's, and is gone when the compilation is done.
+Nothing is shown of what takes less than `_PATIENCE_S`, and on any rank but the first. The line is standard
+error's, and is gone when the compilation is done. Where standard error is a log, the line is written once.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def showing(name: str, stream: TextIO | None = None, patience_s: float = _PATIEN
 
     Args:
         name: of what is compiled.
-        stream: a terminal to show it on; None for standard error, if that is one.
+        stream: where to show it; None for standard error.
         patience_s: seconds after which it is shown.
     """
     progress = Progress(name)
-    stream = _terminal() if stream is None else stream
+    stream = _standard_error() if stream is None else stream
     if stream is None or not _shown.acquire(blocking=False):
         yield progress
         return
@@ -79,6 +79,10 @@ def showing(name: str, stream: TextIO | None = None, patience_s: float = _PATIEN
 def _show(progress: Progress, stream: TextIO, patience_s: float, done: threading.Event) -> None:
     if done.wait(patience_s):
         return
+    if not stream.isatty():
+        stream.write(f"{progress.line()}\n")
+        stream.flush()
+        return
     while True:
         columns = shutil.get_terminal_size().columns - 1
         stream.write(f"{_ERASE}{progress.line()[:columns]}")
@@ -89,10 +93,9 @@ def _show(progress: Progress, stream: TextIO, patience_s: float, done: threading
     stream.flush()
 
 
-def _terminal() -> TextIO | None:
-    """Standard error, if a person may be looking at it: a bar that is there already has replaced it."""
-    if sys.stderr is not sys.__stderr__ or not sys.stderr.isatty():
-        return None
+def _standard_error() -> TextIO | None:
+    """Where a person may be looking; not beneath a bar that has replaced a terminal."""
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         return None
-    return sys.stderr
+    is_replaced = sys.stderr is not sys.__stderr__
+    return None if is_replaced and sys.__stderr__ is not None and sys.__stderr__.isatty() else sys.stderr

@@ -88,6 +88,7 @@ def print_call(
             _miss_unless(printer, _conditions(printer, fit))
         primals = fit.primal_variables()
         _print_sizes(printer, fit, primals)
+        _miss_unless(printer, list(_conditions_on_data(printer, fit)))
         printer.comment("run")
         _print_what_comes_first(printer, plans, primals)
         bind = binder(printer, fit.variables, held)
@@ -355,7 +356,6 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
         conditions += _overlap_conditions(printer, fit)
     if fit.with_history:
         conditions.append(_alone_condition(printer, fit))
-    conditions += _conditions_on_data(printer, fit)
     return conditions
 
 
@@ -368,10 +368,12 @@ def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
 
 
 def _conditions_on_data(printer: Printer, fit: Fit) -> Iterator[str]:
+    """What the program chose by; it may depend on symbols, which are bound before."""
     names = fit.primal_variables()
     for answer in fit.answers:
-        plains = (print_plains(fit.recipes[idx], names[idx])[leaf] for idx, leaf in answer.of)
-        yield f"{printer.bind('answer_is_same', answer.is_same)}({', '.join(plains)})"
+        plains = [print_plains(fit.recipes[idx], names[idx])[leaf] for idx, leaf in answer.of]
+        given = [*plains, *(print_size(printer, size) for size in answer.sizes)]
+        yield f"{printer.bind('answer_is_same', answer.is_same)}({', '.join(given)})"
 
 
 def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,6 +21,34 @@ def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:
             if mine.get(name) != theirs.get(name):
                 changed[f"{name} ({theirs.get(name, 'absent')} -> {mine.get(name, 'absent')})"] = None
     return ", ".join(list(changed)[:4]) or "something that the function itself changes"
+
+
+def what_helps(artifact: Artifact, others: Sequence[Artifact]) -> str:
+    """What a user may do about that: let sizes be symbolic, where these differ, or run such calls eagerly."""
+    runs_eagerly = "`aotdist.disable()` runs such calls as they were written"
+    marks = list(dict.fromkeys(mark for other in others for mark in _marks(artifact, other)))
+    if not marks:
+        return runs_eagerly
+    return f"`dynamic=True`, or `{', '.join(marks[:2])}`, compiles once for all sizes; {runs_eagerly}"
+
+
+def _marks(artifact: Artifact, other: Artifact) -> Iterator[str]:
+    """How to mark the dimensions that differ between two artifacts, and may be symbolic."""
+    if artifact.compilation.settings.dynamic or artifact.compilation.takes_no_symbols():
+        return
+    theirs = {slot.path: example for slot, example in zip(other.fit.slots, other.fit.examples, strict=True)}
+    for slot, mine in zip(artifact.fit.slots, artifact.fit.examples, strict=True):
+        if slot.path in theirs and (dims := _dims_that_differ(mine, theirs[slot.path])):
+            yield f"aotdist.mark_dynamic({slot.path}, {', '.join(map(str, dims))})"
+
+
+def _dims_that_differ(one: torch.Tensor, other: torch.Tensor) -> list[int]:
+    """The dimensions that, with symbols for sizes, let both tensors be one; strides are free if a size is."""
+    if one.dim() != other.dim():
+        return []
+    sizes = list(enumerate(zip(one.shape, other.shape, strict=True)))
+    is_about_strides = one.shape == other.shape and one.stride() != other.stride()
+    return [dim for dim, (a, b) in sizes if min(a, b) > 1 and (a != b or is_about_strides)]
 
 
 def _parts(artifact: Artifact) -> dict[str, str]:
@@ -45,4 +73,6 @@ def _parts(artifact: Artifact) -> dict[str, str]:
 
 def _describe(tensor: torch.Tensor) -> str:
     grad = ", requires_grad" if tensor.requires_grad else ""
-    return f"{type(tensor).__name__} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{grad}"
+    strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{type(tensor).__name__} {dtype}{list(tensor.shape)}{strides}{grad}"

@@ -113,9 +113,34 @@ def test_masks_of_transformers(training: bool) -> None:
         def build(mask: torch.Tensor = mask) -> Scene:
             return Scene(nn.TransformerEncoder(layer, 2).train(training), (torch.randn(2, 4, 8), mask))
 
-        same_as_eager(build, calls=2)
-        with pytest.warns(UserWarning, match="it chooses by data, and by a size"):
-            same_as_eager(build, calls=2, dynamic=True)
+        for dynamic in (False, True):
+            same_as_eager(build, calls=2, dynamic=dynamic)
+
+
+def test_choices_by_data_and_sizes_are_made_with_those_of_the_call() -> None:
+    @of_pytorch
+    def program(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        is_all = mask.sum() == mask.numel()
+        return x * 2 if is_all and (mask == torch.ones(mask.shape[0], 4)).all() else x + mask
+
+    compiled = aotdist.compile(program, backend="fx", settings={"dynamic": True})
+    for rows, hole, artifacts in ((3, 0, 1), (5, 0, 1), (5, 1, 2), (4, 1, 2), (7, 0, 2), (9, 1, 2)):
+        x, mask = torch.randn(rows, 4), torch.ones(rows, 4)
+        mask[0, 0] -= hole
+        assert torch.equal(compiled(x, mask), program(x, mask))
+        assert len(compiled.artifacts) == artifacts
+
+
+def test_a_choice_by_sizes_that_takes_too_long_makes_them_static() -> None:
+    @of_pytorch
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if by_many_operators(torch.arange(x.shape[0])).all() else x.sin()
+
+    compiled = aotdist.compile(program, backend="fx", settings={"dynamic": True})
+    with pytest.warns(UserWarning, match=r"too many operators.*, at .*functional.py.*`aotdist.disable\(\)`"):
+        compiled(torch.ones(3))
+    for rows in (3, 5):
+        assert torch.equal(compiled(torch.ones(rows)), program(torch.ones(rows)))
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,10 @@ def test_narrow_floating_point(name: str) -> None:
 
 
 def test_what_is_not_contiguous() -> None:
-    calls = [(numbers(rows, columns).t(),) for rows, columns in ((3, 5), (16, 4), (7, 33))]
-    assert_all_served(lambda x: (x.softmax(-1), x.reshape(-1) * 2), calls)
+    shapes = ((3, 5), (16, 7), (7, 33))
+    for change in (torch.t, lambda x: x[:, 1:], lambda x: x[1:, ::2], lambda x: x[1:, :-1].t()):
+        calls = [(change(numbers(rows, columns)),) for rows, columns in shapes]
+        assert_all_served(lambda x: (x.softmax(-1), x.reshape(-1) * 2), calls)
 
 
 def test_what_is_broadcast_by_a_size_that_is_computed() -> None:

@@ -14,8 +14,8 @@ import aotdist.report.progress as progress_of
 from aotdist.report.progress import Progress, showing
 
 
-class Terminal(io.StringIO):
-    """A terminal that tells when something was written to it."""
+class Log(io.StringIO):
+    """A file that tells when something was written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +25,10 @@ class Terminal(io.StringIO):
         count = super().write(text)
         self.written.set()
         return count
+
+
+class Terminal(Log):
+    """The same, of a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -61,10 +65,19 @@ def test_of_two_at_once_one_is_shown() -> None:
         second.written.wait()
 
 
-def test_no_terminal_hears_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with showing("Llama", patience_s=0):
-        pass
-    assert capfd.readouterr().err == ""
+@pytest.mark.parametrize("replaces_terminal", [False, True])
+def test_a_log_gets_a_line_for_each_program(replaces_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not erased, and nothing is written where a bar stands on a terminal."""
+    log = Log()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(sys, "__stderr__", Terminal() if replaces_terminal else log)
+    for name in ("Llama", "Qwen"):
+        with showing(name, patience_s=0):
+            log.written.wait(0.3)
+            log.written.clear()
+    lines = [] if replaces_terminal else ["Llama", "Qwen"]
+    assert re.findall(r"aotdist: compiling `(\w+)`: \d+ s\n", log.getvalue()) == lines
+    assert log.getvalue().count("\n") == len(lines) and "\r" not in log.getvalue()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -64,6 +64,51 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "concatenation": (lambda x, y: torch.cat([x, y]), lambda n: (leaf(n, 4), leaf(2 * n, 4))),
     "transposed input": (lambda x: x.sum(0) + x.sum(), lambda n: (torch.randn(4, n).t(),)),
     "expanded input": (lambda x: x * 2, lambda n: (torch.randn(1, 4).expand(n, 4),)),
+    "slices": (
+        lambda x, y: (
+            x.reshape(-1, 4).sin(),
+            x + y,
+            x.contiguous(),
+            torch.empty_like(x).stride(),
+            x.stride(0),
+        ),
+        lambda n: (leaf(3, n + 1, 4)[:, 1:], leaf(3, n + 2, 4)[:, :-2]),
+    ),
+    "transposed slices": (
+        lambda x, y: (x @ y, x.cumsum(0), x.transpose(-1, -2)),
+        lambda n: (leaf(2, n + 1, 6)[:, 1:, 2:].transpose(1, 2), leaf(n + 1, 8)[:-1, 4:]),
+    ),
+    "every other": (
+        lambda x, y: ((x * y).softmax(-1), x.reshape(-1), y.clone()),
+        lambda n: (leaf(2 * n, 4)[1::2], leaf(n, 8)[..., ::2]),
+    ),
+    "parts": (
+        lambda x, y, z, u: (x * y, z.sin() + u, x.flatten()),
+        lambda n: (*leaf(2, n, 8).chunk(2, -1), *leaf(3, n).t().contiguous().unbind(1)[:2]),
+    ),
+    "a row, a diagonal and windows": (
+        lambda x, y, z: (x.sin(), y * 2, z.sum(1)),
+        lambda n: (leaf(n, 3, 4)[:, 1], leaf(n, n).diagonal(), torch.randn(20 * n).unfold(0, n, 2)),
+    ),
+    "memory with gaps": (
+        lambda x, y: (x.t().contiguous() * 2, y.sum(1)),
+        lambda n: (
+            torch.randn(40 * n).as_strided((n, 3), (3 * n + 2, 2)),
+            leaf(2, 1, n + 1)[..., 1:].expand(2, n, n),
+        ),
+    ),
+    "a write to a slice": (
+        lambda x, y: (x.mul_(2), y.mul_(x)),
+        lambda n: (torch.randn(2, n + 1)[:, :-1], (leaf(2, n + 1) * 1.5)[:, 1:]),
+    ),
+    "what a language model is given": (
+        lambda i, j, w: F.cross_entropy((F.embedding(i, w) @ w.t()).flatten(0, 1), j.flatten()),
+        lambda n: (lambda ids: (ids[:, :-1], ids[:, 1:], leaf(9, 8)))(torch.randint(0, 9, (2, n + 1))),
+    ),
+    "wrappers of slices": (
+        lambda x: ((x * 2).sin(), x.t()),
+        lambda n: (TwoTensor(torch.randn(3, n + 1)[:, 1:], torch.randn(3, n + 1)[:, 1:]),),
+    ),
     "attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         lambda n: (leaf(2, 2, n, 8), leaf(2, 2, n, 8), leaf(2, 2, n, 8)),
@@ -149,17 +194,23 @@ def test_gradients_of_gradients() -> None:
 
 @pytest.mark.parametrize("partition", ["default", "min_cut"])
 def test_inductor(partition: str) -> None:
-    compiled = aotdist.compile(
-        lambda x, w: F.layer_norm(F.gelu(x @ w), (8,)).t()[1:],
-        backend="inductor",
-        settings={"dynamic": True, "partition": partition},
-    )
-    for n in ROWS:
-        x, w = leaf(n, 4), leaf(4, 8)
-        found = torch.autograd.grad(compiled(x, w).square().sum(), (x, w))
-        expected = torch.autograd.grad(F.layer_norm(F.gelu(x @ w), (8,)).t()[1:].square().sum(), (x, w))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert len(compiled.artifacts) == 1
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(F.gelu(x @ w), (8,)).t()[1:] + x.sum()
+
+    settings = {"dynamic": True, "partition": partition}
+    for make in (
+        lambda n: leaf(n, 4),
+        lambda n: leaf(n + 1, 8)[1:, ::2],
+        lambda n: leaf(4, n + 1)[:, 1:].t(),
+    ):
+        compiled = aotdist.compile(program, backend="inductor", settings=settings)
+        for n in ROWS:
+            x, w = make(n), leaf(4, 8)
+            found, expected = (
+                torch.autograd.grad(fn(x, w).square().sum(), (x, w)) for fn in (compiled, program)
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert len(compiled.artifacts) == 1
 
 
 def test_what_the_program_decides_by_sizes_is_guarded() -> None:
@@ -197,6 +248,40 @@ def test_marked_dimensions() -> None:
         argument = x if size == (8, 4) else torch.randn(size)
         assert torch.equal(compiled(argument), argument * 2)
         assert len(compiled.artifacts) == count
+
+
+def test_a_mark_frees_strides_too() -> None:
+    """Those that follow from a marked size of what the tensor is a slice of."""
+    compiled = aotdist.compile(lambda x: x.sin(), backend="fx")
+    for n in ROWS:
+        x = torch.randn(2, n + 1, 4)[:, 1:]
+        aotdist.mark_dynamic(x, 1)
+        assert torch.equal(compiled(x), x.sin())
+    assert len(compiled.artifacts) == 1
+
+
+def test_a_training_step_of_slices() -> None:
+    weights = []
+    for step_of in (aotdist.train_step, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def loss_fn(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+        step = step_of and step_of(model, loss_fn, optimizer, backend="fx", settings={"dynamic": True})
+        for n in ROWS:
+            ids = torch.randint(0, 9, (2, n + 1))
+            if step is not None:
+                step(ids[:, :-1], ids[:, 1:])
+                continue
+            optimizer.zero_grad()
+            loss_fn(model, ids[:, :-1], ids[:, 1:]).backward()
+            optimizer.step()
+        assert step is None or len(step.explain().artifacts) == 1
+        weights.append([*model.parameters()])
+    assert all(map(torch.equal, *weights))
 
 
 def test_gradients_of_gradients_of_what_is_marked() -> None:

@@ -7,6 +7,7 @@ import functools
 import re
 import tempfile
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from aotdist import BadSettings, UnsupportedProgram
 from tests.semantics.observation import Scene, same_as_eager
 
 compiled = functools.partial(aotdist.compile, backend="fx")
+DYNAMIC, EAGERLY = "`dynamic=True`, or `aotdist.mark_dynamic(args[0], ", "`aotdist.disable()` runs such calls"
 
 
 class Writes(nn.Module):
@@ -288,9 +290,37 @@ def test_many_signatures_warn_once_and_say_what_changes() -> None:
     fn = compiled(lambda x: x * 2, settings={"max_artifacts": 2})
     fn(torch.ones(1))
     fn(torch.ones(2))
-    with pytest.warns(UserWarning, match=r"`args\[0\]` .*float32\[2\].*float32\[3\]"):
+    with pytest.warns(UserWarning, match=r"`args\[0\]` .*float32\[2\].*float32\[3\].*mark_dynamic\(args"):
         fn(torch.ones(3))
     fn(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("program", "calls", "dynamic", "says", "leaves_out"),
+    [
+        (lambda x: x * 2, [(torch.ones(3, n),) for n in (3, 5, 7)], False, f"{DYNAMIC}1)", "strides"),
+        (
+            lambda x: x * 2,
+            [(torch.ones(3, n)[:, :2],) for n in (3, 5, 7)],
+            False,
+            f"{DYNAMIC}0, 1)",
+            "[3, 7]",
+        ),
+        (lambda x: x * 2, [(torch.ones(3, n)[:, :2],) for n in (3, 5, 7)], False, "strides [7, 1]", "[3, 7]"),
+        (lambda x: x * int(x.shape[0]), [(torch.ones(n),) for n in (3, 5, 7)], True, EAGERLY, DYNAMIC),
+        (lambda x, k: x * k, [(torch.ones(3), k) for k in (2, 3, 4)], False, EAGERLY, DYNAMIC),
+    ],
+)
+def test_what_keeps_changing_comes_with_what_helps(
+    program: Any, calls: Any, dynamic: bool, says: str, leaves_out: str
+) -> None:
+    fn = compiled(program, settings={"max_artifacts": 2, "dynamic": dynamic})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for call in calls:
+            fn(*call)
+    (text,) = (str(one.message) for one in seen)
+    assert says in text and EAGERLY in text and leaves_out not in text
 
 
 def test_side_effects_are_reported_on_request() -> None:
