@@ -25,6 +25,14 @@ def test_dynamic_from_the_start():
     assert [len(region.artifacts) for region in made] == [1]
 
 
+def test_slices():
+    """Their strides follow from sizes that the graph does not have."""
+    slices = (lambda n: torch.randn(2, n, 4)[:, 1:], lambda n: torch.randn(3, n)[:, :-1].t())
+    calls = [(lambda n=n: tuple(made_of(n).requires_grad_() for made_of in slices)) for n in (6, 7, 9)]
+    made = same_as_eager(lambda x, y: ((x * 2).reshape(-1, 4), y.cumsum(0)), *calls, dynamic=True)
+    assert [len(region.artifacts) for region in made] == [1]
+
+
 def test_dynamic_when_a_size_was_seen_to_change():
     sizes = [(lambda n=n: (leaf(n, 4),)) for n in (3, 5, 6, 7)]
     made = same_as_eager(lambda x: x.sin().reshape(-1), *sizes)
