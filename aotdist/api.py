@@ -22,7 +22,7 @@ from aotdist.capture.capture import UserCall
 from aotdist.capture.modules import refuse_script
 from aotdist.capture.prints import made_before
 from aotdist.capture.tracebacks import shortened
-from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError
 from aotdist.files import path_of
@@ -37,7 +37,12 @@ from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
 from aotdist.torch_seam.dynamo import is_of_dynamo, keep_from_dynamo, tapes_off
 from aotdist.torch_seam.modes import under_transform
-from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call, uncompiled_call
+from aotdist.torch_seam.modules import (
+    compiled_call_of,
+    set_compiled_call,
+    take_compiled_call_off,
+    uncompiled_call,
+)
 from aotdist.torch_seam.tensors import mark_dims
 
 M = TypeVar("M", bound=nn.Module)
@@ -205,6 +210,8 @@ _every_compiled: weakref.WeakSet[Compiled] = weakref.WeakSet()
 class CompiledFunction(Compiled):
     """A compiled function: it keeps the name, the docstring and the signature of the original."""
 
+    __wrapped__: Callable[..., Any]
+
     def __init__(self, fn: Callable[..., Any], make: Maker) -> None:
         super().__init__(lambda: fn, fn, make)
         functools.update_wrapper(self, fn, updated=())
@@ -259,6 +266,13 @@ class CompiledModule(Compiled):
                 if isinstance(vars(module).get(name), ATTACHED) or not hasattr(module, name):
                     vars(module)[name] = value
 
+    def hide(self) -> None:
+        """Take down what was hung on modules: this is nobody's call any more."""
+        for module in self._shown_on:
+            for name in [name for name, value in vars(module).items() if isinstance(value, ATTACHED)]:
+                del vars(module)[name]
+        self._shown_on.clear()
+
 
 class ContainerCall:
     """The call of a module that runs its own forward around a compiled one (DDP, Fabric's wrapper).
@@ -285,44 +299,109 @@ class ContainerCall:
             return uncompiled_call(container)(*args, **kwargs)
 
 
+_NOT_GIVEN: Any = object()
+
+_OF_TORCH_COMPILE: Mapping[str, str] = {
+    "fullgraph": "leave it out: a call is always compiled as one graph, or refused",
+    "mode": 'leave it out: "reduce-overhead" is `settings={"cuda_graphs": True}`, and "max-autotune" is '
+    "`torch._inductor.config.max_autotune = True`",
+    "options": "pass `settings`, an `aotdist.Settings` or a mapping of its fields; what is Inductor's own is "
+    "set in `torch._inductor.config`",
+    "disable": 'pass backend="eager", or call the program under `aotdist.disable()`',
+}
+"""Arguments of `torch.compile` that are none here, and what is meant by each."""
+
+
 @overload
 def compile(  # pyright: ignore[reportOverlappingOverload]  # a module is callable too, and comes back as itself
-    target: M, *, backend: str | Compiler | Backend = ..., settings: Settings | Mapping[str, Any] | None = ...
+    target: M,
+    *,
+    backend: str | Compiler | Backend = ...,
+    dynamic: bool | None = ...,
+    settings: Settings | Mapping[str, Any] | None = ...,
 ) -> M: ...
 @overload
 def compile(
     target: Callable[..., Any],
     *,
     backend: str | Compiler | Backend = ...,
+    dynamic: bool | None = ...,
     settings: Settings | Mapping[str, Any] | None = ...,
 ) -> CompiledFunction: ...
+@overload
 def compile(
-    target: Any,
+    *,
+    backend: str | Compiler | Backend = ...,
+    dynamic: bool | None = ...,
+    settings: Settings | Mapping[str, Any] | None = ...,
+) -> Callable[[Callable[..., Any]], CompiledFunction]: ...
+def compile(
+    target: Any = _NOT_GIVEN,
     *,
     backend: str | Compiler | Backend = "auto",
+    dynamic: bool | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
+    **others: Any,
 ) -> Any:
     """Compile a module in place, or a function into a callable; the work is done at the first call.
 
     A module is returned as it came in: its type, parameters, `state_dict` keys and hooks are untouched,
-    only its call is compiled. `.source`, `.graphs` and `.explain()` are on the result.
+    only its call is compiled. `.source`, `.graphs` and `.explain()` are on the result. Without a target, the
+    result is a decorator: `@aotdist.compile(backend="fx")`.
 
     Args:
         target: an `nn.Module` (plain, FSDP2, tensor parallel, in DDP or Fabric) or any callable.
         backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where there is a C++ compiler, and
             for graphs that it compiles; else `fx`), `triton` (kernels of our own, for GPUs), or a function
-            `(graph_module, fake_arguments)` that returns a callable.
+            `(graph_module, fake_arguments)` that returns a callable. `eager` compiles nothing: a function
+            comes back as it was written, and a module that was compiled in place is so no more.
+        dynamic: `Settings.dynamic`; None leaves it to `settings`.
         settings: a `Settings`, a mapping of its fields, or None for `Settings.from_environment()`.
+        others: what else `torch.compile` takes is refused, by the name of what is meant by it here.
 
     Raises:
-        BadSettings: `target` is not callable, or the backend or a setting is unknown.
+        BadSettings: `target` is not callable, or a class; the backend, a setting or an argument is unknown.
         UnsupportedProgram: at the first call: the program cannot be compiled ahead of time. Nothing
             has been changed then.
     """
-    if not callable(target):
-        raise BadSettings(f"cannot compile a {type(target).__name__}", fix="pass a module or a function")
+    for name in others:
+        raise BadSettings(
+            f"`{name}` is not an argument of `aotdist.compile`",
+            fix=_OF_TORCH_COMPILE.get(name, "it takes `backend`, `dynamic` and `settings`"),
+        )
+    if target is _NOT_GIVEN:
+        return functools.partial(compile, backend=backend, dynamic=dynamic, settings=settings)
+    _require_target(target, "compile")
+    if dynamic is not None:
+        settings = replace(settings_of(settings), dynamic=dynamic)
+    if is_eager(backend):
+        return _as_written(target)
     keep_from_dynamo(_own_call_of)
     return _calling(target, compiling(backend, settings))
+
+
+def _require_target(target: Any, verb: str) -> None:
+    """Raise `BadSettings` for what is no module and no function."""
+    if isinstance(target, type):
+        raise BadSettings(
+            f"cannot {verb} the class {target.__name__}",
+            fix=f"pass a module, `{target.__name__}(...)`, or a function",
+        )
+    if not callable(target):
+        raise BadSettings(f"cannot {verb} a {type(target).__name__}", fix="pass a module or a function")
+
+
+def _as_written(target: Any) -> Any:
+    """What runs as it was written: the function behind a compiled one, or the module with its own call."""
+    if not isinstance(target, nn.Module):
+        return target.__wrapped__ if isinstance(target, CompiledFunction) else target
+    container, call = container_rule(target), compiled_call_of(target)
+    if container is not None:
+        _as_written(container[1])
+    if isinstance(call, CompiledModule):
+        call.hide()
+    take_compiled_call_off(target)
+    return target
 
 
 @overload
@@ -340,13 +419,12 @@ def load(path: str | Path, target: Any) -> Any:
         target: the module, or the function, that it was built of.
 
     Raises:
-        BadSettings: `target` is not callable, or `path` is no path.
+        BadSettings: `target` is not callable, or a class; or `path` is no path.
         BadArtifact: the file is damaged, or was built by other versions, for another target, or for another
             number of ranks.
         SignatureMismatch: at a call: the artifact was built for other calls.
     """
-    if not callable(target):
-        raise BadSettings(f"cannot run a {type(target).__name__}", fix="pass a module or a function")
+    _require_target(target, "run")
     return _calling(target, Stored.open(path_of(path)).artifact_for)
 
 
@@ -413,7 +491,8 @@ def compiled_call(target: Any) -> Explained:
                 fix='ask each of `aotdist.dynamo.regions()`, which are those of backend="aotdist"',
             )
         raise BadSettings(
-            f"this {type(target).__name__} was not compiled", fix="call `aotdist.compile` on it first"
+            f"this {type(target).__name__} was not compiled",
+            fix='call `aotdist.compile` on it first; backend="eager" compiles nothing',
         )
     return call
 

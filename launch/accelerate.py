@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
-from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import backend as dynamo_backend
 from aotdist.settings import Settings, settings_of
@@ -48,7 +48,8 @@ class AotdistPlugin(TorchDynamoPlugin):
         fullgraph: bool | None = None,
         use_regional_compilation: bool | None = None,
     ) -> None:
-        resolve(backend).check()
+        if not is_eager(backend):
+            resolve(backend).check()
         self.code_backend = backend
         self.settings = settings_of(settings)
         given: dict[str, Any] = {

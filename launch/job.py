@@ -8,10 +8,11 @@ from contextlib import closing
 
 import torch
 
+import aotdist
 from aotdist.launch.checkpoints.manifest import CHECKPOINTS_FOLDER
 from aotdist.launch.checkpoints.resume import resume
 from aotdist.launch.checkpoints.saver import Saver
-from aotdist.launch.compiling import compile_model, uncompiled
+from aotdist.launch.compiling import compile_model
 from aotdist.launch.config import JobOptions
 from aotdist.launch.conversion import convert_model
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
@@ -65,7 +66,7 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
             finished = Trainer(options, world, held_out, stop, reporter, saver, profiler).run(state)
         if finished and options.run.sample_bytes:
             # Inductor takes longer to compile the logits (8 s) than eager does to write 240 bytes (5 s).
-            with uncompiled(options.compile):
+            with aotdist.disable():
                 sample = write_sample(model, world, options.run, seq_len=options.data.seq_len)
             reporter.section("sample", sample)
         status = "finished" if finished else "stopped"

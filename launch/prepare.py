@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from aotdist.api import compile as compile_in_place
-from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.launch.sharding import blocks_of, chosen, require_own, same_on_all_ranks, shard
@@ -69,8 +69,10 @@ def prepare(
     for optimizer in optimizers:
         require_own(model, optimizer)
     plugin = accelerator.state.dynamo_plugin
-    code_backend = resolve(backend if backend is not None else getattr(plugin, "code_backend", "auto"))
-    code_backend.check()
+    code_backend = backend if backend is not None else getattr(plugin, "code_backend", "auto")
+    if not is_eager(code_backend):
+        code_backend = resolve(code_backend)
+        code_backend.check()
     settings = settings_of(settings if settings is not None else getattr(plugin, "settings", None))
     if accelerator.use_distributed:
         _shard(accelerator, model, optimizers, is_block)

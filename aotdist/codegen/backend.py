@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch.fx import GraphModule
 
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted, Kind
@@ -25,6 +27,9 @@ from aotdist.torch_seam.operators import OpOverload
 
 __all__ = ["Backend", "BoxedCall", "CallableBackend", "Compiler", "Emission", "Emitted", "Kind", "resolve"]
 
+EAGER = "eager"
+"""The backend that is none: what is compiled with it runs as it was written."""
+
 Compiler: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 """`functorch.compile`'s shape of a compiler: graph module and fake arguments to a callable.
 
@@ -34,11 +39,17 @@ The result is boxed if it has a true attribute `_boxed_call`, else it takes one 
 _NAMES = ("auto", "fx", "inductor", "triton")
 
 
+def is_eager(backend: str | Compiler | Backend) -> bool:
+    """Whether a user asks for nothing to be compiled."""
+    return isinstance(backend, str) and backend == EAGER
+
+
 def resolve(backend: str | Compiler | Backend) -> Backend:
     """The backend that a user means.
 
     Raises:
-        BadSettings: the name is unknown, or the value is neither a backend nor callable.
+        BadSettings: the name is unknown, or means that nothing is compiled; or the value is neither a backend
+            nor callable.
     """
     if isinstance(backend, str):
         return _named(backend)
@@ -62,8 +73,13 @@ def _named(name: str) -> Backend:
             return _best_available()
         case "triton":
             return TritonBackend()
+        case "eager":
+            raise BadSettings(
+                'backend="eager" compiles nothing, and what is made here is compiled',
+                fix=f"name one of {', '.join(_NAMES)}, or call the program as it is",
+            )
         case _:
-            near = difflib.get_close_matches(name, _NAMES, n=1)
+            near = difflib.get_close_matches(name, (*_NAMES, EAGER), n=1)
             raise BadSettings(
                 f"there is no backend {name!r}",
                 fix=f"did you mean {near[0]!r}?" if near else f"backends are {', '.join(_NAMES)}",
@@ -88,16 +104,20 @@ class CallableBackend:
         backward_compiler: compiles backwards.
         inference_compiler: compiles programs that are never differentiated.
         table: operators that the trace must break up.
+        name: as reports show it; by default, that of `compiler`.
     """
 
     compiler: Compiler
     backward_compiler: Compiler | None = None
     inference_compiler: Compiler | None = None
     table: Decompositions = field(default_factory=dict[OpOverload, Callable[..., Any]])
-    name: str = "callable"
+    name: str = ""
     partition: Literal["default", "min_cut"] = "default"
     any_tangents: bool = False
     owns_cut: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or _name_of(self.compiler))
 
     def check(self) -> None:
         """Nothing that could be known here."""
@@ -118,7 +138,8 @@ class CallableBackend:
         compiler = self.compiler_of(emission.kind)
         with tracing_context(emission.fake_mode):
             compiled = compiler(gm, examples)
-        return Emitted(boxed(compiled, compiler), print_graph(graph).source)
+        what = f"the {emission.kind} graph of `{emission.name}`"
+        return Emitted(boxed(compiled, compiler, what, len(graph.outs)), print_graph(graph).source)
 
     def compiler_of(self, kind: Kind) -> Compiler:
         """Which compiler a graph of this kind goes to."""
@@ -142,25 +163,55 @@ def hand_over(gm: GraphModule) -> None:
     name_generators(gm)
 
 
-def boxed(compiled: Callable[..., Any], compiler: Compiler) -> BoxedCall:
+def boxed(compiled: Callable[..., Any], compiler: Compiler, graph: str, num_results: int) -> BoxedCall:
     """What a user's compiler returned as a boxed call; an unboxed one keeps its arguments while it runs.
 
+    Args:
+        compiled: what was returned. It returns a tuple or a list; a tensor is one result, as in PyTorch.
+        compiler: what returned it.
+        graph: what it was made of, in words.
+        num_results: how many results that has.
+
     Raises:
-        BadSettings: it cannot be called.
+        BadSettings: it cannot be called; or, when it is called: it returns more or fewer results.
     """
     if not callable(compiled):
-        name = getattr(compiler, "__name__", type(compiler).__name__)
         raise BadSettings(
-            f"the backend `{name}` returned a {type(compiled).__name__}",
+            f"the backend `{_name_of(compiler)}` returned a {type(compiled).__name__}",
             stage="codegen",
             fix="return a callable that takes what the graph takes: the graph module is one",
         )
-    if getattr(compiled, "_boxed_call", False):
-        return compiled
+    takes_a_list = getattr(compiled, "_boxed_call", False)
 
     def call(args: list[Any]) -> Sequence[Any]:
-        taken = tuple(args)
-        args.clear()
-        return compiled(*taken)
+        if takes_a_list:
+            results = compiled(args)
+        else:
+            taken = tuple(args)
+            args.clear()
+            results = compiled(*taken)
+        flat = (results,) if isinstance(results, torch.Tensor) else results
+        if not isinstance(flat, tuple | list) or len(flat) != num_results:
+            raise _other_results(compiler, graph, num_results, results)
+        return flat
 
     return call
+
+
+def _other_results(compiler: Compiler, graph: str, expected: int, results: Any) -> BadSettings:
+    is_many = isinstance(results, tuple | list)
+    got = f"a {type(results).__name__} of {len(results)}" if is_many else f"a {type(results).__name__}"
+    return BadSettings(
+        f"what the backend `{_name_of(compiler)}` made of {graph} returned {got}, and the graph has "
+        f"{expected} result{'s' * (expected != 1)}",
+        stage="runtime",
+        fix="return a tuple of the graph's results, all of them and in its order, as the graph module does",
+    )
+
+
+def _name_of(compiler: Any) -> str:
+    """A function of the user's, or the class of an object, with its module: never the name of one of ours."""
+    while isinstance(compiler, functools.partial):
+        compiler = compiler.func
+    named = compiler if hasattr(compiler, "__qualname__") else type(compiler)
+    return f"{named.__module__}.{named.__qualname__.rpartition('<locals>.')[2]}"

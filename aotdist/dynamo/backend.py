@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from aotdist.cache.backend import caching
-from aotdist.codegen.backend import resolve
+from aotdist.codegen.backend import is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.region import Region
 from aotdist.errors import BadSettings
@@ -31,8 +31,8 @@ def backend(
         gm: the graph; parameters and buffers are among its inputs.
         example_inputs: what it is about to be called with.
         mode: of `torch.compile`; `reduce-overhead` is `Settings(cuda_graphs=True)`.
-        options: of `torch.compile`: fields of `aotdist.Settings`, and `backend`, as for `aotdist.compile`;
-            or an `aotdist.Settings`.
+        options: of `torch.compile`: fields of `aotdist.Settings`, and `backend`, as for `aotdist.compile`
+            (`eager` runs Dynamo's graphs as they are); or an `aotdist.Settings`.
 
     Raises:
         BadSettings: the mode or an option is unknown, or belongs elsewhere.
@@ -40,8 +40,11 @@ def backend(
         RankDivergence: the ranks compiled different sequences of collectives.
     """
     chosen = _checked(mode, _named(options))
-    code_backend = resolve(chosen.pop("backend", "auto"))
-    return compile_graph(gm, example_inputs, code_backend, settings_of(chosen or None))
+    code_backend = chosen.pop("backend", "auto")
+    settings = settings_of(chosen or None)
+    if is_eager(code_backend):
+        return gm.forward
+    return compile_graph(gm, example_inputs, resolve(code_backend), settings)
 
 
 def compile_graph(

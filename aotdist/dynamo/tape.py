@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.cache.backend import caching
-from aotdist.codegen.backend import Compiler, resolve
+from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import compile_graph
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -95,6 +95,9 @@ def compile_backward(
     if dynamic not in (None, True, False):
         raise BadSettings(f"`dynamic` is {dynamic!r}", fix="give True, False or None")
     dynamic = dynamic if dynamic is not None else given.dynamic or None
+    if is_eager(backend):
+        yield
+        return
     compiler = _TapeCompiler(backend, given, dynamic)
     caching(resolve(backend), given).check()
     if compiler != _last:

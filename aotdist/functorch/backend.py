@@ -145,7 +145,8 @@ class FunctorchBackend:
         with disable(), tracing_context(emission.fake_mode) as context:
             compiled = compiler(gm, examples)
         strides = context.output_strides
-        return boxed(compiled, compiler), list(strides) if strides else None
+        call = boxed(compiled, compiler, f"the {emission.kind} graph", len(flat_results(gm)))
+        return call, list(strides) if strides else None
 
 
 def _written_in_graph(
@@ -178,7 +179,7 @@ def _returning(call: BoxedCall, positions: Sequence[int]) -> BoxedCall:
         written = [args[position] for position in positions]
         with all_uncounted(written):
             results = call(args)
-        return [*(results if isinstance(results, (tuple, list)) else (results,)), *written]
+        return [*results, *written]
 
     return returning
 
@@ -193,9 +194,8 @@ def _picks(there: Sequence[Slot], wanted: Sequence[Slot]) -> list[int]:
     return [position[slot] for slot in wanted]
 
 
-def _picked(results: Any, picks: Sequence[int]) -> list[Any]:
-    flat = results if isinstance(results, (tuple, list)) else (results,)
-    return [flat[pick] for pick in picks]
+def _picked(results: Sequence[Any], picks: Sequence[int]) -> list[Any]:
+    return [results[pick] for pick in picks]
 
 
 def _with_zeros(whole: Graph, call: BoxedCall, reduced: Graph) -> BoxedCall:

@@ -12,7 +12,7 @@ from torch import nn
 
 from aotdist.api import Compiling, compiling, runs_eagerly
 from aotdist.capture.tracebacks import short_tracebacks
-from aotdist.codegen.backend import Compiler
+from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.report.explain import Explained
@@ -76,7 +76,7 @@ def train_step(
     recipe = Recipe(model, loss_fn, optimizers, clip, scaler, accumulate)  # type: ignore[arg-type]  # checked now
     _check_kinds(recipe, optimizer)
     _check(recipe)
-    return TrainStep(recipe, compiling(backend, settings))
+    return TrainStep(recipe, None if is_eager(backend) else compiling(backend, settings))
 
 
 class TrainStep(Explained):
@@ -88,10 +88,10 @@ class TrainStep(Explained):
 
     Args:
         recipe: what it consists of.
-        make: compiles it.
+        make: compiles it; None for a step that always runs as it is written.
     """
 
-    def __init__(self, recipe: Recipe, make: Compiling) -> None:
+    def __init__(self, recipe: Recipe, make: Compiling | None) -> None:
         self._recipe = recipe
         self.__signature__ = _behind_the_model(recipe.loss_fn)
         self._make = make
@@ -115,7 +115,8 @@ class TrainStep(Explained):
             args: of `loss_fn`, behind the model.
             kwargs: likewise.
         """
-        return self._counted(self._recipe.as_written if runs_eagerly() else self._step, args, kwargs)
+        as_written = self._make is None or runs_eagerly()
+        return self._counted(self._recipe.as_written if as_written else self._step, args, kwargs)
 
     def as_written(self, *args: Any, **kwargs: Any) -> Any:
         """Do the same step eagerly: to compare with, or to step through.
@@ -247,6 +248,7 @@ class TrainStep(Explained):
         for program in programs:
             if program.fits(now):
                 return program
+        assert self._make is not None, "a step that runs as it is written has no programs"
         programs.append(StepProgram(self._recipe, params, self._make, part))
         return programs[-1]
 

@@ -33,6 +33,11 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None
     vars(module)["_compiled_call_impl"] = call
 
 
+def take_compiled_call_off(module: torch.nn.Module) -> None:
+    """Let calling a module run its own forward again."""
+    vars(module).pop("_compiled_call_impl", None)
+
+
 def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:
     """The hooks that are called for all modules."""
     module = torch.nn.modules.module

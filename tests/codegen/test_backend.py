@@ -1,5 +1,6 @@
 """What a user may call a backend, and compilers that users bring."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from aotdist.codegen import backend as backends
-from aotdist.codegen.backend import Backend, BoxedCall, CallableBackend, Kind, resolve
+from aotdist.codegen.backend import Backend, BoxedCall, CallableBackend, Kind, is_eager, resolve
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.errors import BadSettings
@@ -77,7 +78,7 @@ def test_a_plain_compiler_is_called_unboxed():
 
 
 def test_an_unboxed_call_frees_its_arguments_when_it_returns():
-    call = emitted_by(lambda gm, examples: lambda x: (x + 1,))
+    call = emitted_by(lambda gm, examples: lambda x: (x + 1, x))
     argument = torch.ones(2)
     watched = weakref.ref(argument)
     arguments = [argument]
@@ -98,14 +99,79 @@ def test_a_boxed_result_gets_the_list_itself():
     assert torch.equal(emitted_by(compiler)([ARGUMENT])[0], ARGUMENT.sin())
 
 
+def boxed_pair(args: list[Any]) -> Any:
+    return (args.pop(),)
+
+
+boxed_pair._boxed_call = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "got"),
+    [
+        (lambda x: (), "a tuple of 0"),
+        (lambda x: [x], "a list of 1"),
+        (lambda x: (x, x, x), "a tuple of 3"),
+        (lambda x: x, "a Tensor"),
+        (lambda x: None, "a NoneType"),
+        (boxed_pair, "a tuple of 1"),
+    ],
+)
+def test_other_results_than_the_graphs_are_refused(compiled: Callable[..., Any], got: str):
+    def mine(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        return compiled
+
+    said = (
+        f"`{__name__}.mine` made of the forward graph of `test` returned {got}, and the graph has 2 results"
+    )
+    with pytest.raises(BadSettings, match=said):
+        emitted_by(mine, "forward")([ARGUMENT])
+
+
+def test_a_tensor_is_one_result():
+    graph = captured(lambda x: [x.sin()], [ARGUMENT])
+    call = CallableBackend(lambda gm, _: lambda x: x.cos()).emit(graph, emission(graph)).call
+    assert torch.equal(call([ARGUMENT])[0], ARGUMENT.cos())
+
+
+class Compiles:
+    def __call__(self, gm: torch.fx.GraphModule, examples: Sequence[Any]) -> torch.fx.GraphModule:
+        return gm
+
+    def inductor(self, gm: torch.fx.GraphModule, examples: Sequence[Any]) -> torch.fx.GraphModule:
+        return gm
+
+
+def test_a_compiler_has_the_name_of_where_it_is_defined():
+    def fx(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> torch.fx.GraphModule:
+        return gm
+
+    named = {
+        "fx": fx,
+        "Compiles": Compiles(),
+        "Compiles.inductor": Compiles().inductor,
+        "boxed_pair": functools.partial(functools.partial(boxed_pair)),
+        "<lambda>": lambda gm, _: gm,
+    }
+    for name, compiler in named.items():
+        assert resolve(compiler).name == f"{__name__}.{name}"
+    assert CallableBackend(fx, name="mine").name == "mine"
+
+
+def test_eager_is_no_backend_of_its_own():
+    assert is_eager("eager") and not is_eager("fx") and not is_eager(FxBackend())
+    with pytest.raises(BadSettings, match='backend="eager" compiles nothing'):
+        resolve("eager")
+
+
 def test_each_kind_has_its_compiler():
     def named(name: str) -> Callable[..., Any]:
-        return lambda gm, examples: lambda *args: name
+        return lambda gm, examples: lambda *args: (name, name)
 
     others = {"backward_compiler": named("backward"), "inference_compiler": named("inference")}
     for kind in ("forward", "backward", "inference"):
-        assert emitted_by(named("forward"), kind, **others)([ARGUMENT]) == kind
-        assert emitted_by(named("forward"), kind)([ARGUMENT]) == "forward"
+        assert emitted_by(named("forward"), kind, **others)([ARGUMENT])[0] == kind
+        assert emitted_by(named("forward"), kind)([ARGUMENT])[0] == "forward"
 
 
 def test_a_compiler_gets_fake_arguments_and_finds_their_mode():

@@ -168,7 +168,15 @@ def test_another_compiler_does_not_get_the_tapes_of_the_last(made):
         with aotdist.compile_backward(**how):
             x.sin().sum().backward()
         assert torch.equal(x.grad, x.detach().cos())
-    assert [region.artifacts[0].compilation.backend for region in made()] == ["fx", "callable", "fx"]
+    backends = [region.artifacts[0].compilation.backend for region in made()]
+    assert backends == ["fx", f"{__name__}.backend", "fx"]
+
+
+def test_eager_compiles_nothing(made):
+    x = torch.randn(3, requires_grad=True)
+    with aotdist.compile_backward(backend="eager"):
+        x.sin().sum().backward()
+    assert torch.equal(x.grad, x.detach().cos()) and made() == []
 
 
 def test_outside_nothing_is_compiled(made):

@@ -228,3 +228,17 @@ def transformed_case() -> None:
 
 def test_under_a_transform(world2: World) -> None:
     world2.run(transformed_case)
+
+
+def taken_back_case() -> None:
+    """Compiled and taken back, a model trains as one that never was compiled, with the reducer."""
+    eager, compiled = pair()
+    compare(eager, compiled, 0)
+    aotdist.compile(compiled, backend="eager")
+    left = {name for part in (compiled, compiled.module) for name in vars(part)}
+    assert not left & {"source", "graphs", "explain", "_compiled_call_impl"}
+    compare(eager, compiled, 1)
+
+
+def test_taken_back(world2: World) -> None:
+    world2.run(taken_back_case)

@@ -447,8 +447,43 @@ def test_a_backend_that_returns_nothing_is_named() -> None:
     def mine(gm: torch.fx.GraphModule, examples: Any) -> Any:
         gm.graph.lint()
 
-    with pytest.raises(BadSettings, match="the backend `mine` returned a NoneType"):
+    with pytest.raises(BadSettings, match=r"the backend `.*\.mine` returned a NoneType"):
         aotdist.compile(lambda x: x * 2, backend=mine)(torch.ones(2))
+
+
+def test_a_backend_that_returns_too_few_results_is_named_with_the_graph() -> None:
+    def mine(gm: torch.fx.GraphModule, examples: Any) -> Any:
+        return lambda *args: gm(*args)[1:]
+
+    model = aotdist.compile(nn.Linear(2, 2), backend=mine)
+    said = "made of the forward graph of `Linear` returned a tuple of 0, and the graph has 1 result\n"
+    with pytest.raises(BadSettings, match=said):
+        model(torch.ones(1, 2))
+
+
+OF_TORCH_COMPILE = {
+    "mode": ("reduce-overhead", "cuda_graphs"),
+    "fullgraph": (True, "always compiled as one graph"),
+    "options": ({"max_autotune": True}, "pass `settings`"),
+    "disable": (False, 'backend="eager"'),
+    "dinamic": (True, "it takes `backend`, `dynamic` and `settings`"),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH_COMPILE)
+def test_arguments_of_torch_compile_are_refused_by_their_counterparts(name: str) -> None:
+    value, fix = OF_TORCH_COMPILE[name]
+    with pytest.raises(BadSettings, match=f"`{name}` is not an argument") as raised:
+        aotdist.compile(nn.Linear(2, 2), **{name: value})
+    assert fix in str(raised.value)
+
+
+@pytest.mark.parametrize("verb", [aotdist.compile, lambda target: aotdist.load("none.aot", target)])
+def test_a_class_is_refused(verb: Callable[[Any], Any]) -> None:
+    with pytest.raises(BadSettings, match=r"cannot \w+ the class Linear.*\n  fix: pass a module, `Linear\("):
+        verb(nn.Linear)
+    with pytest.raises(BadSettings, match=r"cannot \w+ a NoneType"):
+        verb(None)
 
 
 @pytest.mark.parametrize(
@@ -573,6 +608,16 @@ WRONG_ARGUMENTS |= {
         lambda fn: aotdist.aot_export_joint_simple(fn, _ARGS, trace_joint=False),
         None,
         "cannot export a NoneType",
+    ),
+    "compile, dynamic": (
+        lambda dynamic: aotdist.compile(_linear(), dynamic=dynamic),
+        "yes",
+        "settings.dynamic is 'yes'\n  fix: give True or False",
+    ),
+    "freeze, eager": (
+        lambda backend: aotdist.freeze(_linear().eval(), backend=backend),
+        "eager",
+        'backend="eager" compiles nothing',
     ),
     "compile_backward, dynamic": (_compile_a_backward, "auto", "`dynamic` is 'auto'"),
 }

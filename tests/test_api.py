@@ -1,0 +1,111 @@
+"""`aotdist.compile` itself: how it is called, and how what it compiled is taken back."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aotdist
+
+SHOWN = ("source", "graphs", "explain")
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_decorator_takes_arguments() -> None:
+    @aotdist.compile(backend="fx", dynamic=True)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    for length in (3, 5, 7):
+        assert torch.equal(double(torch.ones(length)), torch.full((length,), 2.0))
+    assert len(double.artifacts) == 1
+    assert double.__name__ == "double"
+
+
+def test_a_decorator_makes_methods() -> None:
+    class Scales:
+        factor = 3.0
+
+        @aotdist.compile(backend="fx")
+        def call(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    assert Scales().call(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(("settings", "dynamic"), [({"dynamic": False}, True), ({"dynamic": True}, None)])
+def test_dynamic_is_the_setting(settings: dict[str, Any], dynamic: bool | None) -> None:
+    model = aotdist.compile(small(), backend="fx", dynamic=dynamic, settings=settings)
+    for rows in (2, 3, 5):
+        assert model(torch.ones(rows, 4)).shape == (rows, 4)
+    assert len(model.graphs) == 1
+
+
+def test_eager_takes_the_compiled_call_off_again() -> None:
+    model, expected = small(), gradients(small())
+    before = dict(vars(model))
+    aotdist.compile(model, backend="fx")
+    compiled = gradients(model)
+    assert all(name in vars(model) for name in SHOWN)
+    assert aotdist.compile(model, backend="eager") is model
+    aotdist.reset()  # which shows nothing again on a module that is not compiled any more
+    assert vars(model).keys() == before.keys()
+    assert not any(hasattr(model, name) for name in SHOWN)
+    for ours in (compiled, gradients(model)):
+        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+    with pytest.raises(aotdist.BadSettings, match="was not compiled\n  fix: .*`aotdist.compile`.*eager"):
+        aotdist.explain(model)
+    assert aotdist.compile(model, backend="fx")(torch.ones(2, 4)).shape == (2, 4)
+    assert len(model.graphs) == 1
+
+
+def test_eager_leaves_what_was_never_compiled_alone() -> None:
+    model = small()
+    before = dict(vars(model))
+    assert aotdist.compile(model, backend="eager") is model and vars(model) == before
+
+
+def test_eager_gives_a_function_back() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert isinstance(aotdist.compile(double, backend="eager"), types.FunctionType)
+    assert aotdist.compile(aotdist.compile(double, backend="fx"), backend="eager") is double
+    assert aotdist.compile(backend="eager")(double) is double
+
+
+def test_eager_runs_training_steps_as_they_are_written() -> None:
+    def losses(backend: str) -> list[torch.Tensor]:
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = aotdist.train_step(model, loss_of, optimizer, clip=1.0, backend=backend)
+        found = [step(torch.ones(2, 4)) for _ in range(3)]
+        assert len(step.explain().artifacts) == (0 if backend == "eager" else 1)
+        return found
+
+    assert losses("eager") == losses("fx")
+
+
+def test_eager_runs_graphs_of_dynamos_as_they_are() -> None:
+    model, x = small(), torch.ones(2, 4)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aotdist", options={"backend": "eager"})
+    assert torch.equal(compiled(x), model(x))
