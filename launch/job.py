@@ -16,6 +16,7 @@ from aotdist.launch.compiling import compile_model
 from aotdist.launch.config import JobOptions
 from aotdist.launch.conversion import convert_model
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
+from aotdist.launch.going_on import batch_ranks, other_ranks, run_before, with_same_batch
 from aotdist.launch.loggers import make_loggers, require_loggers
 from aotdist.launch.loop import Trainer
 from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
@@ -31,8 +32,15 @@ from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
 from aotdist.launch.state import NEVER, TrainState
 
 
-def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
+def run_job(asked: JobOptions, place: Place, stop: StopRequest, *, names_batch: bool = False) -> None:
     """Trains as the options say; leaves the process group, if any, to the caller.
+
+    Args:
+        asked: the options. A run that goes on with other ranks keeps the sequences of a step, and so has
+            another batch for each rank than is asked for.
+        place: of this process.
+        stop: asks for an early end.
+        names_batch: whether the command line says what the batch is.
 
     Raises:
         BadSettings: the options do not fit the machine, the ranks or the text.
@@ -40,10 +48,14 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
         Interrupted: a signal asked for an early end, and everything was written.
     """
     started = time.perf_counter()
-    torch.manual_seed(options.run.seed)
-    torch.use_deterministic_algorithms(options.run.deterministic)
-    require_loggers(options)
-    world = join(options.parallel, place)
+    torch.manual_seed(asked.run.seed)
+    torch.use_deterministic_algorithms(asked.run.deterministic)
+    require_loggers(asked)
+    world = join(asked.parallel, place)
+    before = world.from_rank_0(lambda: run_before(asked))
+    num_dp_ranks = world.layout.num_dp_ranks
+    meant_for = batch_ranks(asked, before, num_dp_ranks, is_named=names_batch)
+    options = with_same_batch(asked, meant_for, num_dp_ranks)
     require_gpu_for_snapshots(options.profile, world.device)
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
@@ -58,8 +70,14 @@ def run_job(options: JobOptions, place: Place, stop: StopRequest) -> None:
     resumed = None if run.is_new else resume(state, checkpoints, world, text)
     if resumed is not None:
         facts["going on"] = str(resumed) + _left_out(options, resumed.step)
+    if before is not None:
+        facts["going on"] += other_ranks(before, place.world_size, options, num_dp_ranks)
     saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
-    with closing(_reporter(options, world, run, facts, state)) as reporter, naming_lost_ranks(), saver:
+    with (
+        closing(_reporter(asked, world, run, facts, state, meant_for)) as reporter,
+        naming_lost_ranks(),
+        saver,
+    ):
         held_out = Windows(corpus.validation, options.data.seq_len)
         profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank)
         with closing(profiler):
@@ -105,13 +123,18 @@ def _training_stream(options: JobOptions, world: World, corpus: Corpus) -> ByteS
 
 
 def _reporter(
-    options: JobOptions, world: World, run: RunFolder, facts: dict[str, str], state: TrainState
+    options: JobOptions,
+    world: World,
+    run: RunFolder,
+    facts: dict[str, str],
+    state: TrainState,
+    batch_ranks: int,
 ) -> Reporter:
     if world.place.rank != 0:
         return SilentReporter()
     if not run.is_new:
         cut_metrics(run.path / METRICS_FILE, state.step, state.validated)
-    write_config(run.path, options, world)
+    write_config(run.path, options, world, batch_ranks)
     reporter = RecordingReporter(run.path, [make_reporter(), *make_loggers(options, run.path, state.step)])
     reporter.start({**facts, "run folder": str(run.path)}, options.optim.steps)
     return reporter

@@ -43,20 +43,27 @@ def claim_run_folder(options: JobOptions, place: Place) -> RunFolder:
     Raises:
         BadSettings: the name is taken, the folder cannot be made, or there is no such run.
     """
+    before = folder_of_run(options)
+    if before is None and place.restarts:
+        before = _folder_of_launch(options.run, place.launch_id)
+    if before is not None:
+        return RunFolder(before, is_new=False)
+    return RunFolder(_new_folder(options.run), is_new=True)
+
+
+def folder_of_run(options: JobOptions) -> Path | None:
+    """The folder of the run that `--resume` means; None for a new run.
+
+    Raises:
+        BadSettings: it says that there may be one, and not which.
+    """
     run = options.run
-    if options.resume is not None and options.resume != AUTO:
-        return RunFolder(Path(options.resume), is_new=False)
-    if options.resume == AUTO:
-        if run.name is None:
-            fix = "give the run a name that the next start knows too: --run.name"
-            raise BadSettings("--resume auto does not know which run is meant", fix=fix)
-        if (run.folder / run.name / CONFIG_FILE).exists():
-            return RunFolder(run.folder / run.name, is_new=False)
-    if place.restarts:
-        before = _folder_of_launch(run, place.launch_id)
-        if before is not None:
-            return RunFolder(before, is_new=False)
-    return RunFolder(_new_folder(run), is_new=True)
+    if options.resume != AUTO:
+        return None if options.resume is None else Path(options.resume)
+    if run.name is None:
+        fix = "give the run a name that the next start knows too: --run.name"
+        raise BadSettings("--resume auto does not know which run is meant", fix=fix)
+    return run.folder / run.name if (run.folder / run.name / CONFIG_FILE).exists() else None
 
 
 def refuse_taken(options: JobOptions) -> None:
@@ -111,14 +118,22 @@ def _died_at_birth(folder: Path) -> bool:
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= {_UNFINISHED_CONFIG}
 
 
-def write_config(folder: Path, options: JobOptions, world: World) -> None:
-    """Every option with its value, and where the run took place."""
+def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: int) -> None:
+    """Every option with its value, and where the run took place.
+
+    Args:
+        folder: of the run.
+        options: as they were asked for.
+        world: the ranks.
+        batch_ranks: the data-parallel ranks that the options of the batch are meant for.
+    """
     environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
         "device": _device_name(world.device),
         "ranks": world.place.world_size,
+        "batch_ranks": batch_ranks,
         "layout": str(world.layout),
         "compute_dtype": str(world.compute_dtype).removeprefix("torch."),
         "launch_id": world.place.launch_id,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from aotdist.launch import shutdown
 from aotdist.launch.config import PROGRAM, parse_options
+from aotdist.launch.going_on import names_batch
 from aotdist.launch.job import run_job
 from aotdist.launch.parallel import Place, leave
 
@@ -18,12 +19,13 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         arguments: the words after the program's name; `sys.argv` when None.
         program: what help and errors call it.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     place = Place()  # until it is known, what goes wrong is everyone's to say
     with shutdown.StopRequest() as stop:
         try:
             place = Place.from_environment()
-            options = parse_options(arguments, speaks=place.rank == 0, program=program)
-            run_job(options, place, stop)
+            options = parse_options(words, speaks=place.rank == 0, program=program)
+            run_job(options, place, stop, names_batch=names_batch(words))
             return shutdown.EXIT_DONE
         except BaseException as error:  # the last door: every fault leaves through one report
             return shutdown.end(error, place, stop)

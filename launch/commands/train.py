@@ -17,7 +17,7 @@ Train the example model; every option that is not below is the trainer's (`aotdi
 
 Without --ranks it trains in this process, or as one rank of the launcher that started it (torchrun, SLURM);
 with --ranks it starts that many processes on this machine, and starts them again from the last good
-checkpoint when one of them dies."""
+checkpoint when one of them dies. A run that goes on (--resume) does so on as many ranks as it had."""
 
 
 def add_to(subparsers: Any) -> None:
@@ -41,17 +41,20 @@ def _run(options: argparse.Namespace) -> int:
     if options.help:
         print(options.parser.format_help(), flush=True)
         return _train(["--help"])
-    if options.ranks is None:
+    ranks: int | None = options.ranks
+    if ranks is None and "RANK" not in os.environ:
+        ranks = _ranks_before(words)
+    if ranks is None:
         if options.max_restarts is not None:
             raise BadSettings("--max-restarts says nothing without --ranks", fix="give both, or use torchrun")
         return _train(words)
-    if options.ranks < 1:
-        raise BadSettings(f"--ranks is {options.ranks}", fix="give 1 or more")
+    if ranks < 1:
+        raise BadSettings(f"--ranks is {ranks}", fix="give 1 or more")
     restarts = 3 if options.max_restarts is None else options.max_restarts
     if restarts < 0:
         raise BadSettings(f"--max-restarts is {restarts}", fix="give 0 or more")
-    _require_sound(words, options.ranks)
-    command = torchrun(options.ranks, restarts, words)
+    _require_sound(words, ranks)
+    command = torchrun(ranks, restarts, words)
     os.execv(command[0], command)  # signals then reach torchrun, which hands them on
 
 
@@ -59,6 +62,20 @@ def _train(words: list[str]) -> int:
     with _naming_what_is_missing():
         from aotdist.launch import train
     return train.main(words, _PROGRAM)
+
+
+def _ranks_before(words: list[str]) -> int | None:
+    """The ranks that a run had which is to go on, if they were several."""
+    if not any(word.partition("=")[0] == "--resume" for word in words):
+        return None
+    with _naming_what_is_missing():
+        from aotdist.launch.config import parse_options
+        from aotdist.launch.going_on import run_before
+    before = run_before(parse_options(words, speaks=True, program=_PROGRAM))
+    if before is None or before.ranks == 1:
+        return None
+    print(f"going on with {before.ranks} ranks, as the run had; --ranks says otherwise", flush=True)
+    return before.ranks
 
 
 def _require_sound(words: list[str], ranks: int) -> None:
@@ -70,11 +87,15 @@ def _require_sound(words: list[str], ranks: int) -> None:
     """
     with _naming_what_is_missing():
         from aotdist.launch.config import parse_options
+        from aotdist.launch.going_on import batch_ranks, names_batch, run_before, with_same_batch
         from aotdist.launch.parallel import Layout, require_even_split
         from aotdist.launch.run_folder import refuse_taken
     options = parse_options(words, speaks=True, program=_PROGRAM)
-    require_even_split(options, Layout.of(options.parallel, ranks).tp)
+    layout, before = Layout.of(options.parallel, ranks), run_before(options)
+    require_even_split(options, layout.tp)
     refuse_taken(options)
+    meant_for = batch_ranks(options, before, layout.num_dp_ranks, is_named=names_batch(words))
+    with_same_batch(options, meant_for, layout.num_dp_ranks)
 
 
 @contextmanager

@@ -41,11 +41,11 @@ SAVED = {
 """Jobs that leave checkpoints of their third step."""
 
 RESHARDED = {
-    "2-to-4": ("saved", 4, ["--data.batch-size=2", "--compile.backend=eager"]),
+    "2-to-4": ("saved", 4, ["--compile.backend=eager"]),
     "2-to-fsdp+tp": ("saved", 4, ["--data.batch-size=4", "--parallel.tp=2", "--compile.backend=eager"]),
-    "4-to-1": ("saved-fsdp+tp", 1, ["--data.batch-size=8", "--parallel.tp=1"]),
+    "4-to-1": ("saved-fsdp+tp", 1, ["--parallel.tp=1"]),
 }
-"""Whose checkpoint goes on, on how many ranks, and how they share the work."""
+"""Whose checkpoint goes on, on how many ranks, and how they share the work; a step takes what it took."""
 
 
 IN_THE_SWEEP = {

@@ -1,5 +1,6 @@
 """`aotdist train`: what it takes for itself, and what it hands to the trainer."""
 
+import json
 import os
 
 import pytest
@@ -38,6 +39,46 @@ def test_ranks_are_started_by_torchrun(trained, executed):
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=2"]
         + ["-m", "aotdist.launch.train", "--run.name", "a"]
     ]
+
+
+def went_before(folder, ranks):
+    folder.mkdir()
+    options = {"model": {"dim": 64}, "parallel": {"device": "cpu"}}
+    environment = {"ranks": ranks, "batch_ranks": ranks}
+    (folder / "config.json").write_text(json.dumps({"options": options, "environment": environment}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("resume", ["folder", "auto"])
+@pytest.mark.parametrize(("ranks", "given", "started"), [(2, [], 2), (1, [], None), (2, ["--ranks=1"], 1)])
+def test_a_run_goes_on_with_as_many_ranks_as_it_had(
+    trained, executed, tmp_path, capsys, ranks, given, started, resume
+):
+    folder = went_before(tmp_path / "first", ranks)
+    named = {
+        "folder": ["--resume", folder],
+        "auto": [f"--run.folder={tmp_path}", "--run.name=first", "--resume=auto"],
+    }
+    assert main(["train", *given, *named[resume]]) in (None, 0, 143)
+    assert trained == ([named[resume]] if started is None else [])
+    assert [words[3] for words in executed] == ([] if started is None else [f"--nproc-per-node={started}"])
+    assert ("going on with 2 ranks" in capsys.readouterr().out) == (started == 2)
+
+
+def test_a_rank_of_a_launcher_goes_on_as_it_was_started(trained, executed, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    main(["train", "--resume", went_before(tmp_path / "first", 2)])
+    assert len(trained) == 1 and executed == []
+
+
+def test_a_batch_that_does_not_split_over_the_ranks_is_refused_before_they_start(executed, tmp_path, capsys):
+    folder = went_before(tmp_path / "first", 2)
+    assert main(["train", "--ranks=3", "--resume", folder]) == 2
+    said = capsys.readouterr().err
+    assert "takes 16 sequences, which do not split over 3 ranks" in said and "--data.batch-size" in said
+    main(["train", "--ranks=3", "--resume", folder, "--data.batch-size=5"])
+    assert len(executed) == 1
 
 
 def test_restarts_without_ranks_are_refused(trained, capsys):

@@ -1,0 +1,100 @@
+"""What a run keeps when it goes on, on as many ranks or on others."""
+
+import json
+
+import pytest
+
+from aotdist import BadSettings
+from aotdist.launch import train
+from aotdist.launch.config import DataOptions, JobOptions, OptimOptions, RunOptions
+from aotdist.launch.going_on import Before, batch_ranks, names_batch, sequences, with_same_batch
+from tests.launch.harness import losses, step_records
+
+
+def options(batch_size=8, accumulate=1, **others):
+    return JobOptions(
+        data=DataOptions(batch_size=batch_size), optim=OptimOptions(accumulate=accumulate), **others
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 6, 8])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize(("was", "now"), [(2, 1), (1, 2), (2, 4), (4, 2), (3, 2), (2, 3), (8, 8), (6, 4)])
+def test_a_step_takes_what_it_took(batch_size, accumulate, was, now):
+    asked = options(batch_size, accumulate, run=RunOptions(validation_batches=6))
+    whole = sequences(asked, was)
+    if whole % now:
+        with pytest.raises(BadSettings, match=f"{whole} sequences, which do not split over {now} ranks"):
+            with_same_batch(asked, was, now)
+        return
+    found = with_same_batch(asked, was, now)
+    assert sequences(found, now) == whole
+    assert found.data.batch_size <= batch_size
+    validated = found.run.validation_batches * found.data.batch_size * now
+    assert 0 <= validated - 6 * batch_size * was < found.data.batch_size * now
+    assert (found == asked) == (was == now)
+
+
+@pytest.mark.parametrize(
+    ("before", "resume", "is_named", "meant_for"),
+    [
+        (None, None, False, 3),
+        (Before(options(), 2, 2), "runs/first", False, 2),
+        (Before(options(), 2, 2), "runs/first", True, 3),
+        (Before(options(4), 2, 2), "runs/first", True, 3),
+        (Before(options(), 2, 2), "auto", True, 2),
+        (Before(options(4), 2, 2), "auto", True, 3),
+        (Before(options(), 1, 2), "auto", False, 2),
+        (Before(options(), 2, 0), "runs/first", False, 3),
+    ],
+)
+def test_whom_a_batch_is_meant_for(before, resume, is_named, meant_for):
+    assert batch_ranks(options(resume=resume), before, 3, is_named=is_named) == meant_for
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], False),
+        (["--resume", "a", "--optim.steps=3", "--data.seq-len", "8"], False),
+        (["--data.batch-size", "3"], True),
+        (["--data.batch_size=3"], True),
+        (["--optim.accumulate", "2"], True),
+    ],
+)
+def test_whether_words_name_a_batch(words, named):
+    assert names_batch(words) is named
+
+
+def pretend_two_ranks(folder):
+    """The run had two ranks, each of which took half of what its only one took."""
+    config = folder / "config.json"
+    document = json.loads(config.read_text())
+    document["options"]["data"]["batch_size"] //= 2
+    document["environment"] |= {"ranks": 2, "batch_ranks": 2}
+    config.write_text(json.dumps(document))
+
+
+def test_another_number_of_ranks_is_said_and_tokens_go_on(job, capsys):
+    train.main(job.arguments("first", "--checkpoint.every=2", steps=2))
+    folder = job.folder / "first"
+    pretend_two_ranks(folder)
+    for steps in (4, 6):  # the second time, one rank goes on with what one rank has gone on with
+        capsys.readouterr()
+        assert train.main(["--resume", str(folder), f"--optim.steps={steps}"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        change = (
+            "with 1 rank, not 2: a step still takes 4 sequences (--data.batch-size 2, --optim.accumulate 2)"
+        )
+        assert (change in said) == (steps == 4)
+    records = step_records(job.records("first"))
+    assert [record.tokens for record in records] == [128 * step for step in range(1, 7)]
+    assert len(losses(job.records("first"))) == 6
+
+
+def test_another_batch_is_taken_if_it_is_asked_for(job, capsys):
+    train.main(job.arguments("first", "--checkpoint.every=2", steps=2))
+    pretend_two_ranks(job.folder / "first")
+    assert train.main(["--resume", str(job.folder / "first"), "--optim.steps=3", "--data.batch-size=2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "with 1 rank, not 2: a step takes 2 sequences, not 4 (--data.batch-size 2" in said
