@@ -177,6 +177,14 @@ def not_callable():
     aotdist.compile(torch.ones(3))
 
 
+def of_torch_compile():
+    """An argument of torch.compile
+
+    `aotdist.compile` takes `backend`, `dynamic` and `settings`; the error names what is meant by the others.
+    """
+    aotdist.compile(nn.Linear(2, 2), mode="reduce-overhead")
+
+
 def not_compiled():
     """The object to explain was not compiled
 
@@ -188,7 +196,10 @@ def not_compiled():
 def optimizer_of_another_model():
     """An optimizer with parameters of another model
 
-    After `to_empty`, `to_float8` or FSDP2 a model may have other parameters than the optimizer was made for.
+    After `to_empty`, `to_float8` or FSDP2 a model may have other parameters than the optimizer was made for:
+    it would train what nobody uses any more. `aotdist.train_step` and `aotdist.prepare` compare the two.
+    `compile` never sees the optimizer: a model that was compiled, and whose optimizer was made before
+    `fully_shard`, is silently not trained, as in eager.
     """
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     aotdist.train_step(nn.Linear(2, 2), lambda model, x: model(x).sum(), optimizer)
@@ -250,6 +261,7 @@ SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
             unknown_setting,
             wrong_variable,
             not_callable,
+            of_torch_compile,
             not_compiled,
             optimizer_of_another_model,
             optimizer_with_a_closure,

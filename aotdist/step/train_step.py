@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -129,6 +130,8 @@ class TrainStep(Explained):
 
     def _counted(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         updates = self._accumulated + 1 >= self._recipe.accumulate
+        if updates and not self._has_stepped:
+            _warn_of_strangers(self._recipe)
         with torch.enable_grad():
             result, norm = step(args, kwargs, updates=updates)
         if updates:
@@ -340,11 +343,28 @@ def _check(recipe: Recipe) -> None:
             f"the model is wrapped in {type(recipe.model).__name__}, which reduces gradients by itself",
             fix="shard the model with `fully_shard`, or use `aotdist.compile`",
         )
-    known = set(map(id, recipe.model.parameters()))
-    if any(id(param) not in known for param in recipe.params()):
+    if _strangers(recipe):
         raise BadSettings(
             "the optimizer has parameters that are not the model's",
             fix="pass a module that holds all of them, and an optimizer that was made after it was sharded",
+        )
+
+
+def _strangers(recipe: Recipe) -> list[torch.Tensor]:
+    """What the optimizer steps and the model does not have."""
+    known = set(map(id, recipe.model.parameters()))
+    return [param for param in recipe.params() if id(param) not in known]
+
+
+def _warn_of_strangers(recipe: Recipe) -> None:
+    """Warn, as eager would not, that a step trains other parameters than the model has by now."""
+    number, name = len(_strangers(recipe)), type(recipe.model).__name__
+    if number:
+        warnings.warn(
+            f"aotdist: {number} of the optimizer's {len(recipe.params())} parameters are not the {name}'s "
+            "any more, and those in their place are not trained; make the optimizer, and the step, after "
+            "`fully_shard`, `to_empty` and the like",
+            stacklevel=4,
         )
 
 

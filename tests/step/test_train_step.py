@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -442,6 +443,23 @@ def test_closures_are_refused() -> None:
 def test_parameters_of_others_are_refused() -> None:
     with pytest.raises(aotdist.BadSettings, match="not the model's"):
         aotdist.train_step(Net(), loss_of, adamw(trained(Net())))
+
+
+@pytest.mark.parametrize("backend", ["fx", "eager"])
+def test_parameters_that_are_replaced_before_the_first_step_are_said_once(backend: str) -> None:
+    model = Net()
+    optimizer = adamw(trained(model))
+    step = aotdist.train_step(model, loss_of, optimizer, accumulate=2, backend=backend)
+    model.down = nn.Linear(8, 6)  # as `fully_shard` does, with each
+    before = model.down.weight.clone()
+    step(batch(0))
+    said = r"2 of the optimizer's \d parameters are not the Net's any more"
+    with pytest.warns(UserWarning, match=said) as caught:
+        step(batch(1))
+    assert Path(caught[0].filename).name == Path(__file__).name
+    for at in range(4):
+        step(batch(at))
+    assert torch.equal(model.down.weight, before)
 
 
 @pytest.mark.parametrize(
