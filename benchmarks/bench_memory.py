@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from aotdist.report.allocation import most_allocated_by
 from benchmarks import workers
-from benchmarks.allocation import most_allocated_by
 from benchmarks.effort import Case, Effort
 from benchmarks.models import LlamaShape
 from benchmarks.timing import Series

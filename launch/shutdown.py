@@ -86,6 +86,8 @@ def end(error: BaseException, place: Place, stop: StopRequest) -> int:
             return 128 + signal.SIGINT
         case Interrupted():
             return 128 + error.signal_number
+        case BrokenPipeError():  # nobody reads what is printed (`| head`)
+            return 128 + signal.SIGPIPE
         case RankLost():
             _say(place, f"RankLost: {error}")  # at once: the lost one may be rank 0
             return EXIT_FAILED

@@ -9,14 +9,15 @@ import tempfile
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
@@ -31,16 +32,19 @@ from aotdist.report.lanes import (
     lanes_of,
     seconds_exposed,
 )
-from aotdist.torch_seam.profiling import is_profiling
+from aotdist.report.spans import minus, stretches, total
+from aotdist.torch_seam.profiling import is_profiling, quiet_kineto
 
 _MOST_ROWS = 8
 _PROCESS = "aotdist"
 """The trace's process that has our lanes; PyTorch's own keep theirs."""
 
+_REST = "outside of these (the loss, Python)"
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """What a process group ran.
+    """What a process group ran in a step, on average.
 
     Args:
         name: of the group.
@@ -50,7 +54,7 @@ class GroupTime:
     """
 
     name: str
-    collectives: int
+    collectives: float
     seconds: float
     exposed_seconds: float
 
@@ -62,11 +66,13 @@ class Profile:
     Args:
         steps: seconds of each step.
         exposed_percent: how much of them communication took that nothing computed beside.
-        phases: seconds of all steps, by what was marked: graphs, steps of optimizers; as they follow.
+        phases: seconds of a step, on average, by what was marked: graphs, steps of optimizers; as they
+            follow. The last is what runs outside of these: the loss, say, and Python.
         modules: likewise by module, those inside of it included; most first.
         groups: what each process group ran.
-        waits: seconds spent waiting, by collective and what it is for; most first.
+        waits: seconds of a step spent waiting, by collective and what it is for; most first.
         path: where the trace is.
+        losses: what each step returned, if that is a number, or begins with one.
     """
 
     steps: tuple[float, ...]
@@ -76,6 +82,7 @@ class Profile:
     groups: tuple[GroupTime, ...]
     waits: Mapping[str, float]
     path: Path | None
+    losses: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -98,7 +105,7 @@ def profile(
     communication is exposed. With several ranks, all of them call this, and each has a trace of its own.
 
     Args:
-        step: a training step: no arguments; what it returns is dropped.
+        step: a training step: no arguments; the loss, if it returns that, is shown.
         steps: how often it is profiled.
         warmup: how often it runs before, to compile; then once more, for what profilers are shown.
         path: where to write the trace: `trace.json`, or `trace.json.gz`; of several ranks, each writes
@@ -121,12 +128,25 @@ def profile(
     if warmup:
         with torch_profiler():  # what tells modules apart is made when a profiler is first there
             step()
+    losses = list[float | None]()
     with torch_profiler() as found:
         for number in range(steps):
             with record_function(f"{STEP_MARK}{number}"):
-                step()
+                result = step()
                 _synchronize()
-    return profile_of(found, target)
+            losses.append(_loss_in(result))
+    return replace(profile_of(found, target), losses=tuple(loss for loss in losses if loss is not None))
+
+
+def _loss_in(result: Any) -> float | None:
+    """The loss in what a step returned, as `aotdist.train_step` takes it: alone, first, or by name."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif isinstance(result, tuple | list) and result:
+        result = result[0]
+    if isinstance(result, torch.Tensor) and result.numel() == 1 and not isinstance(result, DTensor):
+        return float(result.detach())
+    return result if isinstance(result, float) else None
 
 
 def profile_of(found: torch_profile, path: Path | None) -> Profile:
@@ -136,7 +156,7 @@ def profile_of(found: torch_profile, path: Path | None) -> Profile:
         found: the profiler, stopped.
         path: where to write the trace with our lanes in it, compressed if it ends in `.gz`; None for nowhere.
     """
-    trace = _trace_of(found)
+    trace = trace_of(found)
     lanes = lanes_of(trace["traceEvents"])
     if path is not None:
         whole = {**trace, "traceEvents": [*_events(lanes), *trace["traceEvents"]]}
@@ -145,7 +165,7 @@ def profile_of(found: torch_profile, path: Path | None) -> Profile:
     return _profile(lanes, path)
 
 
-def _trace_of(found: torch_profile) -> dict[str, Any]:
+def trace_of(found: torch_profile) -> dict[str, Any]:
     """What was recorded, in Chrome's format."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -155,6 +175,7 @@ def _trace_of(found: torch_profile) -> dict[str, Any]:
 
 def torch_profiler() -> torch_profile:
     """PyTorch's profiler, of all that is here to be profiled, and for as long as it is not stopped."""
+    quiet_kineto()
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -208,25 +229,34 @@ def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
 
 
 def _profile(lanes: Lanes, path: Path | None) -> Profile:
+    steps = lanes.steps.spans
+    number = max(1, len(steps))
     groups = (
-        GroupTime(lane.name, len(lane.spans), busy_seconds(lane), seconds_exposed(lane, lanes))
+        GroupTime(
+            lane.name,
+            len(lane.spans) / number,
+            busy_seconds(lane) / number,
+            seconds_exposed(lane, lanes) / number,
+        )
         for lane in lanes.groups
     )
+    rest = total(minus(stretches(steps), stretches(lanes.phases.spans))) / 1e6
     return Profile(
-        steps=tuple((span.end - span.start) / 1e6 for span in lanes.steps.spans),
+        steps=tuple((span.end - span.start) / 1e6 for span in steps),
         exposed_percent=exposed_percent(lanes),
-        phases=_seconds(lanes.phases),
-        modules=_most_first(_seconds(lanes.modules)),
+        phases={**_seconds(lanes.phases, number), _REST: rest / number},
+        modules=_most_first(_seconds(lanes.modules, number)),
         groups=tuple(groups),
-        waits=_most_first(_seconds(lanes.waits)),
+        waits=_most_first(_seconds(lanes.waits, number)),
         path=path,
     )
 
 
-def _seconds(lane: Lane) -> dict[str, float]:
+def _seconds(lane: Lane, number: int) -> dict[str, float]:
+    """Seconds by name, of each of a number of steps."""
     seconds: dict[str, float] = defaultdict(float)
     for span in lane.spans:
-        seconds[span.name] += (span.end - span.start) / 1e6
+        seconds[span.name] += (span.end - span.start) / 1e6 / number
     return dict(seconds)
 
 
@@ -235,16 +265,19 @@ def _most_first(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _text(found: Profile) -> Iterator[str]:
-    whole = sum(found.steps)
+    steps = found.steps or (0.0,)
+    whole = fmean(steps)
     yield (
-        f"{len(found.steps)} steps, {1e3 * median(found.steps):.1f} ms each (median); "
+        f"{len(found.steps)} steps, {1e3 * whole:.1f} ms each on average (median {1e3 * median(steps):.1f}); "
         f"exposed communication {found.exposed_percent:.1f} %"
     )
-    yield from _table("phase", found.phases, whole)
+    if found.losses:
+        yield f"  loss {', '.join(f'{loss:.4g}' for loss in found.losses)}"
+    yield from _table("phase, of a step", found.phases, whole)
     yield from _table("module", found.modules, whole)
     for group in found.groups:
         yield (
-            f"  {group.name}: {group.collectives:,} collectives, {_share(group.seconds, whole)}, "
+            f"  {group.name}: {group.collectives:,g} collectives, {_share(group.seconds, whole)}, "
             f"exposed {_share(group.exposed_seconds, whole)}"
         )
     yield from _table("waits for", found.waits, whole)

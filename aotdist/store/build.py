@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.ahead import TargetBackend
+from aotdist.codegen.backend import resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.triton import TARGETS
@@ -81,6 +82,7 @@ def build(
     *,
     target: str = "cpu",
     world_size: int = 1,
+    backend: str | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
 ) -> Built:
     """Compile a call, or several, ahead of time and write them to a file, for `aotdist.load`.
@@ -94,14 +96,15 @@ def build(
         path: of the file.
         target: what it is to run on: `cpu`, or GPUs of a generation: `sm_80`, `sm_90`, `sm_100`, `gfx942`.
         world_size: how many ranks will run it.
+        backend: `fx` for CPUs, `triton` for GPUs; None, or `auto`, for the one of the target.
         settings: as for `aotdist.compile`.
 
     Returns:
         what was written; `print` it.
 
     Raises:
-        BadSettings: the target or a setting is unknown, the file cannot be written, `make` needs arguments,
-            or this process is in a process group already.
+        BadSettings: the target or a setting is unknown, a file cannot hold what the backend makes, the file
+            cannot be written, `make` needs arguments, or this process is in a process group already.
         UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
     """
     file, binaries = path_of(path), dict[str, bytes]()
@@ -110,8 +113,9 @@ def build(
     def record(target_of_call: Any, compilation: Compilation) -> Json:
         return written(target_of_call, compilation, "cpu" if target == "cpu" else "cuda", binaries)
 
-    backend = _backend(target)
-    ranks = _on_each_rank(make, backend, world_size, settings, record)
+    stored = _backend(target)
+    _require_storable(backend, stored, target)
+    ranks = _on_each_rank(make, stored, world_size, settings, record)
     records: list[Json] = [{"calls": calls} for calls in ranks]
     variants = merged(records)
     packages = ("aotdist", "torch", "triton") if binaries else ("aotdist", "torch")
@@ -120,7 +124,7 @@ def build(
         kind="compiled",
         name=records[0]["calls"][0]["name"],
         target=target,
-        backend=backend.name,
+        backend=stored.name,
         world_size=world_size,
         versions={name: version_of(name) for name in packages},
         members={},
@@ -134,6 +138,7 @@ def compiled_ahead(
     *,
     target: str = "cpu",
     world_size: int = 1,
+    backend: str | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
 ) -> list[list[Artifact]]:
     """What `build` writes for each rank, loaded in this process: to be looked at, not to be called.
@@ -142,17 +147,24 @@ def compiled_ahead(
         make: see `build`, as for the others.
         target: what it is to run on.
         world_size: how many ranks will run it.
+        backend: for CPUs, any that `aotdist.compile` knows by name, besides what `build` takes.
         settings: how to compile.
 
     Raises:
-        BadSettings: the target or a setting is unknown, or this process is in a process group already.
+        BadSettings: the target, the backend or a setting is unknown, or this process is in a process group
+            already.
         UnsupportedProgram: the program cannot be compiled ahead of time.
     """
+    chosen = _backend(target)
+    if backend is not None and target == "cpu":
+        chosen = resolve(backend)
+    else:
+        _require_storable(backend, chosen, target)
 
     def loaded(_: Any, compilation: Compilation) -> Artifact:
         return load(compilation, fit_of(compilation))
 
-    return _on_each_rank(make, _backend(target), world_size, settings, loaded)
+    return _on_each_rank(make, chosen, world_size, settings, loaded)
 
 
 def refuse_arguments(make: Callable[..., Any]) -> None:
@@ -215,6 +227,16 @@ def _backend(target: str) -> Backend:
     raise BadSettings(
         f"there is no target {target!r}", stage="store", fix=f"name one of {', '.join(KNOWN_TARGETS)}"
     )
+
+
+def _require_storable(asked: str | None, stored: Backend, target: str) -> None:
+    """Raise `BadSettings` for a backend whose code no file holds for a target."""
+    if asked not in (None, "auto", stored.name):
+        raise BadSettings(
+            f"a file cannot hold what {asked!r} makes for {target}",
+            stage="store",
+            fix=f"leave it out: for {target} it is {stored.name!r} (the compile cache keeps Inductor's)",
+        )
 
 
 def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, Compilation]:

@@ -3,6 +3,7 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -14,6 +15,15 @@ RecordFunctionFast = torch._C._profiler._RecordFunctionFast
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch's records in this process."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def quiet_kineto() -> None:
+    """Keep PyTorch's profiler from logging that it starts and stops, if it has not started before.
+
+    It reads the level once. With a GPU it goes on: what keeps the GPU from being traced is logged, too.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all that it has
 
 
 def record_memory_history(enabled: bool) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import aotdist
 from aotdist.errors import BadSettings
 from aotdist.launch.commands.build import maker_named
+from aotdist.report.allocation import most_allocated_by
 from aotdist.settings import Settings
 from aotdist.store.build import Made, called_by, refuse_arguments
 from aotdist.torch_seam.dtensor import local_part
@@ -26,8 +27,8 @@ from aotdist.torch_seam.trees import pytree
 
 _DESCRIPTION = """\
 Run one step of a model or function (forward, and backward of the sum of its results) as it is, through
-torch.compile and through aotdist, in turns, and compare times and results. What draws random numbers differs
-where a compiler draws others than eager.
+torch.compile and through aotdist, in turns, and compare times, memory (the most that a step has tensors in at
+once, on rank 0) and results. What draws random numbers differs where a compiler draws others than eager.
 
 MODEL names a function that makes what to compile and what to call it with, see `aotdist build --help`; it is
 called once for each of the three. Under torchrun (`torchrun --no-python aotdist bench ...`) it may make
@@ -62,6 +63,7 @@ class _Contender:
         results: of the first step.
         failure: why it has no results; empty if it has.
         seconds: of each later step.
+        peak: MiB that a step has tensors in at once, beyond those that there are before.
     """
 
     name: str
@@ -70,6 +72,7 @@ class _Contender:
     results: Sequence[Tensor] = ()
     failure: str = ""
     seconds: list[float] = field(default_factory=list)
+    peak: float = 0.0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -87,7 +90,10 @@ def _run(options: argparse.Namespace) -> int:
         contenders = [_Contender(name, _step_of(make, way)) for name, way in ways.items()]
         for contender in contenders:
             _begin(contender)
-        _take_turns([each for each in contenders if not each.failure], options.rounds)
+        running = [each for each in contenders if not each.failure]
+        _take_turns(running, options.rounds)
+        for each in running:
+            each.peak = most_allocated_by(each.step)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print("\n".join(_table(contenders)))
         return int(any(each.failure for each in contenders if each.name == _OURS))
@@ -164,14 +170,15 @@ def _seconds_since(started: float) -> float:
 
 def _table(contenders: Sequence[_Contender]) -> Generator[str]:
     eager = contenders[0]
-    yield f"{'':<14}{'first step':>12}{'step':>12}{'of eager':>10}   results and gradients"
+    yield f"{'':<14}{'first step':>12}{'step':>12}{'of eager':>10}{'memory':>14}   results and gradients"
     for each in contenders:
         if each.failure:
             yield f"{each.name:<14}{each.first_s:>10.2f} s   failed: {each.failure}"
             continue
         ratios = [own / other for own, other in zip(each.seconds, eager.seconds, strict=True)]
         times = f"{each.first_s:>10.2f} s{1e3 * statistics.median(each.seconds):>9.2f} ms"
-        yield f"{each.name:<14}{times}{statistics.median(ratios):>10.2f}   {_likeness(each, eager)}"
+        ratio, peak = statistics.median(ratios), f"{each.peak:.2f} MiB"
+        yield f"{each.name:<14}{times}{ratio:>10.2f}{peak:>14}   {_likeness(each, eager)}"
 
 
 def _likeness(one: _Contender, eager: _Contender) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,20 +35,35 @@ def add_to(subparsers: Any) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
+    add_model_to(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: FUNCTION.TARGET.aot")
+    parser.set_defaults(run=_run)
+
+
+def add_model_to(parser: argparse.ArgumentParser) -> None:
+    """Add what names a model and says how it is compiled ahead of time."""
+    parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
     parser.add_argument("--target", default="cpu", help=f"{', '.join(KNOWN_TARGETS)} (default: %(default)s)")
     parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks that will run it")
-    parser.add_argument("--inference", action="store_true", help="build it as called under torch.no_grad()")
-    parser.set_defaults(run=_run)
+    parser.add_argument("--backend", help="default: that of the target, fx on CPUs and triton on GPUs")
+    parser.add_argument("--inference", action="store_true", help="compile it as called under torch.no_grad()")
+
+
+def ahead(options: argparse.Namespace) -> dict[str, Any]:
+    """How to compile ahead of time, as the options and the environment say."""
+    return {
+        "target": options.target,
+        "world_size": options.world_size,
+        "backend": options.backend,
+        "settings": Settings.from_environment(),
+    }
 
 
 def _run(options: argparse.Namespace) -> None:
     make = maker_named(options.model)
     output: Path = options.output or Path(f"{options.model.rpartition(':')[2]}.{options.target}.aot")
-    settings = Settings.from_environment()
     with torch.no_grad() if options.inference else nullcontext():
-        built = build(make, output, target=options.target, world_size=options.world_size, settings=settings)
+        built = build(make, output, **ahead(options))
     print(built)
 
 
@@ -55,17 +71,36 @@ def maker_named(name: str) -> Callable[[], Made]:
     """The function that MODEL names.
 
     Raises:
-        BadSettings: there is none.
+        BadSettings: there is none; it names those that there are.
     """
-    place, _, function = name.rpartition(":")
-    is_place = place.endswith(".py") or (place and not place.startswith("."))  # nothing to be relative to
-    found: Any = getattr(_module(place), function, None) if is_place and function.isidentifier() else None
+    place, colon, function = name.rpartition(":")
+    if not colon:
+        place, function = name, ""
+    is_place = place.endswith(".py") or not place.startswith(".")  # nothing to be relative to
+    module = _module(place) if place and is_place else None
+    found: Any = getattr(module, function, None) if function.isidentifier() else None
     if not callable(found):
+        makers = [] if module is None else _makers_of(module)
+        there = f"; {place} has {', '.join(makers)}" if makers else ""
         raise BadSettings(
             f"MODEL is {name!r}, which names no function",
-            fix="give package.module:function, or file.py:function",
+            fix=f"give package.module:function, or file.py:function{there}",
         )
     return cast("Callable[[], Made]", found)
+
+
+def _makers_of(module: Any) -> list[str]:
+    """The functions of a module that may be what MODEL names: its own, and called without arguments."""
+    own = inspect.getmembers(module, lambda one: getattr(one, "__module__", None) == module.__name__)
+    return [name for name, one in own if inspect.isfunction(one) and name[0] != "_" and _takes_nothing(one)]
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _module(place: str) -> Any:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from aotdist.files import refuse_unwritable
-from aotdist.launch.commands.build import maker_named
+from aotdist.launch.commands.build import add_model_to, ahead, maker_named
 from aotdist.report.explain import write_page
 from aotdist.report.summary import report_of
-from aotdist.settings import Settings
-from aotdist.store.build import KNOWN_TARGETS, compiled_ahead
+from aotdist.store.build import compiled_ahead
 
 _DESCRIPTION = """\
-Compile one call of a model or function, as `aotdist build` does, and show what came of it.
+Compile one call of a model or function, as `aotdist build` does (or, on CPUs, by another backend), and show
+what came of it.
 
 MODEL names a function that makes what to compile and what to call it with, see `aotdist build --help`. With
 several ranks, rank 0's programs are shown, and the page tells how those of the others differ. How to compile
@@ -32,22 +32,17 @@ def add_to(subparsers: Any) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
+    add_model_to(parser)
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with all details, too")
-    parser.add_argument("--target", default="cpu", help=f"{', '.join(KNOWN_TARGETS)} (default: %(default)s)")
-    parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks that will run it")
-    parser.add_argument("--inference", action="store_true", help="compile it as called under torch.no_grad()")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> None:
     if options.html is not None:
         refuse_unwritable(options.html)
-    make, settings = maker_named(options.model), Settings.from_environment()
+    make = maker_named(options.model)
     with torch.no_grad() if options.inference else nullcontext():
-        by_rank = compiled_ahead(
-            make, target=options.target, world_size=options.world_size, settings=settings
-        )
+        by_rank = compiled_ahead(make, **ahead(options))
     report_of(by_rank[0]).show()
     if options.html is not None:
         write_page(options.html, by_rank)

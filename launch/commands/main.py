@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,9 +21,22 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code: 0 done, 1 failed, 2 wrong options, or what training says.
 
+    If nobody reads what it prints any more (`| head`), the code is that of a program that SIGPIPE ends.
+
     Args:
         arguments: the words after the program's name; `sys.argv` when None.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="aotdist", description="Compile training steps ahead of time.")
     parser.add_argument("--version", action="version", version=f"aotdist {aotdist.__version__}")
     parser.set_defaults(takes_more=False)

@@ -16,6 +16,9 @@ def model():
     layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 2))
     return layers, (torch.randn(3, 4),)
 
+def large():
+    return lambda x: ((x + 1) * 2).sum(), (torch.ones(1024, 1024),)
+
 def reads_data():
     return lambda x: x * 2 if x.sum() > 0 else x, (torch.ones(3),)
 
@@ -41,8 +44,19 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_times_and_results(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"{file}:model", "--backend", "fx", "--rounds", "2"]) == 0
     head, eager, peer, ours = capsys.readouterr().out.splitlines()
-    assert "first step" in head and eager.startswith("eager ") and peer.startswith("torch.compile ")
+    assert (
+        "first step" in head
+        and "memory" in head
+        and eager.startswith("eager ")
+        and peer.startswith("torch.compile ")
+    )
     assert ours.startswith("aotdist ") and ours.endswith("eager's, bit for bit")
+
+
+def test_memory_is_what_a_step_holds_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"{file}:large", "--backend", "fx", "--rounds", "1", "--inference"]) == 0
+    peaks = [line.partition(" MiB")[0].split()[-1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert peaks == ["8.00", "8.00", "8.00"]
 
 
 def test_who_fails_is_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

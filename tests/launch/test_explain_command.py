@@ -2,12 +2,18 @@
 
 import errno
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from aotdist.codegen.fx import FxBackend
+from aotdist.codegen.inductor import InductorBackend
 from aotdist.launch.commands.main import main
 
 MODEL = """
@@ -64,6 +70,74 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_made(
 def test_what_makes_a_model_needs_no_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "torch.nn:Linear"]) == 2
     assert "`Linear` is called without arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("backend", "shown"), [("fx", "fx"), ("auto", "inductor"), (None, "fx")])
+def test_by_a_backend(
+    backend: str | None,
+    shown: str,
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(InductorBackend, "emit", lambda self, *given: FxBackend().emit(*given))  # not to wait
+    options = [] if backend is None else ["--backend", backend]
+    assert main(["explain", f"{file}:plain", *options]) == 0
+    assert f"Linear · training · {shown}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", "--backend", "fxx"], "did you mean 'fx'"),
+        (["explain", "--backend", "eager"], "compiles nothing"),
+        (["explain", "--target", "sm_90", "--backend", "inductor"], "for sm_90 it is 'triton'"),
+        (["build", "--backend", "inductor"], "for cpu it is 'fx'"),
+        (["build", "--target", "sm_90", "--backend", "fx"], "for sm_90 it is 'triton'"),
+    ],
+)
+def test_a_backend_that_cannot_be(
+    words: list[str], said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, f"{file}:plain"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["fx", "auto"])
+def test_a_file_is_built_by_the_backend_of_its_target(
+    backend: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plain.aot"
+    assert main(["build", f"{file}:plain", "--backend", backend, "-o", str(path)]) == 0
+    assert path.exists() and "for cpu and 1 rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["{file}:mak", "{file}", "explained_module:mak"])
+@pytest.mark.parametrize("command", ["explain", "build", "bench"])
+def test_functions_that_there_are_are_listed(
+    command: str, name: str, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = MODEL + "\ndef _of_nobody(): pass\ndef takes(x): pass\n"
+    for each in (file, file.with_name("explained_module.py")):
+        each.write_text(text)
+    monkeypatch.syspath_prepend(file.parent)
+    name = name.format(file=file)
+    assert main([command, name]) == 2
+    said = capsys.readouterr().err
+    place = name.rpartition(":")[0] or name
+    assert f"MODEL is '{name}', which names no function" in said
+    assert said.endswith(f"; {place} has make, plain\n")
+
+
+@pytest.mark.parametrize("words", [["explain", "{file}:plain"], ["cache", "ls"]])
+def test_output_that_nobody_reads_is_no_error(words: list[str], file: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "aotdist.launch.commands.main", *words]
+    command = [word.format(file=file) for word in command]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("name", ["{file}:nothing", ".:make", ".models:make", ":make"])

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import aotdist
 from aotdist.errors import BadSettings
 from aotdist.passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from aotdist.report.allocation import MIB, most_allocated_by
 from aotdist.settings import Settings
-from benchmarks.allocation import MIB, most_allocated_by
 
 ROWS, FEATURES, CLASSES = 60, 24, 200
 TOLERANCE = {

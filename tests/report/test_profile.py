@@ -3,6 +3,8 @@
 import functools
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,12 @@ def trained(model: nn.Module, backend: str = "fx") -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(4, 8)
 
-    def step() -> None:
-        model(x).square().mean().backward()
+    def step() -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
     return step
 
@@ -61,6 +65,7 @@ def test_phases_and_modules(tmp_path: Path, name: str):
     found = aotdist.profile(trained(model_of()), steps=2, path=tmp_path / name)
     assert len(found.steps) == 2 and found.path == tmp_path / name
     assert {"Sequential forward", "Sequential backward", "Optimizer.step#SGD.step"} <= found.phases.keys()
+    assert sum(found.phases.values()) == pytest.approx(sum(found.steps) / 2)  # of one step, and all of it
     assert {"0", "0.up", "1.down", "1.down (backward)"} <= found.modules.keys()
     assert found.modules["0"] >= found.modules["0.up"]
     assert found.exposed_percent == 0 and found.groups == () and not found.waits
@@ -68,7 +73,40 @@ def test_phases_and_modules(tmp_path: Path, name: str):
     assert lanes["steps"] == ["step 0", "step 1"] and lanes["exposed communication"] == []
     assert "Sequential forward" in lanes["phases"] and "aten::addmm" in lanes["compute"]
     text = str(found)
-    assert "2 steps" in text and "exposed communication 0.0 %" in text and "Sequential backward" in text
+    for said in (
+        f"2 steps, {500 * sum(found.steps):.1f} ms each",
+        "exposed communication 0.0 %",
+        "Sequential b",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("wrap", "are_shown"),
+    [
+        (lambda loss: loss, True),
+        (lambda loss: (loss, "more"), True),
+        (lambda loss: {"loss": loss}, True),
+        (lambda loss: loss.item(), True),
+        (lambda loss: None, False),
+        (lambda loss: torch.ones(2), False),
+        (lambda loss: {"logits": loss}, False),
+    ],
+)
+def test_losses_are_shown(wrap: Any, are_shown: bool):
+    step, twin = trained(model_of()), trained(model_of())
+    losses = [twin().item() for _ in range(4)]
+    expected = losses[2:]  # after one to compile, and one to print what shows modules
+    found = aotdist.profile(lambda: wrap(step()), steps=2)
+    assert list(found.losses) == (expected if are_shown else [])
+    assert (f"loss {expected[0]:.4g}, {expected[1]:.4g}\n" in str(found)) == are_shown
+
+
+def test_the_profiler_itself_says_nothing():
+    program = "import torch, aotdist; aotdist.profile(lambda: torch.ones(2) + 1, steps=1)"
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 def test_a_whole_training_step_shows_both_directions():
@@ -156,9 +194,9 @@ def sharded(folder: Path, backend: str) -> Profile:
 def test_process_groups_have_lanes_and_waits_have_names(world2: World, tmp_path: Path) -> None:
     for rank, found in enumerate(world2.run(sharded, tmp_path, "fx")):
         (group,) = found.groups
-        assert group.name.endswith("(2 ranks)") and group.collectives >= 3 * 4
+        assert group.name.endswith("(2 ranks)") and group.collectives >= 4
         assert 0 <= group.exposed_seconds <= group.seconds
         assert 0 < found.exposed_percent < 100
         assert {"reduce_scatter_tensor of 0", "all_gather_into_tensor of 1"} <= found.waits.keys()
         assert found.path == tmp_path / f"trace-rank{rank}.json"
-        assert len(lanes_in(found.path)[group.name]) == group.collectives
+        assert len(lanes_in(found.path)[group.name]) == 3 * group.collectives
