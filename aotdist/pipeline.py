@@ -42,6 +42,7 @@ from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
+from aotdist.torch_seam.versions import warn_of_untested_torch
 from aotdist.tracing import Job, trace_call
 
 
@@ -121,6 +122,7 @@ def loaded_together(
 
 
 def _compile(job: Job) -> Compilation:
+    warn_of_untested_torch()
     with showing(job.call.name) as progress, users_modes_off(), ExitStack() as on_failure:
         compilation = _run_stages(job, StageTimes(progress=progress), on_failure)
         on_failure.pop_all()  # nothing is undone

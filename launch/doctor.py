@@ -21,11 +21,12 @@ from aotdist.codegen.inductor import InductorBackend
 from aotdist.errors import BadSettings
 from aotdist.settings import Settings
 from aotdist.store.archive import version_of
+from aotdist.torch_seam.versions import TESTED_TORCH, minor_of
 
 State = Literal["fine", "limited", "broken"]
 
-_TORCH, _TRITON = ((2, 11), (2, 13)), ((3, 6), (3, 9))
-"""The oldest and the newest minor release that the tests pass on."""
+_TESTED_TRITON = ((3, 6), (3, 9))
+"""As `TESTED_TORCH`."""
 
 _ROOM = 10**9
 
@@ -50,7 +51,7 @@ class Finding:
 def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Everything that can be found out in a second or two, without starting ranks."""
     yield _python()
-    yield _version("torch", torch.__version__, _TORCH, "broken")
+    yield _version("torch", torch.__version__, TESTED_TORCH, older="broken")
     yield _triton()
     yield _compiler()
     yield _gpus()
@@ -65,15 +66,18 @@ def _python() -> Finding:
 
 
 def _version(
-    package: str, version: str, known: tuple[tuple[int, int], tuple[int, int]], outside: State
+    package: str, version: str, tested: tuple[tuple[int, int], tuple[int, int]], *, older: State
 ) -> Finding:
-    """A package whose version is within the range that the tests pass on, or not."""
-    oldest, newest = (".".join(map(str, each)) for each in known)
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if known[0] <= found <= known[1]:
-        return Finding(package, "fine", f"{package} {version}")
-    fix = f"install {package} {oldest} to {newest}, which aotdist is tested with"
-    return Finding(package, outside, f"{package} {version}", fix)
+    """A package whose version is among those that the tests pass on, older, or newer, which may do."""
+    oldest, newest = (".".join(map(str, each)) for each in tested)
+    found, known = minor_of(version), f"{package} {version}; aotdist is tested with {oldest} to {newest}"
+    if found < tested[0]:
+        return Finding(package, older, known, f"install {package} {oldest} to {newest}")
+    if found > tested[1]:
+        return Finding(
+            package, "limited", f"{known}: this is newer, and may do", f"or install {package} {newest}"
+        )
+    return Finding(package, "fine", known)
 
 
 def _triton() -> Finding:
@@ -84,7 +88,7 @@ def _triton() -> Finding:
             'Triton is not installed: no backend="triton", and no inductor on GPUs',
             "pip install 'aotdist[triton]'",
         )
-    return _version("triton", version_of("triton"), _TRITON, "limited")
+    return _version("triton", version_of("triton"), _TESTED_TRITON, older="limited")
 
 
 def _compiler() -> Finding:

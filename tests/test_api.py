@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import aotdist
+from aotdist.torch_seam.versions import warn_of_untested_torch
 
 SHOWN = ("source", "graphs", "explain")
 
@@ -109,3 +110,19 @@ def test_eager_runs_graphs_of_dynamos_as_they_are() -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aotdist", options={"backend": "eager"})
     assert torch.equal(compiled(x), model(x))
+
+
+def test_a_torch_newer_than_tested_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    warn_of_untested_torch.cache_clear()
+    said = r"torch 2\.99\.0\+cpu is newer than torch 2\.11 to 2\.\d+, which aotdist is tested with"
+    with pytest.warns(UserWarning, match=said):
+        aotdist.compile(small(), backend="fx")(torch.ones(2, 4))
+    aotdist.compile(small(), backend="fx")(torch.ones(2, 4))  # a second warning would be an error
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cu130", "2.14.1"])
+def test_a_torch_that_is_tested_does_not_warn(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    warn_of_untested_torch.cache_clear()
+    warn_of_untested_torch()

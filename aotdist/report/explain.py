@@ -83,7 +83,7 @@ def _write(html: str | Path, programs: Sequence[Details]) -> None:
 def told_by(program: Details) -> Told:
     """What a rank tells of an artifact, for others to compare."""
     told = {"backend": program.backend}
-    told |= {f"nodes of the {graph.name} graph": f"{len(graph.nodes):,}" for graph in program.graphs}
+    told |= {f"operations of the {graph.name} graph": f"{graph.num_operations:,}" for graph in program.graphs}
     told |= {"saved for the backward": format_bytes(program.saved_bytes)}
     for role, tensors in (("input", program.inputs), ("output", program.outputs)):
         told |= {f"{role} {one.name}": f"{one.type} ({', '.join(one.facts)})" for one in tensors}

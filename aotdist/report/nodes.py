@@ -53,10 +53,11 @@ class GraphNode:
 
 @dataclass(frozen=True, slots=True)
 class GraphDetails:
-    """A graph: `joint`, `forward`, `backward` or `inference`."""
+    """A graph: `joint`, `forward`, `backward` or `inference`; its nodes, and how many of them compute."""
 
     name: str
     nodes: tuple[GraphNode, ...]
+    num_operations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,12 @@ def graph_details(name: str, graph: Graph, split: Split | None) -> GraphDetails:
     # In the backward, what is saved is an argument.
     saved = () if split is None or name == "backward" else split.saved
     phase = "backward" if name == "backward" else "forward"
-    return GraphDetails(name, tuple(_nodes(graph, saved, phase)))
+    return GraphDetails(name, tuple(_nodes(graph, saved, phase)), num_operations(graph))
+
+
+def num_operations(graph: Graph) -> int:
+    """How large a graph is, in every report: arguments and the output are not counted."""
+    return sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
 
 
 def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[GraphNode]:

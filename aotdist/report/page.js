@@ -145,6 +145,9 @@ function prepared(graph) {
   return graph;
 }
 
+/** How large a graph is: operations, as every report counts them, and inputs. */
+const size = (graph) => `${plural(graph.num_operations, "operation")}, ${plural(graph.nodes.length - graph.num_operations, "input")}`;
+
 /** Open all that an item of a tree is in. */
 function openAround(item) {
   for (let above = item.parent; above; above = above.parent) above.open = true;
@@ -390,12 +393,12 @@ function graphSection(program) {
     choice.value = name;
     box.value = "";
     tree.show(graph);
-    status.textContent = plural(graph.nodes.length, "node");
+    status.textContent = size(graph);
   }
 
   function search() {
     const found = tree.search(box.value.toLowerCase().split(/\s+/).filter(Boolean));
-    status.textContent = box.value.trim() ? `${count(found)} of ${plural(graph.nodes.length, "node")}` : plural(graph.nodes.length, "node");
+    status.textContent = box.value.trim() ? `${count(found)} of ${plural(graph.nodes.length, "node")}` : size(graph);
   }
 
   function leave(event) {
@@ -430,7 +433,7 @@ function figures(program) {
   const kernels = program.kernels.length;
   const facts = {
     program: `${program.kind}, ${program.backend}`,
-    ...Object.fromEntries(program.graphs.map((graph) => [`${graph.name} graph`, plural(graph.nodes.length, "node")])),
+    ...Object.fromEntries(program.graphs.map((graph) => [`${graph.name} graph`, plural(graph.num_operations, "operation")])),
     ...(program.kind === "training" ? { "saved for backward": bytes(program.saved_bytes) } : {}),
     ...(program.collectives.length ? { collectives: `${count(program.collectives.length)}, ${bytes(sum(program.collectives.map((each) => each.bytes)))}` } : {}),
     ...(kernels ? { kernels: count(kernels) } : {}),

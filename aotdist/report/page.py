@@ -14,7 +14,8 @@ from aotdist.report.details import Details
 
 
 def render_page(programs: Sequence[Details]) -> str:
-    """The page of these artifacts."""
+    """The page of these artifacts; it opens on the first that trains, the one used last."""
+    programs = sorted(programs, key=lambda program: program.kind != "training")
     names = ", ".join(dict.fromkeys(program.name for program in programs)) or "nothing compiled yet"
     return Template(_part("page.html")).substitute(
         title=html.escape(f"aotdist: {names}"),

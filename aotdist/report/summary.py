@@ -12,6 +12,7 @@ from aotdist.facts import DataWritten
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph
+from aotdist.report.nodes import num_operations
 from aotdist.report.text import render
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Training
@@ -117,11 +118,9 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
 
 
 def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSummary:
-    num_operations = sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
+    count = num_operations(graph)
     if emitted is None:
-        return GraphSummary(name, num_operations, collectives(graph), None, None, from_cache=False)
+        return GraphSummary(name, count, collectives(graph), None, None, from_cache=False)
     fusion = emitted.fusion() if emitted.fusion else None
     recordings = emitted.recordings() if emitted.recordings else None
-    return GraphSummary(
-        name, num_operations, collectives(graph), fusion, recordings, from_cache=emitted.from_cache
-    )
+    return GraphSummary(name, count, collectives(graph), fusion, recordings, from_cache=emitted.from_cache)

@@ -70,8 +70,8 @@ def versions(package: str, version: str) -> Callable[[Patch, Path], None]:
     return change
 
 
-def old_torch(patch: Patch, folder: Path) -> None:
-    patch.setattr(torch, "__version__", "2.4.1")
+def torch_is(version: str) -> Callable[[Patch, Path], None]:
+    return lambda patch, folder: patch.setattr(torch, "__version__", version)
 
 
 def old_accelerate(patch: Patch, folder: Path) -> None:
@@ -85,7 +85,7 @@ def full_disk(patch: Patch, folder: Path) -> None:
 
 
 WRONG: dict[str, tuple[str, str, Callable[[Patch, Path], None], Mapping[str, str]]] = {
-    "torch": ("broken", "2.4.1", old_torch, {}),
+    "torch": ("broken", "2.4.1; aotdist is tested with 2.11 to 2.", torch_is("2.4.1"), {}),
     "triton": ("limited", "triton 2.1", versions("triton", "2.1"), {}),
     "compiler": ("limited", "no compiler", no_compiler, {}),
     "gpus": ("broken", "NVIDIA driver", driver, {}),
@@ -106,6 +106,19 @@ def test_what_is_wrong_has_a_way_out(subject: str, monkeypatch: Patch, tmp_path:
     state, text, change, environ = WRONG[subject]
     (finding,) = [each for each in found(monkeypatch, tmp_path, change, environ) if each.subject == subject]
     assert finding.state == state and text in finding.what and finding.fix
+
+
+VERSIONS = {"2.11.0": "fine", "2.14.1+cu130": "fine", "2.15.0a0+git12": "limited", "3.0": "limited"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_torch_is_tested_with_is_said(version: str, monkeypatch: Patch, tmp_path: Path) -> None:
+    said = found(monkeypatch, tmp_path, torch_is(version), {})
+    (finding,) = [each for each in said if each.subject == "torch"]
+    state = VERSIONS[version]
+    assert (finding.state, bool(finding.fix)) == (state, state != "fine")
+    assert finding.what.startswith(f"torch {version}; aotdist is tested with 2.11 to 2.14")
+    assert ("newer" in finding.what) == (state == "limited")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,10 @@ def big_report(num_nodes: int) -> Details:
             for layer in range(layers)
         ),
         outputs=(TensorFacts("out[0]", "f32[]", ("a tensor of its own",)),),
-        graphs=(GraphDetails("joint", tuple(nodes)), GraphDetails("forward", tuple(forward))),
+        graphs=(
+            GraphDetails("joint", tuple(nodes), len(nodes)),
+            GraphDetails("forward", tuple(forward), len(forward)),
+        ),
         saved=tuple(Saved(one.name, one.name, one.type, one.bytes, one.module, "") for one in saved),
         saved_bytes=sum(one.bytes for one in saved),
         collectives=tuple(

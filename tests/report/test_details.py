@@ -2,11 +2,13 @@
 
 import html.parser
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import aotdist
 from aotdist.api import compiled_call
@@ -158,3 +160,31 @@ def test_ranks_are_compared_name_by_name(normed: Details) -> None:
     assert difference.what == "input args[0]"
     mine, others = told["input args[0]"], other["input args[0]"]
     assert difference.values == {0: mine, 1: others, 3: mine}
+
+
+def test_every_report_counts_alike(tmp_path: Path) -> None:
+    model = aotdist.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU()), backend="fx")
+    model(torch.ones(2, 4))
+    text = str(model.explain(html=tmp_path / "report.html"))
+    (program,) = programs_on(tmp_path / "report.html")
+    for graph in program["graphs"]:
+        assert f"  {graph['name']:<10}{graph['num_operations']:>7} operations\n" in text
+        called = [node for node in graph["nodes"] if node["kind"] != "input"]
+        assert graph["num_operations"] == len(called)
+
+
+def test_a_page_opens_on_the_training_program_used_last(tmp_path: Path) -> None:
+    model = aotdist.compile(nn.Linear(4, 4), backend="fx")
+    for rows in (2, 3):
+        model(torch.ones(rows, 4))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    model.explain(html=tmp_path / "report.html")
+    shown = [(one["kind"], one["inputs"][-1]["type"]) for one in programs_on(tmp_path / "report.html")]
+    assert shown == [("training", "f32[3, 4]"), ("training", "f32[2, 4]"), ("inference", "f32[2, 4]")]
+
+
+def programs_on(page: Path) -> list[dict[str, Any]]:
+    data = re.search(r'id="data">(.*)</script>', page.read_text())
+    assert data
+    return json.loads(data[1])
