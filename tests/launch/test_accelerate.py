@@ -64,6 +64,20 @@ def test_prepare_is_eager_bit_for_bit(precision: str) -> None:
     assert accelerator.unwrap_model(model) is model
 
 
+@pytest.mark.parametrize("how", ["argument", "plugin", "prepared by accelerate"])
+def test_eager_compiles_nothing(how: str) -> None:
+    plugin = None if how == "argument" else AotdistPlugin("eager")
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    plain, model = mlp(), mlp()
+    expected = losses(accelerator, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    if how == "prepared by accelerate":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = losses(accelerator, *accelerator.prepare(model, optimizer))
+    else:
+        found = prepared(accelerator, model, backend="eager" if how == "argument" else None)
+    assert found == expected and not hasattr(model, "graphs")
+
+
 def test_plugin_compiles_by_way_of_dynamo() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=AotdistPlugin("fx"))
     eager, model = mlp(), mlp()
