@@ -114,11 +114,10 @@ def other_ranks(before: Before, ranks: int, options: JobOptions, num_dp_ranks: i
     """What it means that a run goes on with another number of ranks; empty where it does not."""
     if before.ranks == ranks:
         return ""
-    taken = sequences(options, num_dp_ranks)
-    was = sequences(before.options, before.batch_ranks) or taken
-    batch = f"still takes {taken} sequences" if was == taken else f"takes {taken} sequences, not {was}"
+    taken, was = sequences(options, num_dp_ranks), sequences(before.options, before.batch_ranks)
+    still, change = "still " * (taken == was), f", not {was}" * (was not in (0, taken))
     size, accumulate = _batch(options)
     return (
-        f"; with {ranks} rank{'s' * (ranks > 1)}, not {before.ranks}: a step {batch} "
-        f"(--data.batch-size {size}, --optim.accumulate {accumulate})"
+        f"; with {ranks} rank{'s' * (ranks > 1)}, not {before.ranks}: a step {still}takes {taken} sequences"
+        f"{change} (--data.batch-size {size}, --optim.accumulate {accumulate})"
     )
