@@ -10,6 +10,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 NPROC ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 WORKERS ?= 2
+TORCH ?= 2.11
 ARGS ?=
 VENV_ARGS ?=
 PIP_ARGS ?=
@@ -24,12 +25,12 @@ FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup train float8-curves test test-all test-torch211 test-device browser bench bench-gpu models zoo kernels check format docs clean
+.PHONY: help setup train float8-curves test test-all test-other-torch test-device browser bench bench-gpu models zoo kernels check format docs clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18; echo
-	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)"
+	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)  TORCH=$(TORCH)"
 	@echo "  ARGS='...' goes to train, test, bench, bench-gpu, models, zoo and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
 
 setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, validate, docs and dev extras
@@ -65,8 +66,8 @@ test-all: $(STAMP) ## Run the tests and the long sweeps
 test-device: $(STAMP) ## Run the tests that need a GPU; they are skipped, with that reason, where there is none
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "device and not sweep" $(ARGS)
 
-test-torch211: ## Run the single-process tests on torch 2.11, or say why it can't be installed
-	.ci/torch211 $(ARGS)
+test-other-torch: ## Run the single-process tests on TORCH, 2.11 or 2.14, or say why it can't be installed
+	.ci/other-torch $(TORCH) $(ARGS)
 
 browser: $(STAMP) ## Install a Chromium for the tests of the report's page, or say why it can't be installed
 	VENV=$(VENV) .ci/browser
