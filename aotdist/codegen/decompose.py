@@ -86,3 +86,4 @@ def _replace(node: Node, result: Any) -> None:
     for pick in list(node.users):
         assert pick.args[0] is node, "several results are read one by one"
         pick.replace_all_uses_with(result[pick.args[1]])
+        node.graph.erase_node(pick)
