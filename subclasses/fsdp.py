@@ -39,6 +39,9 @@ Values are equal bit for bit to eager's (`fsdp_unshard` says why), except that
 Accumulation without synchronisation keeps whole gradients where eager keeps them, so eager and compiled steps
 mix in any order. `prepare` allocates what backward will add to; `lifted` names it for the program; the step
 that reduces takes it along, also for a parameter that it does not use, and `after_backward` forgets it.
+With `set_requires_all_reduce(False)` a unit's shards are summed in FSDP2's own buffer, of which each parameter
+has a part; the step that sums over replicas takes them along and leaves -0.0, which adds nothing: the buffer
+stays, so that what a parameter has from steps before the last waits for its next gradient.
 Whether gradients are reduced is read when forward is called.
 
 What is refused, by name and before anything is changed, stands in `fsdp_refusals`.
@@ -56,9 +59,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from aotdist.subclasses.fsdp_hooks import Capture
-from aotdist.subclasses.fsdp_refusals import refuse, refuse_accumulation_inside_eager_root, refuse_switches
+from aotdist.subclasses.fsdp_refusals import (
+    holds_partial,
+    refuse,
+    refuse_accumulation_inside_eager_root,
+    refuse_switches,
+)
 from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
-from aotdist.subclasses.fsdp_unshard import new_accumulator
+from aotdist.subclasses.fsdp_unshard import PARTIAL, new_accumulator, share_out_partial
 from aotdist.subclasses.protocol import Annotate
 from aotdist.torch_seam.autograd import (
     call_after_backward,
@@ -104,8 +112,11 @@ class _FsdpRule:
             refuse_switches(group, unit_name(group, prefix))
             _reshard(group)
             _adopt_eager_gradients(group)
-            if torch.is_grad_enabled() and not group.reduce_grads:
-                self._allocate(group)
+            if torch.is_grad_enabled():
+                if not share_out_partial(group):
+                    raise holds_partial(unit_name(group, prefix))
+                if not group.reduce_grads:
+                    self._allocate(group)
         for _, group in groups(root):
             _prepare_gathers(group)
 
@@ -120,6 +131,9 @@ class _FsdpRule:
         for prefix, group in groups(root):
             for record in _accumulating(group):
                 yield f"{param_path(record, prefix)}.accumulated_grad", record, "unsharded_accumulated_grad"
+            for record in group.fsdp_params:
+                if group.reduce_grads and getattr(record, PARTIAL, None) is not None:
+                    yield f"{param_path(record, prefix)}.partial_grad", record, PARTIAL
 
     def after_backward(self, root: nn.Module) -> None:
         if in_backward():
@@ -174,6 +188,8 @@ def _nothing() -> None:
 def _group_flags(group: Any) -> Hashable:
     return (
         group.reduce_grads,
+        group.all_reduce_grads,
+        torch.is_grad_enabled() and group._partial_reduce_output is None,
         group._reshard_after_forward,
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,

@@ -170,7 +170,7 @@ class Capture:
         self.annotate = annotate
         self._units: tuple[UnitHooks, ...] = ()
         self._forward_root: UnitHooks | None = None
-        self._taken: set[ShardedParam] = set()
+        self._taken: set[tuple[ShardedParam, str]] = set()
         self.is_open = False
 
     def enter(self, unit: UnitHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -194,10 +194,16 @@ class Capture:
 
     def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
         """See `Reductions`."""
-        if param in self._taken:
-            return None
-        self._taken.add(param)
-        return param.accumulated
+        return param.accumulated if self._is_first(param, "accumulated") else None
+
+    def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
+        """See `Reductions`."""
+        return param.partial if self._is_first(param, "partial") else None
+
+    def _is_first(self, param: ShardedParam, what: str) -> bool:
+        taken = (param, what) in self._taken
+        self._taken.add((param, what))
+        return not taken
 
     @contextmanager
     def hooked(self, units: Iterable[tuple[Any, tuple[ShardedParam, ...]]]) -> Generator[None]:

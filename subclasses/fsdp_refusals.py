@@ -109,19 +109,18 @@ def refuse_switches(group: Any, path: str) -> None:
             "reduces parameters that no gradient reached (`set_reduce_scatter_unused_params`)",
             "switch it off: compiled ranks run one program, so what one rank leaves unused all ranks do",
         ),
-        (
-            group._is_hsdp and group.reduce_grads and not group.all_reduce_grads,
-            "reduces gradients within a shard group only (`set_requires_all_reduce(False)`)",
-            "use `set_requires_gradient_sync(False)` to accumulate",
-        ),
-        (
-            group._partial_reduce_output is not None,
-            "holds gradients that are reduced within a shard group only",
-            "finish that accumulation uncompiled",
-        ),
     ):
         if condition:
             raise _refusal(path, what, fix)
+
+
+def holds_partial(path: str) -> UnsupportedProgram:
+    """An error for a buffer of FSDP2's that was not filled by all parameters of a unit."""
+    return _refusal(
+        path,
+        "holds gradients of some of its parameters, reduced within a shard group only",
+        "finish that accumulation uncompiled",
+    )
 
 
 def refuse_accumulation_inside_eager_root(module: Any, path: str) -> None:

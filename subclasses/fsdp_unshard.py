@@ -7,7 +7,7 @@ is a graph pass's work. Bracketed nodes are there only when the parameter needs 
     forward   shard ─[to param_dtype]─[pad rows]─ all_gather_into_tensor ─ wait_tensor ─
               [chunk, cat]─[narrow]─ whole
     backward  grad ─[redistribute over TP]─[add accumulated]─[to reduce_dtype]─[chunk, cat]─[pad rows]─[div]─
-              reduce_scatter_tensor ─ wait_tensor ─[all_reduce ─ wait_tensor]─
+              reduce_scatter_tensor ─ wait_tensor ─[add partial]─[all_reduce ─ wait_tensor]─
               [div]─[to original dtype]─[narrow]─ shard
 
 Rows are padded where the first dimension does not divide by the number of shards: every rank brings
@@ -35,6 +35,9 @@ from aotdist.torch_seam.dtensor import local_tensor, make_dtensor
 from aotdist.torch_seam.fsdp import fsdp_divide_factors, fsdp_unsharded_spec
 
 _c10d = torch.ops._c10d_functional
+
+PARTIAL = "partial_reduced_grad"
+"""The name under which FSDP2's record of a parameter holds `ShardedParam.partial`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,16 @@ class ShardedParam:
         """The unreduced gradient of earlier backwards, which FSDP2 keeps on its record."""
         return self.record.unsharded_accumulated_grad
 
+    @property
+    def stays_partial(self) -> bool:
+        """Whether backward ends with the reduce-scatter (`set_requires_all_reduce(False)`)."""
+        return self.replicas is not None and not self.group.all_reduce_grads
+
+    @property
+    def partial(self) -> torch.Tensor | None:
+        """What earlier backwards reduced among shards only: this parameter's part of FSDP2's buffer."""
+        return getattr(self.record, PARTIAL, None)
+
     def places(self) -> list[tuple[Any, str]]:
         """Every module attribute that holds this parameter; several when it is tied."""
         owner = self.record._module_info
@@ -130,6 +143,10 @@ class Reductions(Protocol):
 
     def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
         """The accumulated gradient of `param`, if any; handed out once."""
+        ...
+
+    def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
+        """The gradient of `param` that replicas have yet to sum, if any; handed out once."""
         ...
 
 
@@ -233,10 +250,10 @@ def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reduc
     if total is None:
         return None
     local = param.record._get_grad_inner_tensor(total)
-    reduced = reduce(local, param)
+    reduced = reduce(local, param, capture)
     if accumulated is not None:
         accumulated.fill_(-0.0)  # it is reduced once, also where another forward took it along
-    return make_dtensor(reduced, param.record._sharding_spec)
+    return None if reduced is None else make_dtensor(reduced, param.record._sharding_spec)
 
 
 def _accumulate(grad: torch.Tensor | None, param: ShardedParam) -> None:
@@ -284,8 +301,11 @@ def _gathered_by_extension(shard: Any, param: ShardedParam) -> torch.Tensor:
     return whole if spec is None else make_dtensor(whole, spec)
 
 
-def reduce(grad: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-    """This rank's shard of the gradient, averaged over all ranks, in the parameter's own dtype."""
+def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torch.Tensor | None:
+    """This rank's shard of the gradient, averaged over all ranks, in the parameter's own dtype.
+
+    None if it is summed with other backwards' first, before replicas sum theirs.
+    """
     group = param.group
     grad = grad.to(group._reduce_dtype or grad.dtype)
     reduction = Reduction.of(param, grad)
@@ -293,7 +313,14 @@ def reduce(grad: torch.Tensor, param: ShardedParam) -> torch.Tensor:
         grad = torch.cat(grad.chunk(param.scatter.size, param.shard_dim))
     grad = _padded(grad, param.rows.padded_shard * param.scatter.size).contiguous()
     grad = reduction.scattered(grad, param.scatter)
+    if param.stays_partial:
+        assert param.partial is not None, "prepare() allocates it"
+        param.partial.add_(grad)
+        return None
     if param.replicas is not None:
+        if (partial := capture.take_partial(param)) is not None:
+            grad = grad + partial
+            partial.fill_(-0.0)
         grad = reduction.all_reduced(grad, param.replicas)
     grad = _divided(grad, reduction.postdivide).to(param.record.orig_dtype)
     return _first_rows(grad, param.rows.shard)
@@ -374,6 +401,30 @@ def new_accumulator(record: Any) -> torch.Tensor:
     local = torch.full(record._orig_size, -0.0, dtype=dtype, device=record.device)
     spec = unsharded_spec(record, dtype)
     return local if spec is None else make_dtensor(local, spec)
+
+
+def share_out_partial(group: Any) -> bool:
+    """Give each trainable parameter its part of FSDP2's buffer of what replicas have yet to sum.
+
+    Where there is none yet, one is made for a group that is about to add to it.
+
+    Returns:
+        whether that was possible: FSDP2's own leaves out parameters that got no gradient.
+    """
+    records = [record for record in group.fsdp_params if record.sharded_param.requires_grad]
+    sizes = [record.padded_sharded_param_size for record in records]
+    if group._partial_reduce_output is None and records and group._is_hsdp and not group.all_reduce_grads:
+        dtype = group._reduce_dtype or records[0].param_dtype or records[0].orig_dtype
+        count = sum(size.numel() for size in sizes)
+        group._partial_reduce_output = torch.full((count,), -0.0, dtype=dtype, device=group.device)
+    flat = group._partial_reduce_output
+    if flat is not None and flat.numel() != sum(size.numel() for size in sizes):
+        return False
+    start = 0
+    for record, size in zip(records, sizes, strict=True):
+        setattr(record, PARTIAL, None if flat is None else flat[start : start + size.numel()].view(size))
+        start += size.numel()
+    return True
 
 
 def _all_gather(shard: torch.Tensor, ranks: Ranks) -> torch.Tensor:

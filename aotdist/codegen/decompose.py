@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from aotdist.torch_seam.functional import FakeTensor
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import record_on_fakes
+from aotdist.torch_seam.symbols import SYMBOLIC
 
 
 def decompose(
@@ -64,7 +65,8 @@ def inline(
     modes = (fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
     with next(modes, nullcontext()):  # for what is made of nothing on the way
         # Asked first whether it stays whole, as recording takes 1 ms for each matmul.
-        if call(*fakes) is NotImplemented:
+        # A number (a size that data has decided) stays: what it is in the trace, it need not be in a call.
+        if isinstance(call(*fakes), (type(NotImplemented), *SYMBOLIC, int, float)):
             return node
         recorded = record_on_fakes(call, fakes, table)
     copies = dict(zip(recorded.graph.find_nodes(op="placeholder"), inputs, strict=True))

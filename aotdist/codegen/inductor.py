@@ -20,6 +20,7 @@ from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.codegen.onednn_products import products_by_onednn
+from aotdist.codegen.overlapping_scatters import lay_out_what_is_written
 from aotdist.codegen.own_memory import memory_of, restore_own_memory
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
@@ -88,8 +89,8 @@ class InductorBackend:
         """
         values = [node.meta.get("val") for node in graph.placeholders()]
         fakes = [value for value in values if isinstance(value, FakeTensor)]
-        if not fakes:
-            return graph
+        if not fakes or any(_is_meta(node.meta.get("val")) for node in graph.gm.graph.nodes):
+            return graph  # the rewrites leave nodes without a size where no device computes (torch 2.13)
         _require_triton(fakes)
         gm = copied(graph)
         memory = memory_of(replace(graph, gm=gm))
@@ -138,6 +139,7 @@ class InductorBackend:
             prepare_draws(gm)
             decompose(gm, {**inductor_decompositions(), torch.ops.aten.add.Tensor: _multiplied_first})
             keep_draws_in_order(gm)
+            lay_out_what_is_written(gm)
             products_by_onednn(gm)
             keep_for_backward(gm)
             with (
@@ -222,6 +224,10 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
 
 _VISIBLE = frozenset({"output", "grad", "kept"})
 """Roles whose strides the user sees; for the others the compiler may choose."""
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _require_triton(fakes: Sequence[FakeTensor]) -> None:

@@ -170,7 +170,10 @@ class Lifting(TorchFunctionMode):
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the program works on in the place of `tensor`."""
-        return self._stand_in(tensor) if self._is_foreign(tensor) else tensor
+        if not self._is_foreign(tensor):
+            return tensor
+        (heard,) = heard_of([tensor])
+        return self._stand_in(tensor) if heard is tensor else heard
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
         if torch.is_inference_mode_enabled():

@@ -97,6 +97,8 @@ _ATOMS = (
 
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_ZEROS_WITHOUT_MEMORY = torch.ops.aten._efficientzerotensor.default
+_ZEROS = torch.ops.aten.zeros.default
 
 
 class _NeedsGeneralMode(Exception):
@@ -349,6 +351,10 @@ class ProxyMode(ProxyTorchDispatchMode):
             result = results_like(func, args)
         else:
             result = fake_result(func, args, kwargs, symbolic=self._symbolic)
+        if func is _ZEROS_WITHOUT_MEMORY and self._decompositions:  # compilers read memory
+            track(result, node := self._create(_ZEROS, node_args, node_kwargs), self.tracer)
+            node.meta["val"] = _ZEROS(*args, **kwargs)
+            return result
         node = self._create(func, node_args, node_kwargs)
         if isinstance(result, torch.Tensor):
             self._bind(result, node)

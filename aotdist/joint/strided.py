@@ -54,6 +54,8 @@ class _Place:
     size: Sequence[int]
     stride: Sequence[int]
     offset: int | None = None
+    is_inside: bool = False
+    """Whether all that it shows the tensor that it is called on shows, too, gaps or not."""
 
 
 class Strided:
@@ -189,7 +191,9 @@ class Strided:
 
     def _note_around(self, tensor: FunctionalTensor, place: _Place) -> None:
         key = functional_storage_id(tensor)
-        if key in self._whole and not shows(self._inputs[key][1], place.size, place.stride, place.offset):
+        if place.is_inside or key not in self._whole:
+            return
+        if not shows(self._inputs[key][1], place.size, place.stride, place.offset):
             self._made_around[key] = torch.is_grad_enabled() or self._made_around.get(key, False)
 
     def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
@@ -257,7 +261,7 @@ def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Pl
     sizes, strides = [*tensor.size(), size], [*tensor.stride(), tensor.stride(dim)]
     sizes[dim] = (sizes[dim] - size) // step + 1
     strides[dim] *= step
-    return _Place(sizes, strides)
+    return _Place(sizes, strides, is_inside=True)
 
 
 def _extent(place: _Place) -> int:

@@ -37,6 +37,33 @@ def test_inside(name: str, around: Callable) -> None:
     same_as_eager(lambda: Scene(INSIDE[name], (torch.randn(2, 3, requires_grad=True),)), around=around)
 
 
+WITH_ZEROS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a Laplacian": lambda x: vmap(hessian(lambda row: (MATRIX @ row).tanh().sum()))(x),
+    "a Hessian of a product": lambda x: hessian(lambda x: (x @ MATRIX).sin().sum())(x),
+    "a Jacobian of a Jacobian": lambda x: vmap(jacfwd(jacfwd(lambda row: MATRIX @ row * row[0])))(x),
+    "a part without a derivative": lambda x: jvp(lambda x: x * 2 + MATRIX[:2].cos(), (x,), (x.sin(),))[1],
+    "a derivative of nothing": lambda x: x * jvp(lambda y: MATRIX[:2] + y.round(), (x,), (x,))[1],
+    "a sign": lambda x: vmap(jacfwd(lambda row: row.sgn() * row.sum()))(x),
+}
+"""Their forward-mode derivatives are made of zeros that have no memory."""
+MATRIX = torch.arange(9.0).view(3, 3) / 9
+
+
+@pytest.mark.parametrize("backend", ["fx", "inductor"])
+def test_derivatives_made_of_zeros(backend: str) -> None:
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([fn(x).square().mean() for fn in WITH_ZEROS.values()])
+
+    found = []
+    for fn in (squares, aotdist.compile(squares, backend=backend)):
+        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+        values = fn(x)
+        values.sum().backward()
+        found.append((values, x.grad))
+    tolerance = {"rtol": 0.0, "atol": 0.0} if backend == "fx" else {}
+    torch.testing.assert_close(found[1], found[0], **tolerance)
+
+
 class Held(nn.Module):
     """A module whose parameter and constant a transform of its own meets first."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from aotdist.api import compile as compile_module
@@ -217,3 +218,83 @@ def flags_case() -> None:
 
 def test_flags(world2: World) -> None:
     world2.run(flags_case)
+
+
+class Layers(nn.Sequential):
+    """Uneven shards; every parameter gets a gradient at every step, as FSDP2's own buffer requires."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(11, 5), nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).float().square().mean()
+
+
+def replicated(model: nn.Module, shards: int, policy: dict[str, Any]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**policy)}
+    for block in list(model)[1::2] if isinstance(model, Layers) else model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+SCHEDULE = [(True, False), (True, False), (True, True), (False, False), (True, False), (True, True), (True, True)]
+"""Of each step, whether gradients are reduced among shards, and whether among replicas."""
+
+
+def replicas_case(policy: dict[str, Any]) -> None:
+    """Gradients are summed among shards at each step, and among replicas at the last."""
+    eager = seeded(lambda: replicated(Net(), 2, policy))
+    ours = compile_module(seeded(lambda: replicated(Net(), 2, policy)), backend="fx")
+    for step, (sync, all_reduce) in enumerate(SCHEDULE):
+        for model in (eager, ours):
+            model.set_requires_gradient_sync(sync)
+            model.set_requires_all_reduce(all_reduce)
+            model(tokens(step)).backward()
+            if all_reduce:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        if param.grad is not None:
+                            param -= 0.1 * param.grad
+        assert not (names := different_grads(eager, ours)), (step, names)
+        assert (eager.embed.weight.grad is None) is (step < 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_replicas_are_summed_at_the_last_step(world4: World, policy: dict[str, Any]) -> None:
+    world4.run(replicas_case, policy)
+
+
+def mixed_replicas_case(kinds: str) -> None:
+    eager, mixed = (seeded(lambda: replicated(Layers(), 1, POLICIES["bf16"])) for _ in range(2))
+    for step, kind in enumerate(kinds * 2):
+        for model, run in ((eager, eager_step), (mixed, STEPS[kind])):
+            model.set_requires_all_reduce((step + 1) % len(kinds) == 0)
+            run(model, tokens(step))
+    assert eager[0].weight.grad is not None
+    assert not (names := different_grads(eager, mixed)), names
+
+
+@pytest.mark.parametrize("kinds", ["ece", "cec", "ecc"])
+def test_eager_and_captured_steps_mix_among_replicas(world2: World, kinds: str) -> None:
+    world2.run(mixed_replicas_case, kinds)
+
+
+def left_out_case() -> None:
+    """What a block has from earlier steps waits for its next gradient, where the last step leaves it out."""
+    model = compile_module(seeded(lambda: replicated(Skipping(), 1, {})), backend="fx")
+    steps = [(False, False), (True, True), (False, True)]
+    for number, (skip, all_reduce) in enumerate(steps):
+        model.skip = skip
+        model.set_requires_all_reduce(all_reduce)
+        model(tokens(number)).backward()
+        assert (model.blocks[1].up.weight.grad is None) is (number < 2)
+    once = seeded(lambda: replicated(Skipping(), 1, {}))
+    for number in (0, 2):
+        once.set_requires_all_reduce(number == 2)
+        once(tokens(number)).backward()
+    assert same_bits(model.blocks[1].up.weight.grad.to_local(), once.blocks[1].up.weight.grad.to_local())
+
+
+def test_a_block_that_the_last_step_leaves_out(world2: World) -> None:
+    world2.run(left_out_case)

@@ -1,0 +1,46 @@
+"""Writes into tensors whose elements share memory (expanded ones, windows), for Inductor.
+
+Inductor lets a scatter write where its argument lies if nothing reads that later, also where one element of
+it is many (torch 2.13, `torch.compile` too): of `zeros(()).expand(3).index_put(...)` every element becomes the
+last one that was put. So what is written gets memory of its own first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aotdist.convention.memory import may_repeat
+from aotdist.sizes import is_symbolic
+
+_ATEN = torch.ops.aten
+_SCATTERS = (
+    _ATEN.index_put.default,
+    _ATEN._unsafe_index_put.default,
+    _ATEN.slice_scatter.default,
+    _ATEN.select_scatter.default,
+    _ATEN.diagonal_scatter.default,
+    _ATEN.as_strided_scatter.default,
+)
+"""What Inductor lets write in place; it makes the other scatters of these."""
+
+
+def lay_out_what_is_written(gm: GraphModule) -> None:
+    """Let scatters write to copies of what overlaps itself, in place."""
+    for scatter in _SCATTERS:
+        for node in gm.graph.find_nodes(op="call_function", target=scatter):
+            written = node.args[0]
+            if isinstance(written, Node) and _overlaps(written.meta["val"]):
+                with gm.graph.inserting_before(node):
+                    copy = gm.graph.call_function(
+                        _ATEN.clone.default, (written,), {"memory_format": torch.contiguous_format}
+                    )
+                copy.meta = {**written.meta, "val": written.meta["val"].contiguous()}
+                node.update_arg(0, copy)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory; where sizes are symbols, whether a stride is zero or occurs twice."""
+    if not is_symbolic((*tensor.size(), *tensor.stride())):
+        return may_repeat(tensor)
+    return 0 in (strides := [s for s in tensor.stride() if isinstance(s, int)]) or len(strides) > len(set(strides))
