@@ -39,9 +39,9 @@ Values are equal bit for bit to eager's (`fsdp_unshard` says why), except that
 Accumulation without synchronisation keeps whole gradients where eager keeps them, so eager and compiled steps
 mix in any order. `prepare` allocates what backward will add to; `lifted` names it for the program; the step
 that reduces takes it along, also for a parameter that it does not use, and `after_backward` forgets it.
-With `set_requires_all_reduce(False)` a unit's shards are summed in FSDP2's own buffer, of which each parameter
-has a part; the step that sums over replicas takes them along and leaves -0.0, which adds nothing: the buffer
-stays, so that what a parameter has from steps before the last waits for its next gradient.
+With `set_requires_all_reduce(False)` a unit's shards are summed in FSDP2's own buffer, of which each
+parameter has a part; the step that sums over replicas takes them along and leaves -0.0, which adds nothing:
+the buffer stays, so that what a parameter has from earlier steps waits for its next gradient.
 Whether gradients are reduced is read when forward is called.
 
 What is refused, by name and before anything is changed, stands in `fsdp_refusals`.

@@ -42,7 +42,7 @@ from aotdist.capture.reach import reach
 from aotdist.capture.reached import Reached
 from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import Shown, with_attributes
-from aotdist.capture.source import ABSENT, Argument, Given, Source
+from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Source
 from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
@@ -232,7 +232,7 @@ class Captured:
     def source_of(self, real: torch.Tensor) -> Source:
         """Where to read a tensor that the trace met; one without a known place is kept as it is."""
         known = self.closed_over.get(id(real))
-        return known or Source(f"constant_{id(real):x}", (real,)).item(0, f"constant_{id(real):x}")
+        return known or Source(f"{UNNAMED}{id(real):x}", (real,)).item(0, f"{UNNAMED}{id(real):x}")
 
 
 def environment_of(

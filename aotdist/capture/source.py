@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+UNNAMED = "constant_"
+"""How the names of tensors begin that were met where no walk had found them: they are kept as they are."""
+
 ABSENT = object()
 """Stands for the value of a place where nothing is; see `Source.read_or`."""
 

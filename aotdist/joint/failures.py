@@ -51,8 +51,18 @@ _FIX_BEHIND_DYNAMO = (
 _SYMBOL = re.compile(r"\bz?uf?\d+\b|[Ss]ym(?:bol|py|Int|Float|Bool)|[Uu]nbacked|\b[Hh]int")
 """How PyTorch speaks of numbers that depend on data."""
 
-_ADDRESS = "Cannot access data pointer of Tensor"
-"""How PyTorch says that a traced tensor has no memory."""
+_NOT_IN_A_TRACE = {
+    "Cannot access data pointer of Tensor": (
+        "a tensor's address is needed (`.data_ptr()`, `copy.deepcopy` of a tensor or a module) while "
+        "the program is captured",
+        "do so outside of the compiled function, or `clone()` inside of it",
+    ),
+    "self.shape_env must not be None": (
+        "a nested tensor is made (`torch.nested`)",
+        "compute with its values and offsets, or move it out of the compiled function",
+    ),
+}
+"""How PyTorch says that a traced tensor has no memory, or a trace no jagged sizes; what it means, a fix."""
 
 _NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((\S+)\)>")
 """How PyTorch says of a user's operator that it can only be computed with data."""
@@ -100,7 +110,13 @@ def naming_failures() -> Generator[None]:
         yield
     except AotdistError:
         raise
-    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError) as error:
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        RuntimeError,
+        TypeError,
+        AssertionError,
+    ) as error:
         if is_undecided(error):
             raise _chooses_by_data(error) from error
         if _LOST_HISTORY in str(error):
@@ -113,13 +129,10 @@ def naming_failures() -> Generator[None]:
                 stage="joint",
                 fix="do it outside of the compiled function, or leave `run_check` off",
             ) from error
-        if _ADDRESS in str(error):
+        if known := next((known for text, known in _NOT_IN_A_TRACE.items() if text in str(error)), None):
+            what, fix = known
             raise UnsupportedProgram(
-                "a tensor's address is needed (`.data_ptr()`, `copy.deepcopy` of a tensor or a module) while "
-                "the program is captured",
-                where=raised_at(error.__traceback__),
-                stage="joint",
-                fix="do so outside of the compiled function, or `clone()` inside of it",
+                what, where=raised_at(error.__traceback__), stage="joint", fix=fix
             ) from error
         if isinstance(error, UnsupportedOperatorException):
             raise _needs_memory(str(error.func), error) from error

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.origins import Origins
+from aotdist.capture.source import UNNAMED
 from aotdist.convention.naming import with_history_of
 from aotdist.convention.swapping import Exchange
 from aotdist.convention.synthetic_base import BasePlan
@@ -381,16 +383,21 @@ def _refuse_reshaped(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
-    if example.layout is not torch.strided:
+    """Refuse tensors that are not dense; one of a library's, which nobody named, by the line that met it."""
+    kinds = {"nested": example.is_nested, "quantised": example.is_quantized}
+    kind = next((kind for kind, is_one in kinds.items() if is_one), None)
+    if kind is None and example.layout is torch.strided:
+        return
+    found = f"is a {kind} tensor" if kind else f"has layout {example.layout}"
+    if slot.path.startswith(UNNAMED):
         raise UnsupportedProgram(
-            f"`{slot.path}` has layout {example.layout}",
-            stage="capture",
-            fix="pass a dense tensor, or the sparse tensor's values and indices",
+            f"a tensor that is met here {found}",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="compute with its values and offsets, or move it out of the compiled function",
         )
-    for kind, is_one in (("nested", example.is_nested), ("quantised", example.is_quantized)):
-        if is_one:
-            raise UnsupportedProgram(
-                f"`{slot.path}` is a {kind} tensor",
-                stage="capture",
-                fix="pass a dense tensor: a padded one, or its numbers",
-            )
+    raise UnsupportedProgram(
+        f"`{slot.path}` {found}",
+        stage="capture",
+        fix="pass a dense tensor: a padded one, the numbers of a quantised one, or values and indices",
+    )

@@ -140,6 +140,24 @@ def test_an_absent_result_has_no_strides():
     assert emitted.call([torch.ones(4)])[1] is None
 
 
+@pytest.mark.parametrize("backend", ["inductor", "auto"])
+def test_tensors_without_data(backend: str):
+    """What is computed on the meta device has eager's sizes and strides; what is beside it, too."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.nn.functional.linear(x, w).relu().t(), y * 2, y.detach().to("meta") + 1
+
+    found = []
+    for fn in (program, aotdist.compile(program, backend=backend)):
+        x, w = (torch.empty(size, 4, device="meta", requires_grad=True) for size in (3, 5))
+        y = torch.arange(3.0).requires_grad_()
+        out = fn(x, w, y)
+        (out[0].sum().backward(), out[1].sum().backward())
+        found.append([(t.device.type, t.shape, t.stride()) for t in (*out, x.grad, w.grad)])
+        torch.testing.assert_close([out[1], y.grad], [torch.arange(3.0) * 2, torch.full((3,), 2.0)])
+    assert found[0] == found[1]
+
+
 def state(graph: Graph) -> list[Any]:
     nodes = graph.gm.graph.nodes
     return [(node.name, node.target, node.args, node.kwargs, dict(node.meta)) for node in nodes]

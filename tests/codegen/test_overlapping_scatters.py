@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch.func import hessian
 
 import aotdist
 
-pytestmark = pytest.mark.usefixtures("inductor_cache")
+pytestmark = [
+    pytest.mark.usefixtures("inductor_cache"),
+    pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning"),
+]
 
 ROWS, COLUMNS = torch.arange(4)[:, None], torch.tensor([0, 2])
 
@@ -38,11 +42,16 @@ PUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")  # of Inductor's
+def _is_kept_overlapping(into: str, put: str) -> bool:
+    """Whether eager, too, writes many elements where one is put, in no order that it tells."""
+    return into in ("windows", "strided") and put in ("slice", "select", "diagonal")
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_puts(dynamic: bool):
     def program(x: Tensor, v: Tensor) -> dict[str, Tensor]:
-        return {f"{a}, {b}": put(make(x), v) for a, make in OVERLAPPING.items() for b, put in PUT.items()}
+        pairs = [pair for pair in product(OVERLAPPING, PUT) if not _is_kept_overlapping(*pair)]
+        return {f"{into}, {put}": PUT[put](OVERLAPPING[into](x), v) for into, put in pairs}
 
     x, v = torch.randn(4, 3), torch.randn(4, 2)
     found = aotdist.compile(program, backend="inductor", settings={"dynamic": dynamic})(x, v)

@@ -776,3 +776,35 @@ def test_one_is_reshaped_under_no_grad_and_written_with_history(which: str) -> N
     x = torch.randn(2, 2, requires_grad=True) * 1.5
     with pytest.raises(UnsupportedProgram, match="changed in place under `no_grad`"):
         aotdist.compile(transposed_without_grad, backend="fx")(*ONE_OF_THE_OTHER[which](x), leaf())
+
+
+SCALED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "product of sums": lambda v, w: (v.mul_(2), w.add_(1), v.sum() * w.sum())[2],
+    "one written": lambda v, w: (v.sin_(), w.sum() + v.mean())[1],
+    "both returned": lambda v, w: (v.mul_(2), w.add_(1), v.sum() + w.sum())[2],
+    "nothing returned": lambda v, w: (v.mul_(2), w.add_(1), None)[2],
+}
+OF_MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "halves": lambda b: (b[:4], b[4:]),
+    "columns": lambda b: (b.view(4, 2)[:, 0], b.view(4, 2)[:, 1]),
+    "overlapping": lambda b: (b[:6], b[2:]),
+    "base and view": lambda b: (b, b[4:]),
+    "empty": lambda b: (b[:0], b[4:]),
+}
+
+
+@pytest.mark.parametrize("memory", OF_MEMORY)
+@pytest.mark.parametrize("program", SCALED)
+def test_gradients_that_arrive_expanded(program: str, memory: str) -> None:
+    """Sums' gradients are one element for many, of what is returned and of the memory that is shared."""
+    for whole in (True, False):
+        found = []
+        for fn in (SCALED[program], aotdist.compile(SCALED[program], backend="fx")):
+            base = torch.linspace(-1, 1, 8, requires_grad=True)
+            shared = base * 1
+            given = OF_MEMORY[memory](shared)
+            out = fn(*given)
+            total = given[0].sum() if out is None else out
+            (total + shared.sum() if whole else total).backward()
+            found.append((base.grad, shared.detach()))
+        assert all(map(torch.equal, *found))

@@ -331,3 +331,27 @@ def test_inductor(name: str) -> None:
         found, expected = compiled(x), fn(x)
         torch.testing.assert_close(found, expected, equal_nan=True)
     assert len(compiled_call(compiled).artifacts) == 1
+
+
+OF_KNOWN_SIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "counts": lambda i: torch.bincount(i, minlength=4) + torch.ones(4),
+    "positions": lambda i: i.nonzero()[:, 0] + torch.ones(3),
+    "selected": lambda i: i[i > 0] * torch.arange(3.0),
+    "different ones": lambda i: torch.unique(i) + torch.ones(3),
+    "repeated": lambda i: torch.arange(4).repeat_interleave(i) + torch.ones(6),
+}
+
+
+def test_sizes_that_other_operands_decide_under_inductor() -> None:
+    """A size that is one number in the trace is asked for at each call, and another one is an error."""
+    compiled = {name: aotdist.compile(fn, backend="inductor") for name, fn in OF_KNOWN_SIZE.items()}
+    for data in ([0, 2, 1, 3], [3, 1, 0, 2]):
+        i = torch.tensor(data)
+        for name, fn in OF_KNOWN_SIZE.items():
+            if name != "different ones":
+                torch.testing.assert_close(compiled[name](i), fn(i))
+    i = torch.tensor([0, 1, 1, 3])
+    torch.testing.assert_close(compiled["different ones"](i), torch.unique(i) + 1.0)
+    for name in ("counts", "positions", "selected"):
+        with pytest.raises((RuntimeError, AssertionError)):
+            compiled[name](torch.tensor([7, 1, 1, 3]))

@@ -182,6 +182,28 @@ def test_unfold_of_dtensors(mesh: DeviceMesh, program: str) -> None:
     compare_all(lambda: [Scene(UNFOLDED[program], (sharded(mesh, plain()) * 1.5,))])
 
 
+WINDOWS_AND_WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "returned": lambda x: (x.unfold(0, 2, 1), x.mul_(2))[0],
+    "read later": lambda x: (v := x.unfold(0, 2, 1), x.mul_(2), v * 1)[2],
+    "read before": lambda x: (x.unfold(0, 2, 1) * 3, x.mul_(2))[0],
+    "made later": lambda x: (x.mul_(2), x.unfold(0, 2, 1))[1],
+    "of a part": lambda x: (v := x[1:].unfold(0, 2, 1), x.sin_(), v * 1)[2],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("make", MEMORIES)
+def test_windows_of_an_input_that_is_written(make: str, part: str) -> None:
+    """An input's windows show nothing around it, wherever the input has gaps."""
+    for program in WINDOWS_AND_WRITES.values():
+
+        def build(program: Callable[[torch.Tensor], Any] = program) -> Scene:
+            memory = MEMORIES[make]() * 1
+            return Scene(program, (PARTS[part](memory),), held={"m": memory})
+
+        same_as_eager(build)
+
+
 def compare_all(build: Callable[[], list[Scene]]) -> None:
     try:
         for scene in build():

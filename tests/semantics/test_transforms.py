@@ -49,6 +49,7 @@ WITH_ZEROS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 MATRIX = torch.arange(9.0).view(3, 3) / 9
 
 
+@pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")  # Inductor's
 @pytest.mark.parametrize("backend", ["fx", "inductor"])
 def test_derivatives_made_of_zeros(backend: str) -> None:
     def squares(x: torch.Tensor) -> torch.Tensor:

@@ -238,7 +238,15 @@ def replicated(model: nn.Module, shards: int, policy: dict[str, Any]) -> nn.Modu
     return fully_shard(model, **options)
 
 
-SCHEDULE = [(True, False), (True, False), (True, True), (False, False), (True, False), (True, True), (True, True)]
+SCHEDULE = [
+    (True, False),
+    (True, False),
+    (True, True),
+    (False, False),
+    (True, False),
+    (True, True),
+    (True, True),
+]
 """Of each step, whether gradients are reduced among shards, and whether among replicas."""
 
 

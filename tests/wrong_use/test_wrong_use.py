@@ -130,6 +130,20 @@ def test_other_kinds_of_tensors_are_refused(make: Callable[[], torch.Tensor], ki
         compiled(lambda x: x + given.sum())(torch.ones(1))
 
 
+JAGGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of a list": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged).values(),
+    "of values": lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 3])).sin().values(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("made", JAGGED)
+def test_nested_tensors_that_are_made_inside_are_refused_by_line(made: str) -> None:
+    with pytest.raises(UnsupportedProgram, match="torch.jagged|a nested tensor") as caught:
+        compiled(JAGGED[made])(torch.ones(3))
+    assert f'"{made}": lambda x: torch.nested' in str(caught.value) and "constant_" not in str(caught.value)
+
+
 _without_a_fake = torch.library.custom_op(
     "aotdist_tests::without_a_fake", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
 )
