@@ -44,7 +44,7 @@ def _overlaps(tensor: torch.Tensor, *, windows: bool) -> bool:
 
     Where sizes are symbols, they do if a stride occurs twice.
     """
-    strides = [stride for stride in tensor.stride() if isinstance(stride, int)]
+    strides = [stride for stride in tensor.stride() if not is_symbolic(stride)]
     if 0 in strides or not windows:
         return 0 in strides
     if is_symbolic((*tensor.size(), *tensor.stride())):

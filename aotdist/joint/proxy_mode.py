@@ -352,7 +352,8 @@ class ProxyMode(ProxyTorchDispatchMode):
         else:
             result = fake_result(func, args, kwargs, symbolic=self._symbolic)
         if func is _ZEROS_WITHOUT_MEMORY and self._decompositions:  # compilers read memory
-            track(result, node := self._create(_ZEROS, node_args, node_kwargs), self.tracer)
+            node = self._create(_ZEROS, node_args, node_kwargs)
+            self._bind(result, node)  # pyright: ignore[reportArgumentType]  # zeros are one tensor
             node.meta["val"] = _ZEROS(*args, **kwargs)
             return result
         node = self._create(func, node_args, node_kwargs)
