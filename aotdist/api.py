@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from aotdist.cache.backend import caching
-from aotdist.capture.alone import Captures, alone, wait_for_captures
+from aotdist.capture.alone import alone
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
 from aotdist.capture.modules import refuse_script
@@ -29,7 +29,7 @@ from aotdist.files import path_of
 from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
-from aotdist.runtime.artifact import Artifact, call_fitting
+from aotdist.runtime.artifact import Artifact, call_fitting, put_first
 from aotdist.runtime.fit import MISS
 from aotdist.runtime.signature import what_changed, what_helps
 from aotdist.settings import Settings, settings_of
@@ -123,7 +123,7 @@ class Compiling:
             warnings.warn(
                 f"aotdist: `{name}` was compiled {len(artifacts) + 1} times; what keeps changing: {changes}; "
                 f"{what_helps(artifact, artifacts)}",
-                stacklevel=4,
+                stacklevel=5,
             )
         return artifact
 
@@ -163,8 +163,6 @@ class Compiled(Explained):
         """Run the artifact that fits, making one if there is none."""
         if runs_eagerly():
             return self._run(*args, **kwargs)
-        if Captures.running:
-            wait_for_captures()
         result = call_fitting(self.artifacts, args, kwargs)
         if result is not MISS:
             return result
@@ -175,25 +173,29 @@ class Compiled(Explained):
             raise shortened(error)  # noqa: B904  # the same one
 
     def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an artifact that is made for the call."""
-        with alone() as waited:
-            if not waited:
-                artifact = self._made(args, kwargs)
-                result = artifact.call(args, kwargs)
-                if result is MISS:
-                    name = artifact.compilation.captured.name
-                    raise InternalError(
-                        f"`{name}` does not fit the call that it was compiled for",
-                        stage="runtime",
-                        fix="please report this with the program; `aotdist.disable` runs it eagerly",
-                    )
-                return result
-        return Compiled.__call__(self, *args, **kwargs)  # another thread may have made what fits
+        """Make an artifact and run it.
+
+        Another thread may make what fits, or change what this one has just made one for.
+        """
+        made: list[Artifact] = []
+        result = MISS
+        while result is MISS:
+            if len(made) >= (_MOST_MADE if threading.active_count() > 1 else 1):
+                raise InternalError(
+                    f"`{made[-1].compilation.captured.name}` does not fit the call that it was compiled for",
+                    stage="runtime",
+                    fix="please report this with the program; `aotdist.disable` runs it eagerly",
+                )
+            with alone() as waited:
+                if not waited:
+                    made.append(self._made(args, kwargs))
+            result = call_fitting(self.artifacts, args, kwargs)
+        return result
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
         with alone(), _running_eagerly(), tapes_off():
             artifact = self._make(UserCall(self._target(), self._run, args, kwargs), self.artifacts)
-        self.artifacts.insert(0, artifact)
+        put_first(artifact, self.artifacts)
         return artifact
 
     def _made_so_far(self) -> list[Artifact]:
@@ -203,6 +205,9 @@ class Compiled(Explained):
         """Forget every artifact."""
         self.artifacts.clear()
 
+
+_MOST_MADE = 4
+"""How many artifacts are made for one call while other threads change what it finds."""
 
 _every_compiled: weakref.WeakSet[Compiled] = weakref.WeakSet()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.alone import alone, capturing
+from aotdist.capture.alone import alone
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.contract import Backend, BoxedCall
 from aotdist.codegen.decompose import decompose
@@ -139,8 +139,7 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
     """
     backend, settings = job.backend, job.settings
     backend.check()
-    with capturing():
-        found = trace_call(job, times, on_failure)
+    found = trace_call(job, times, on_failure)
     captured, traced = found.captured, found.traced
     with times.stage("convention"):
         _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
@@ -312,10 +311,9 @@ class _DifferentiableParts:
             if result is MISS:
                 call = UserCall(run, run, tuple(given), {})
                 # Its sizes are constants of the call, also those that an argument carries a mark for.
-                artifacts.append(
-                    compile_call(call, emitter.backend, settings, earlier=artifacts, symbolic=False)
-                )
-                result = artifacts[-1].call(tuple(given), {})
+                made = compile_call(call, emitter.backend, settings, earlier=artifacts, symbolic=False)
+                artifacts.append(made)
+                result = made.call(tuple(given), {})
             return result
 
         return compiled

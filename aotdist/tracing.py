@@ -41,6 +41,7 @@ from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.ambient import autocast_off, autocast_only
 from aotdist.torch_seam.control_flow import fast_paths_on
 from aotdist.torch_seam.functional import UnsupportedOperatorException, is_fake
+from aotdist.torch_seam.own_attributes import own_attributes
 from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint, symbols_in
 from aotdist.torch_seam.trees import pytree
 
@@ -99,12 +100,18 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
     The second trace has symbols for numbers that the program counts in, or starts from what this call leaves:
     flags which say that something was set up, objects that are made once. If that is another program, the
     first trace is kept, for calls that find what this one found; if it left an object, for this call alone.
+    Other threads see what it leaves in modules when all that is done.
 
     Args:
         job: what to trace.
         times: where to note how long it takes.
         on_failure: closed if what comes later fails: what was assigned is then as it was.
     """
+    with own_attributes():
+        return _trace_call(job, times, on_failure)
+
+
+def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
     found = _trace_over_bases(job, times)
     returned = found.returned()
     counts = [*returned.counts(), *found.captured.in_backward.whole.counts()]
@@ -417,7 +424,7 @@ def _trace(
         with times.stage("trace"):
             dims = captured.dims if job.symbolic else {}
             paths = (slot.path for slot in program.ins)
-            fakes = fakes_of(zip(paths, program.examples, strict=True), captured.closed_over.keys())
+            fakes = fakes_of(zip(paths, program.examples, strict=True), captured.all_closed_over)
             _refuse_fakes(program, job.backend)
             recorder = Recorder(
                 _decompositions(job.backend, job.settings),

@@ -9,8 +9,9 @@ backward hooks, whose work is the backward of `Unshard`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from aotdist.subclasses.fsdp_unshard import (
 from aotdist.subclasses.protocol import Annotate
 from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.fsdp import map_tensors, replace_differentiable, to_device
+from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.tensors import as_parameter
 
 
@@ -209,19 +211,16 @@ class Capture:
     def hooked(self, units: Iterable[tuple[Any, tuple[ShardedParam, ...]]]) -> Generator[None]:
         """Replace the hooks of these states; put them back at the end, and the sharded parameters too."""
         self._units = tuple(UnitHooks(state, params, self) for state, params in units)
-        undo = [put for unit in self._units for put in _replace_hooks(unit)]
-        self.is_open = True
-        try:
-            yield
-        finally:
-            self.is_open = False
+        with ExitStack() as stack:
+            stack.enter_context(_methods_replaced({unit.state: unit for unit in self._units}))
             for unit in self._units:
-                unit.restore()
-            for hooks, key, hook in undo:
-                hooks[key] = hook
-            for unit in self._units:
-                vars(unit.state).pop("_pre_forward", None)
-                vars(unit.state).pop("_post_forward", None)
+                stack.enter_context(_hooks_replaced(unit))
+                stack.callback(unit.restore)
+            self.is_open = True
+            try:
+                yield
+            finally:
+                self.is_open = False
 
     def _reach_accumulated(self, output: Any) -> Any:
         """Let backward reduce what earlier steps accumulated, also where this forward used no parameter."""
@@ -239,19 +238,37 @@ class Capture:
         return map_tensors(reach, output)
 
 
-def _replace_hooks(unit: UnitHooks) -> Iterator[tuple[Any, int, Any]]:
-    """Swap the hooks in place; yields what must be put back as (hooks, key, hook)."""
+@contextmanager
+def _hooks_replaced(unit: UnitHooks) -> Generator[None]:
+    """Put a unit's hooks in the place of FSDP2's; this thread has the attributes of modules for itself."""
     ids = {handle.id for handle in _handles(unit.state)}
-    for module in unit.state._modules:
-        for hooks, hook in (
-            (module._forward_pre_hooks, unit.pre_forward),
-            (module._forward_hooks, unit.post_forward),
-        ):
-            for key in ids & hooks.keys():
-                yield hooks, key, hooks[key]
-                hooks[key] = hook
-    # Methods given to `register_fsdp_forward_method` call the state, not the hooks.
-    unit.state._pre_forward, unit.state._post_forward = unit.pre_forward, unit.post_forward
+    with ExitStack() as stack:
+        for module in unit.state._modules:
+            for kind, hook in (
+                ("_forward_pre_hooks", unit.pre_forward),
+                ("_forward_hooks", unit.post_forward),
+            ):
+                hooks = getattr(module, kind)
+                stack.callback(setattr, module, kind, hooks)
+                setattr(module, kind, OrderedDict((k, hook if k in ids else h) for k, h in hooks.items()))
+        yield
+
+
+@contextmanager
+def _methods_replaced(units: Mapping[Any, UnitHooks]) -> Generator[None]:
+    """Methods given to `register_fsdp_forward_method` call the states of `units`, not the hooks."""
+
+    def pre_forward(run: Callable[..., Any], state: Any, *args: Any) -> Any:
+        return units[state].pre_forward(*args) if state in units else run(state, *args)
+
+    def post_forward(run: Callable[..., Any], state: Any, *args: Any) -> Any:
+        return units[state].post_forward(*args) if state in units else run(state, *args)
+
+    with ExitStack() as stack:
+        for cls in set(map(type, units)):
+            stack.enter_context(replaced_here(cls, "_pre_forward", pre_forward))
+            stack.enter_context(replaced_here(cls, "_post_forward", post_forward))
+        yield
 
 
 def _handles(state: Any) -> Iterator[Any]:

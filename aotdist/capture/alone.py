@@ -1,7 +1,8 @@
-"""Of several threads, one compiles at a time; calls of others wait while it captures.
+"""Of several threads, one compiles at a time; those that call what is compiled already do not wait for it.
 
-While a program is captured, stand-ins hang in its modules, and hooks and patches are in place that the whole
-process sees. What is compiled later (a derivative, a backward without some tangents) takes its turn, too.
+No other thread sees a capture. Stand-ins hang in its modules for its own thread alone
+(`torch_seam.own_attributes`), and what it replaces in PyTorch asks which thread calls (`torch_seam.patches`).
+What is compiled later (a derivative, a backward without some tangents) takes its turn, too.
 
 Threads of the autograd engine's own never wait: the backwards of all threads share one for each device, also
 that of the thread whose turn it is.
@@ -17,13 +18,15 @@ from aotdist.torch_seam.autograd import in_thread_of_engine
 from aotdist.torch_seam.dynamo import dynamo_locks, frames_off
 
 _compiles = threading.RLock()
-_captures = threading.RLock()
 
 
-class Captures:
-    """How many captures run, one inside of the other; every compiled call looks here."""
+class _Thread(threading.local):
+    """Whether this thread compiles."""
 
-    running = 0
+    is_alone = False
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -33,9 +36,15 @@ def alone() -> Generator[bool]:
         yield False
         return
     with ExitStack() as held:
+        if _thread.is_alone:  # with Dynamo's lock, or before there was one
+            held.enter_context(frames_off())
+            yield False
+            return
         # Dynamo calls us with its lock held. It comes first always, or two threads wait for each other.
         waited = any([_waits(lock, held) for lock in (*dynamo_locks(), _compiles)])
         held.enter_context(frames_off())
+        _thread.is_alone = True
+        held.callback(setattr, _thread, "is_alone", False)
         yield waited
 
 
@@ -46,24 +55,3 @@ def _waits(lock: threading.RLock, held: ExitStack) -> bool:
         lock.acquire()
     held.callback(lock.release)
     return waits
-
-
-@contextmanager
-def capturing() -> Generator[None]:
-    """Capture a program, or get ready to; inside of `alone`."""
-    if in_thread_of_engine():
-        yield
-        return
-    with _captures:
-        Captures.running += 1
-        try:
-            yield
-        finally:
-            Captures.running -= 1
-
-
-def wait_for_captures() -> None:
-    """Return when no other thread captures a program."""
-    if not in_thread_of_engine():
-        with _captures:
-            pass

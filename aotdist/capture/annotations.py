@@ -32,6 +32,16 @@ def set_current_module(path: str) -> None:
     _MODULE.set(path)
 
 
+@contextlib.contextmanager
+def inside_module(path: str) -> Generator[None]:
+    """Say that the forward of the module at `path` runs inside."""
+    token = _MODULE.set(path)
+    try:
+        yield
+    finally:
+        _MODULE.reset(token)
+
+
 def current_line() -> str:
     """The user's line that a graph was made of which runs in its place, if one does."""
     return _LINE.get()

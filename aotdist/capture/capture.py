@@ -51,8 +51,9 @@ from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, is_real, leaves, module_rules, recipe_of
 from aotdist.torch_seam.checks import hearing_of_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
-from aotdist.torch_seam.modes import class_functions_on
+from aotdist.torch_seam.modes import class_functions_on, torch_functions_off
 from aotdist.torch_seam.modules import recurrent_layers_referring_to
+from aotdist.torch_seam.own_attributes import own_attributes
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree
@@ -192,7 +193,9 @@ class Captured:
         arguments: structure of the call; its tensors come first among the program's inputs.
         environment: what else it reads; its state comes after them.
         ambient: the modes that were on.
-        closed_over: tensors outside of arguments and modules, by identity, with where to read them.
+        closed_over: tensors outside of arguments and modules, by identity, with where to read them; gradients
+            are among them as soon as the trace meets one.
+        places: tensors whose gradients it may meet, with where to read them.
         name: a word for the function or module.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor.
         in_backward: watches what the backward changes in Python.
@@ -204,7 +207,8 @@ class Captured:
     arguments: Arguments
     environment: Environment
     ambient: Ambient
-    closed_over: Mapping[int, Source]
+    closed_over: dict[int, Source]
+    places: Sequence[tuple[Source, torch.Tensor]]
     name: str
     dims: Mapping[int, frozenset[int]]
     in_backward: InBackward
@@ -231,8 +235,24 @@ class Captured:
 
     def source_of(self, real: torch.Tensor) -> Source:
         """Where to read a tensor that the trace met; one without a known place is kept as it is."""
+        if id(real) not in self.closed_over:
+            self.closed_over.update(self._gradients())
         known = self.closed_over.get(id(real))
         return known or Source(f"{UNNAMED}{id(real):x}", (real,)).item(0, f"{UNNAMED}{id(real):x}")
+
+    def all_closed_over(self) -> dict[int, Source]:
+        """`closed_over`, all gradients included."""
+        return {**self.closed_over, **self._gradients()}
+
+    def _gradients(self) -> dict[int, Source]:
+        """The gradients that leaves have, by identity, with where to read them: what an optimizer does.
+
+        PyTorch crashes where one thread reads `.grad` while the backward of another writes it. So they are
+        looked at only for a program that meets a tensor of which nothing else is known.
+        """
+        with torch_functions_off():
+            leaves = [(source, tensor.grad) for source, tensor in self.places if tensor.is_leaf]
+        return {id(grad): source.attribute("grad") for source, grad in leaves if grad is not None}
 
 
 def environment_of(
@@ -263,8 +283,9 @@ def capture(
         call: the call.
         settings: how to compile.
         counted: paths of numbers among its arguments that symbols stand for.
-        scope: from when the program runs until this closes, stand-ins hang in the modules and their
-            hooks are replaced. It must outlast the backward, whose hooks may run a forward again.
+        scope: from when the program runs until this closes, stand-ins hang in the modules, as this thread
+            sees them, and their hooks are replaced. It must outlast the backward, whose hooks may run a
+            forward again.
 
     Raises:
         UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
@@ -299,13 +320,15 @@ def capture(
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     places = [*_places(arguments, tensors), *state, *environment.reached.tensors]
-    closed_over = {**_bases(places), **closed_over, **_gradients(places)}
+    closed_over = {**_bases(places), **closed_over}
+    scope.enter_context(own_attributes(environment.modules.values()))
     return Captured(
         program=program,
         arguments=arguments,
         environment=environment,
         ambient=ambient(),
         closed_over=closed_over,
+        places=places,
         name=call.name,
         dims=dims,
         in_backward=in_backward,
@@ -493,12 +516,6 @@ def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or value.grad_fn is None or is_real(value):
         return value
     return value if any(value is one for one in inputs) else value.detach()
-
-
-def _gradients(places: Iterable[tuple[Source, torch.Tensor]]) -> dict[int, Source]:
-    """The gradients that leaves have, by identity, with where to read them: what an optimizer does."""
-    leaves = ((source, tensor) for source, tensor in places if tensor.is_leaf and tensor.grad is not None)
-    return {id(tensor.grad): source.attribute("grad") for source, tensor in leaves}
 
 
 def _bases(places: Iterable[tuple[Source, torch.Tensor]]) -> dict[int, Source]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +30,14 @@ NO_FAKES = UserFakes(None, frozenset())
 
 def fakes_of(
     named: Iterable[tuple[str, torch.Tensor]],
-    closed_over: Collection[int],
+    closed_over: Callable[[], Collection[int]],
     around: FakeTensorMode | None = None,
 ) -> UserFakes:
     """The fake tensors of a call.
 
     Args:
         named: the tensors that the call is given, with their names.
-        closed_over: identities of tensors that it may close over.
+        closed_over: gives identities of tensors that it may close over.
         around: the mode to take if no fake tensor is among them.
 
     Raises:
@@ -58,4 +58,4 @@ def fakes_of(
         found.add(id(tensor))
     if mode is None:
         return NO_FAKES
-    return UserFakes(mode, frozenset(found.union(closed_over)))
+    return UserFakes(mode, frozenset(found.union(closed_over())))

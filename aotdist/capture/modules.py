@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from aotdist.capture.annotations import set_current_line, set_current_module
+from aotdist.capture.annotations import inside_module, set_current_line, set_current_module
 from aotdist.capture.attached import PrintedSource
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.modules import global_module_hooks
+from aotdist.torch_seam.own_attributes import own, shared, within
 
 _HOOKS = (
     "_forward_hooks",
@@ -89,8 +90,8 @@ def own_tensors(prefix: str, module: nn.Module, kind: str) -> Iterator[tuple[str
         module: the module.
         kind: one of `KINDS`.
     """
-    owner: dict[str, Any] = vars(module)[kind]
-    for key, value in owner.items():
+    owner: dict[str, Any] = shared(vars(module)[kind])
+    for key, value in own(owner).items():
         if value is not None:
             yield f"{prefix}.{key}" if prefix else key, StatePlace(owner, key), value
 
@@ -139,15 +140,16 @@ def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
 @contextlib.contextmanager
 def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> Generator[None]:
     """Put `stand_ins` in the places of `state`; what was there is put back when the context is left."""
-    hung = [(place, place.owner[place.key]) for tensor in state for place in tensor.places]
+    hung = [(own(place.owner), place.key) for tensor in state for place in tensor.places]
+    before = [owner[key] for owner, key in hung]
     try:
         for tensor, stand_in in zip(state, stand_ins, strict=True):
             for place in tensor.places:
-                place.owner[place.key] = stand_in
+                own(place.owner)[place.key] = stand_in
         yield
     finally:
-        for place, before in hung:
-            place.owner[place.key] = before
+        for (owner, key), value in zip(hung, before, strict=True):
+            owner[key] = value
 
 
 def attribute_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Source, torch.Tensor]]:
@@ -161,31 +163,14 @@ def attribute_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Source
 
 @contextlib.contextmanager
 def following_modules(modules: Mapping[str, nn.Module]) -> Generator[None]:
-    """Tell `aotdist.capture.annotations` which module's forward is running."""
+    """Tell `aotdist.capture.annotations` which module's forward, with its hooks, is running."""
     names = {module: name for name, module in modules.items()}
-    stack = [""]
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if module in names:
-            stack.append(names[module])
-            set_current_module(stack[-1])
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if module in names:
-            stack.pop()
-            set_current_module(stack[-1])
-
-    handles = (
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave, always_call=True),
-    )
     try:
-        yield
+        with within(lambda module: inside_module(names[module]) if module in names else None):
+            yield
     finally:
         set_current_module("")
         set_current_line("")
-        for handle in handles:
-            handle.remove()
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module | None]:

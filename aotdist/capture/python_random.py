@@ -1,4 +1,8 @@
-"""Random numbers of Python's and NumPy's: what a program draws at capture would never be drawn again."""
+"""Random numbers of Python's and NumPy's: what a program draws at capture would never be drawn again.
+
+A generator that is in another state afterwards was drawn from. Those of `random` and `numpy.random` belong to
+all threads: where there are several, the functions that draw are listened to in the one that captures.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.torch_seam.patches import replaced_here
 
 
 def is_python_generator(value: Any) -> bool:
@@ -34,12 +40,17 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
     if "numpy" in sys.modules:
         shared = sys.modules["numpy"].random
         watched.append(_Watched("the generator of `numpy.random`", shared.get_state, shared.set_state))
-    watched += [_of(name, generator) for name, generator in own]
-    try:
-        yield
-    except AotdistError:
-        _put_back(watched)
-        raise
+    own = list(own)
+    with ExitStack() as stack:
+        if threading.active_count() > 1:
+            for one in watched:
+                stack.enter_context(one.listening([generator for _, generator in own]))
+        watched += [_of(name, generator) for name, generator in own]
+        try:
+            yield
+        except AotdistError:
+            _put_back(watched)
+            raise
     if drawn := _put_back(watched):
         raise UnsupportedProgram(
             f"the program draws from {drawn[0].name}, which compiled calls would not do again",
@@ -51,17 +62,50 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
 class _Watched:
     """A generator, with the state that it had."""
 
-    def __init__(self, name: str, state: Callable[[], Any], set_state: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, state: Any, set_state: Callable[[Any], None]) -> None:
         self.name, self._state, self._set_state = name, state, set_state
         self._before = copy.deepcopy(state())
+        self._may_have_drawn = True
 
     def has_drawn(self) -> bool:
         """Whether its state is another one now; arrays are in it, which no `==` compares."""
-        return pickle.dumps(self._state()) != pickle.dumps(self._before)
+        return self._may_have_drawn and pickle.dumps(self._state()) != pickle.dumps(self._before)
 
     def put_back(self) -> None:
         """Give it the state that it had."""
         self._set_state(self._before)
+
+    @contextmanager
+    def listening(self, reached: Iterable[Any]) -> Generator[None]:
+        """Other threads may draw from it, too: listen to what this one draws inside.
+
+        Args:
+            reached: generators that the program reaches: it may draw from these without being heard.
+        """
+        generator = self._state.__self__
+        self._may_have_drawn = any(generator is one for one in reached)
+        with ExitStack() as stack:
+            for owner, name in () if self._may_have_drawn else _functions_of(generator):
+                stack.enter_context(replaced_here(owner, name, self._draw))
+            yield
+
+    def _draw(self, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._may_have_drawn = True
+        return draw(*args, **kwargs)
+
+
+def _functions_of(generator: Any) -> Iterator[tuple[Any, str]]:
+    """Owners and names of the functions that draw from the generator of a module."""
+    is_pythons = isinstance(generator, random.Random)
+    if is_pythons:
+        yield from ((generator, name) for name in ("random", "getrandbits"))  # which all others call
+    module = random if is_pythons else sys.modules["numpy"].random
+    for name, function in list(vars(module).items()):
+        if getattr(function, "__self__", None) is generator and function.__name__ not in _OF_STATES:
+            yield module, name
+
+
+_OF_STATES = ("getstate", "setstate", "get_state", "set_state")
 
 
 def _put_back(watched: Iterable[_Watched]) -> list[_Watched]:

@@ -143,7 +143,9 @@ class _Walk:
             self._identity(source, value)
             self.found.generators += [value] if isinstance(value, torch.Generator) else []
             holder = getattr(value, "__self__", None)
-            if isinstance(holder, (list, dict)):  # of the method `grads.append`
+            if isinstance(holder, (list, dict)) or is_python_generator(
+                holder
+            ):  # of the method `grads.append`
                 yield source.attribute("__self__", source.path), holder
         elif is_python_generator(value):
             self._identity(source, value)

@@ -25,6 +25,7 @@ from aotdist.capture.reached import Reached
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
+from aotdist.torch_seam.own_attributes import own, shared
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 
@@ -35,7 +36,7 @@ class _Dictionary:
 
     Args:
         source: where it is found at each call.
-        held: the dictionary.
+        held: the dictionary; of a module, that which all threads share.
         before: what it held.
     """
 
@@ -45,12 +46,13 @@ class _Dictionary:
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of every entry that is another object now, or gone."""
-        for position, (key, value) in enumerate(kept_by(self.held).items()):
+        held = _kept(self.held)
+        for position, (key, value) in enumerate(held.items()):
             before = self.before.get(key, ABSENT)
             if value is not before:
                 yield self._place(position, key), before, value
         for position, (key, before) in enumerate(self.before.items()):
-            if key not in self.held:
+            if key not in held:
                 yield self._place(position, key), before, ABSENT
 
     def _place(self, position: int, key: Any) -> Source:
@@ -391,10 +393,15 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
     elif source.steps in ((), (Attribute("__dict__"),)):
         place = Source(source.path, container)
     else:
-        place = Source(source.path, Held(source, container))
+        place = Source(source.path, Held(source, shared(container)))
     if isinstance(container, dict):
-        return _Dictionary(place, container, kept_by(container))
+        return _Dictionary(place, shared(container), _kept(container))
     return _List(place, container, kept_by(container))
+
+
+def _kept(dictionary: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dictionary holds for this thread; those of a module's state are what all threads share."""
+    return {key: shared(value) for key, value in kept_by(own(dictionary)).items()}
 
 
 def _hold(place: Source, value: Any) -> None:

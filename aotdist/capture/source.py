@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from aotdist.torch_seam.own_attributes import own, shared
+
 UNNAMED = "constant_"
 """How the names of tensors begin that were met where no walk had found them: they are kept as they are."""
 
@@ -143,6 +145,10 @@ class Source:
     root: Any
     steps: tuple[Step, ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.root, dict):  # it is found at each call, by any thread
+            object.__setattr__(self, "root", shared(self.root))
+
     @property
     def is_of_argument(self) -> bool:
         """Whether it begins at a tensor among the arguments, and is therefore another place at each call."""
@@ -203,7 +209,7 @@ class Source:
 
     def read(self) -> Any:
         """What is there now."""
-        value: Any = self.root.example if isinstance(self.root, (Argument, Held)) else self.root
+        value: Any = own(self.root.example if isinstance(self.root, (Argument, Held)) else self.root)
         for step in self.steps:
             match step:
                 case Attribute(name=name):
@@ -255,11 +261,11 @@ class Source:
         match last:
             case Attribute(name=name):
                 held = getattr(owner, "__dict__", {})
-                return (id(held) if name in held else id(owner)), name
+                return (id(shared(held)) if name in held else id(owner)), name
             case Item(key=slice() as key):
                 return id(owner), (key.start, key.stop)  # slices have no hash before Python 3.12
             case Item(key=key):
-                return id(owner), key
+                return id(shared(owner)), key
             case Applied(function=function):
                 return id(owner), function
 

@@ -29,9 +29,9 @@ from aotdist.store.graphs import Graphs
 from aotdist.store.live import GroupName, Live
 from aotdist.store.ranks import merged
 from aotdist.store.values import Json, Values
-from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.functional import FakeTensorMode, quiet_fakes
 from aotdist.torch_seam.groups import world_group_name
-from aotdist.torch_seam.modes import no_modes, quiet_fakes
+from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents, primals_and_values
 from aotdist.torch_seam.symbols import expression, hint, is_open, new_symbol, shape_env
 

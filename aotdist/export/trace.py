@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from aotdist.api import disable
-from aotdist.capture.alone import alone, capturing
+from aotdist.capture.alone import alone
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.fakes import fakes_of
@@ -92,7 +92,7 @@ def trace_for_export(
         with swapped([state for _, state in tied], [given[position] for position, _ in tied]):
             return call.target(*args, **kwargs)
 
-    with alone(), capturing(), ExitStack() as scope, disable(), collector_paused():
+    with alone(), ExitStack() as scope, disable(), collector_paused():
         captured = capture(UserCall(call.target, run, call.args, call.kwargs, prints=False), settings, scope)
         captured.arguments.refuse_objects("export", "pass its tensors, or close over it")
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))
@@ -116,7 +116,7 @@ def trace_for_export(
             refuse_example(slot.path, example)
         paths = (slot.path for slot in slots)
         named = zip(paths, examples, strict=True)
-        fakes = fakes_of(named, captured.closed_over.keys(), active_fake_mode())
+        fakes = fakes_of(named, captured.all_closed_over, active_fake_mode())
         if captured.dims:
             refuse_mode_without_symbols(fakes)
         program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))

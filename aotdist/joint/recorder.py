@@ -49,12 +49,14 @@ from aotdist.torch_seam.functional import (
     functional_value,
     is_fake,
     is_functional_base,
+    quiet_fakes,
     second_shell,
 )
 from aotdist.torch_seam.groups import no_objects_exchanged
 from aotdist.torch_seam.inductor import TracingContext, tracing
-from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes, quiet_fakes
+from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
+from aotdist.torch_seam.patches import hand_on
 from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
 from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number_kind, shape_env
 from aotdist.torch_seam.tensors import unwrapped
@@ -184,7 +186,7 @@ class Recorder:
             saved_tensor_hooks_off(),
             calling_to_be_traced(),
             compiled_as_written(),
-            torch.autograd.set_detect_anomaly(False),  # it would look for NaNs among numbers that nobody has
+            _anomaly_mode_off(),
             self.draws,
             tracing_wrappers(),
             no_objects_exchanged(),
@@ -195,6 +197,7 @@ class Recorder:
             self._functionalisation,
         ):
             self._exit.enter_context(mode)
+        hand_on(self._functionalisation)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -521,6 +524,13 @@ class Recorder:
         self._first.graph = handed_out
         recorded.erase_node(recorded.output_node())
         self._goes_on = True
+
+
+def _anomaly_mode_off() -> contextlib.AbstractContextManager[Any]:
+    """It would look for NaNs among numbers that nobody has. It is all threads', and touched only if on."""
+    return (
+        torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else contextlib.nullcontext()
+    )
 
 
 _SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent", "total", "buffer", "rng")

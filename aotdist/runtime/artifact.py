@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -56,11 +57,19 @@ def call_fitting(artifacts: list[Artifact], args: tuple[Any, ...], kwargs: Mappi
     for position, artifact in enumerate(tuple(artifacts)):
         result = artifact.call(args, kwargs)
         if result is not MISS:
-            if position:  # another thread may be looking, or adding one: it is in there at any time
-                artifacts.insert(0, artifact)
-                del artifacts[artifacts.index(artifact, 1)]
+            if position:
+                put_first(artifact, artifacts)
             return result
     return MISS
+
+
+_order = threading.Lock()
+
+
+def put_first(artifact: Artifact, artifacts: list[Artifact]) -> None:
+    """Let an artifact be the first, new or not; another thread that looks finds it at any time."""
+    with _order:
+        artifacts[:] = [artifact, *(one for one in artifacts if one is not artifact)]
 
 
 def load(compilation: Compilation, fit: Fit) -> Artifact:

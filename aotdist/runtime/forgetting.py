@@ -32,6 +32,7 @@ def without_tensors(compilation: Compilation) -> Compilation:
         captured=replace(
             captured,
             program=_without_tensors(captured.program),
+            places=(),
             environment=replace(environment, state=(), reached=reached),
         ),
         traced=replace(traced, program=_without_tensors(traced.program), later_backwards=None),

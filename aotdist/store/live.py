@@ -89,7 +89,10 @@ class Live:
             captured: the call.
             device_type: that of the GPUs that it is for, or `cpu`.
         """
-        tensors = [*captured.program.examples, *(source.read() for source in captured.closed_over.values())]
+        tensors = [
+            *captured.program.examples,
+            *(source.read() for source in captured.all_closed_over().values()),
+        ]
         meshes = {MeshName.of(mesh): mesh for mesh in _meshes(map(recipe_of, tensors))}
         groups: dict[str, GroupName] = {}
         for name, mesh in meshes.items():

@@ -187,7 +187,7 @@ def _with_closed_over(
     program: Program[DistinctIdx], captured: Captured, paths: list[str]
 ) -> Program[DistinctIdx]:
     """`program` with the tensors that the trace met besides its inputs."""
-    found = {steady_path(source.path): source for source in captured.closed_over.values()}
+    found = {steady_path(source.path): source for source in captured.all_closed_over().values()}
     for path in paths:
         if path not in found:
             raise SignatureMismatch(

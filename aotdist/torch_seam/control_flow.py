@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from aotdist.torch_seam.classes import hears_of_functions
-from aotdist.torch_seam.patches import Patch, replaced
+from aotdist.torch_seam.patches import Patch, is_replaced_here, replaced_here
 from aotdist.torch_seam.trees import pytree
 
 _CONTROL_FLOW = frozenset(
@@ -40,8 +40,26 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
 
 
 def said_to_be_compiling() -> AbstractContextManager[None]:
-    """`torch.compiler.is_compiling()` is true; in all threads, as it is while Dynamo is at work."""
-    return replaced(torch.compiler, "_is_compiling_flag", True)
+    """`torch.compiler.is_compiling()` is true in this thread."""
+    return _SAID_TO_COMPILE.applied(True)
+
+
+class _CompilesHere:
+    """What `is_compiling` returns: true in threads that are said to compile, in others what it was before."""
+
+    def __init__(self, *, elsewhere: bool) -> None:
+        self.elsewhere = elsewhere
+
+    def __bool__(self) -> bool:
+        return bool(_SAID_TO_COMPILE.value) or self.elsewhere
+
+
+def _hook_flag(hearing: bool) -> None:
+    flag = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = _CompilesHere(elsewhere=flag) if hearing else flag.elsewhere
+
+
+_SAID_TO_COMPILE = Patch[bool]("said_to_compile", _hook_flag)
 
 
 def _hook_calls(tracing: bool) -> None:
@@ -123,14 +141,13 @@ def fast_paths_on() -> AbstractContextManager[None]:
 
     They ask whether a tensor overrides torch functions, and in a mode of ours all seem to.
     """
-    asked = torch.overrides.has_torch_function
 
-    def has_torch_function(values: Sequence[Any]) -> bool:
-        if sys._getframe(1).f_code not in _FAST_PATHS:
+    def has_torch_function(asked: Callable[..., bool], values: Sequence[Any]) -> bool:
+        if sys._getframe(2).f_code not in _FAST_PATHS:
             return asked(values)
         return any(hears_of_functions(type(value)) for value in values if isinstance(value, torch.Tensor))
 
-    return replaced(torch.overrides, "has_torch_function", has_torch_function)
+    return replaced_here(torch.overrides, "has_torch_function", has_torch_function)
 
 
 def encoder_that_asks() -> torch.nn.TransformerEncoder | None:
@@ -144,4 +161,4 @@ def encoder_that_asks() -> torch.nn.TransformerEncoder | None:
 def are_on_fast_path(layers: torch.nn.Module) -> bool:
     """Whether `fast_paths_on` is in force, and an encoder's layers have no hooks that forbid fast paths."""
     hooks = (module._forward_hooks or module._forward_pre_hooks for module in layers.modules())
-    return torch.overrides.has_torch_function.__module__ == __name__ and not any(hooks)
+    return is_replaced_here(torch.overrides, "has_torch_function") and not any(hooks)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
-from aotdist.torch_seam.patches import replaced
+from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 
@@ -115,14 +115,13 @@ def _handlers_kept() -> Generator[None]:
 
     handlers = _DISPATCHER._custom_op_handlers
     before = dict(handlers)
-    disable = loss._disable_custom_loss_ops
 
-    def disable_for_forward() -> None:
+    def disable_for_forward(disable: Callable[[], None]) -> None:
         kept = {op: handlers[op] for op in loss.customized_loss_ops if "backward" in op.name()}
         disable()
         handlers.update(kept)
 
-    with replaced(loss, "_disable_custom_loss_ops", disable_for_forward):
+    with replaced_here(loss, "_disable_custom_loss_ops", disable_for_forward):
         try:
             yield
         finally:
@@ -138,15 +137,14 @@ def _masks_apart() -> Generator[None]:
 
     before: dict[int, tuple[Any, Any, int]] = {}
     buffer_class = type(_MaskPartial().mask_buffer)
-    materialize = buffer_class.materialize_mask
 
-    def materialize_apart(buffer: Any, mask: torch.Tensor) -> None:
+    def materialize_apart(materialize: Callable[..., None], buffer: Any, mask: torch.Tensor) -> None:
         if id(buffer) not in before:
             before[id(buffer)] = buffer, buffer.data, buffer.refcount
             buffer.data, buffer.refcount = None, 0
         materialize(buffer, mask)
 
-    with replaced(buffer_class, "materialize_mask", materialize_apart):
+    with replaced_here(buffer_class, "materialize_mask", materialize_apart):
         try:
             yield
         finally:
@@ -160,23 +158,19 @@ def _shards_measured_aside() -> Generator[None]:
     from torch.distributed.tensor import _utils
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    def aside(measure: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(number, SYMBOLIC) for number in pytree.tree_leaves((args, kwargs))):
-                return measure(*args, **kwargs)
-            with no_modes(), torch_functions_off():
-                return measure(*args, **kwargs)
-
-        return measured
+    def measured(measure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(number, SYMBOLIC) for number in pytree.tree_leaves((args, kwargs))):
+            return measure(*args, **kwargs)
+        with no_modes(), torch_functions_off():
+            return measure(*args, **kwargs)
 
     with ExitStack() as stack:
         for owner, name in (
             (_utils, "_compute_local_shape_and_global_offset"),
             (_StridedShard, "local_shard_size_and_offset"),
         ):
-            measure = vars(owner).get(name)
-            if inspect.isfunction(measure):  # an inherited one is another kind of method
-                stack.enter_context(replaced(owner, name, aside(measure)))
+            if inspect.isfunction(vars(owner).get(name)):  # an inherited one is another kind of method
+                stack.enter_context(replaced_here(owner, name, measured))
         yield
 
 

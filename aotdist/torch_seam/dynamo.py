@@ -74,8 +74,8 @@ def sets_versions(target: Any) -> bool:
 
 def dynamo_locks() -> tuple[threading.RLock, ...]:
     """The locks that a thread holds while Dynamo compiles in it; none before Dynamo is imported."""
-    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-    return () if frames is None else (frames.compile_lock,)
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    return () if lock is None else (lock,)
 
 
 def frames_off() -> AbstractContextManager[Any]:

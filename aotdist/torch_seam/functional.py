@@ -3,6 +3,7 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,11 +26,17 @@ from torch.utils._mode_utils import no_dispatch
 
 from aotdist.torch_seam.classes import CACHED_SIZES, dispatches
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.patches import replaced
+from aotdist.torch_seam.patches import replaced, replaced_here
 from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
 
 _COUNTS_WRITES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def quiet_fakes() -> AbstractContextManager[None]:
+    """Operators that fail on fake tensors in this thread raise, and do not log the C++ stack as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    return replaced_here(logger, "isEnabledFor", lambda is_enabled, level: False)
 
 
 def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

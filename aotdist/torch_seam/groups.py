@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from aotdist.torch_seam.dtensor import forget_shardings
-from aotdist.torch_seam.patches import Patch, replaced
+from aotdist.torch_seam.patches import Patch, replaced_here
 
 
 def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
@@ -49,16 +49,14 @@ class ObjectsExchangedError(RuntimeError):
     """A traced program sends Python objects to its peers."""
 
 
-@contextmanager
-def no_objects_exchanged() -> Generator[None]:
-    """Collectives of Python objects (`all_gather_object`) raise `ObjectsExchangedError`."""
+def no_objects_exchanged() -> AbstractContextManager[None]:
+    """Collectives of Python objects (`all_gather_object`) raise `ObjectsExchangedError` in this thread."""
     from torch.distributed import distributed_c10d
 
     def refuse(*_: Any) -> Any:
         raise ObjectsExchangedError
 
-    with replaced(distributed_c10d, "_object_to_tensor", refuse):
-        yield
+    return replaced_here(distributed_c10d, "_object_to_tensor", refuse)
 
 
 def default_store() -> Store | None:

@@ -3,7 +3,6 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,8 +12,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-
-from aotdist.torch_seam.patches import replaced
 
 
 def no_modes() -> AbstractContextManager[Any]:
@@ -73,11 +70,6 @@ def class_functions_are_on() -> bool:
 def python_kernels() -> AbstractContextManager[None]:
     """Kernels in Python take precedence over those in C++, some of which specialise symbolic sizes."""
     return enable_python_dispatcher()
-
-
-def quiet_fakes() -> AbstractContextManager[None]:
-    """Operators that fail on fake tensors raise, and do not log the C++ stack as well."""
-    return replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def under_transform() -> bool:

@@ -1,0 +1,177 @@
+"""Attributes, parameters and buffers of modules that one thread has for itself.
+
+Python looks attributes up in one dictionary for all threads. So while a thread has some of its own, the
+methods of `nn.Module` that get and set attributes ask which thread calls. They hand out the thread's own
+`__dict__`, in which `nn.Module` finds the parameters and buffers; other threads get the one that there always
+was. Containers, and objects that are no modules, are still everybody's.
+"""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from aotdist.torch_seam.patches import Patch, replaced_here
+
+_COPIED = ("_parameters", "_buffers")
+_REGISTERED = (*_COPIED, "_modules")
+_NOWHERE: Any = object()
+
+
+class _Own:
+    """What a thread has for itself.
+
+    Attributes:
+        attributes: its own `__dict__` of a module, by the identity of the module.
+        own: its own dictionary in the place of one that all threads share, by the identity of that.
+        shared: the other way round.
+    """
+
+    def __init__(self) -> None:
+        self.attributes: dict[int, dict[str, Any]] = {}
+        self.own: dict[int, dict[str, Any]] = {}
+        self.shared: dict[int, dict[str, Any]] = {}
+        self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        """Each module, the thread's own `__dict__` of it, and what was in that in the beginning."""
+
+    def take(self, modules: Iterable[nn.Module]) -> None:
+        """Have those of some modules, too."""
+        for module in modules:
+            if id(module) in self.attributes:
+                continue
+            theirs = vars(module)
+            ours = dict(theirs)
+            ours.update((name, theirs[name].copy()) for name in _COPIED)
+            for one, other in ((theirs, ours), *((theirs[name], ours[name]) for name in _COPIED)):
+                self.own[id(one)], self.shared[id(other)] = other, one
+            self._before.append((module, ours, dict(ours)))
+            self.attributes[id(module)] = ours
+
+    def hand_over(self) -> None:
+        """Let all threads see the attributes that hold something else than in the beginning."""
+        for _, ours, before in self._before:
+            theirs = self.shared[id(ours)]
+            for name in [*ours, *(name for name in before if name not in ours)]:
+                value = ours.get(name, _NOWHERE)
+                if value is _NOWHERE:
+                    theirs.pop(name, None)
+                elif value is not before.get(name, _NOWHERE):
+                    theirs[name] = value
+
+
+@contextmanager
+def own_attributes(modules: Iterable[nn.Module] = ()) -> Generator[None]:
+    """In this context, this thread has the attributes, parameters and buffers of `modules` for itself.
+
+    No other thread sees what it assigns to them, in whatever way, and it does not see what others assign. If
+    no exception leaves the context, attributes that hold something else by then are assigned for all threads.
+    Inside of another such context, this is done when that one is left.
+    """
+    held = _OWN.value
+    if held is not None:
+        held.take(modules)
+        yield
+        return
+    held = _Own()
+    held.take(modules)
+    with _OWN.applied(held):
+        yield
+    held.hand_over()
+
+
+def own(value: Any) -> Any:
+    """What this thread has for itself in the place of a dictionary of a module; any other value is itself."""
+    held = _OWN.value
+    return value if held is None else held.own.get(id(value), value)
+
+
+def shared(value: Any) -> Any:
+    """What all threads share in the place of a dictionary that this one has for itself; see `own`."""
+    held = _OWN.value
+    return value if held is None else held.shared.get(id(value), value)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any] | None:
+    held = _OWN.value
+    return None if held is None else held.attributes.get(id(module))
+
+
+def _in_class(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _NOWHERE)
+
+
+def _is_set_by_class(found: Any) -> bool:
+    """Whether what a class has under a name (a property) decides what setting it does."""
+    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
+
+
+def _get(module: Any, name: str) -> Any:
+    attributes = _attributes_of(module)
+    if attributes is None:
+        return super(nn.Module, module).__getattribute__(name)
+    if name == "__dict__":
+        return attributes
+    found = _in_class(type(module), name)
+    if name in attributes and not _is_set_by_class(found):
+        return attributes[name]
+    if found is _NOWHERE:
+        raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
+    if not hasattr(type(found), "__get__"):
+        return found
+    return type(found).__get__(found, module, type(module))
+
+
+def _set(module: Any, name: str, value: Any) -> None:
+    attributes = _attributes_of(module)
+    if attributes is None or not _is_plain(attributes, module, name) or isinstance(value, _KINDS):
+        _set_shared(module, name, value)
+    else:
+        attributes[name] = value
+
+
+def _delete(module: Any, name: str) -> None:
+    attributes = _attributes_of(module)
+    if attributes is None or not _is_plain(attributes, module, name):
+        _delete_shared(module, name)
+    elif name in attributes:
+        del attributes[name]
+    else:
+        raise AttributeError(name)
+
+
+def _is_plain(attributes: Mapping[str, Any], module: nn.Module, name: str) -> bool:
+    """Whether an attribute is one of Python's: neither registered nor a property."""
+    registered = any(name in attributes.get(kind, ()) for kind in _REGISTERED)
+    return not registered and not _is_set_by_class(_in_class(type(module), name))
+
+
+_KINDS = (nn.Parameter, nn.Module, nn.Buffer)
+_set_shared, _delete_shared = nn.Module.__setattr__, nn.Module.__delattr__
+
+
+def _hook_attributes(hearing: bool) -> None:
+    cls: Any = nn.Module
+    if hearing:
+        cls.__getattribute__, cls.__setattr__, cls.__delattr__ = _get, _set, _delete
+    else:
+        del cls.__getattribute__
+        cls.__setattr__, cls.__delattr__ = _set_shared, _delete_shared
+
+
+_OWN = Patch[_Own]("own_attributes", _hook_attributes)
+
+
+def within(
+    around: Callable[[nn.Module], AbstractContextManager[None] | None],
+) -> AbstractContextManager[None]:
+    """In this context and thread, a module that is called runs inside of `around(module)`, hooks included."""
+
+    def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with around(module) or nullcontext():
+            return run(module, *args, **kwargs)
+
+    return replaced_here(nn.Module, "_call_impl", call)
