@@ -103,7 +103,7 @@ def logged_case(steps: int, shapes: int) -> int:
     return log.looks
 
 
-@pytest.mark.parametrize("steps, shapes", [(12, 3), pytest.param(1000, 20, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("steps, shapes", [(12, 3), pytest.param(40, 12, marks=pytest.mark.sweep)])
 @pytest.mark.filterwarnings("ignore:aotdist. `.*` was compiled")
 def test_a_thread_that_logs(world2: World, steps: int, shapes: int) -> None:
     assert min(world2.run(logged_case, steps, shapes)) > steps
