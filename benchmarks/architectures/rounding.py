@@ -8,7 +8,6 @@ dropout, one step beside the same step in float64.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -37,15 +36,14 @@ def failed(job: Job, why: str) -> Found:
     return Found(rounded=Rounded(why)) if job.way in ROUNDING else Found(Half(why))
 
 
-def fill(model: str, way: Way, num_steps: int = _NUM_STEPS) -> Rounded:
+def fill(model: str, way: Way) -> Rounded:
     """What becomes of training by one of `ROUNDING`."""
     torch.compiler.reset()
     rounded, call = Rounded(), _calling(way)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            losses = [_losses(model, how, num_steps) for how in (_as_it_is, call)]
-            rounded.apart = _apart(*losses)
+            rounded.apart = apart_with_dropout(model, way)
             expected, eager, ours = (
                 _of_one_step(model, *how)
                 for how in ((_as_it_is, torch.float64), (_as_it_is, torch.float32), (call, torch.float32))
@@ -58,11 +56,14 @@ def fill(model: str, way: Way, num_steps: int = _NUM_STEPS) -> Rounded:
     return rounded
 
 
+def apart_with_dropout(model: str, way: Way, num_steps: int = _NUM_STEPS) -> float:
+    """The largest relative difference of a loss from eager's with the same seeds; NaN if one is no number."""
+    return _apart(*(_losses(model, how, num_steps) for how in (_as_it_is, _calling(way))))
+
+
 def _calling(way: Way) -> Callable[[Any], Any]:
     if way == "torch.compile":
         return torch.compile
-    if way == "triton":
-        os.environ["TRITON_INTERPRET"] = "1"
     return partial(aotdist.compile, backend=way)
 
 
@@ -81,12 +82,11 @@ def _losses(name: str, call: Callable[[Any], Any], num_steps: int) -> list[float
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
 def _apart(eager: list[float], ours: list[float]) -> float:
-    """The largest relative difference; NaN if one number is none."""
     apart = [abs(a - b) / abs(a) for a, b in zip(eager, ours, strict=True)]
     return math.nan if any(map(math.isnan, apart)) else max(apart)
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import tyro
@@ -74,13 +75,10 @@ def main(options: Options) -> int:
 def _found(model: str, way: Way, options: Options) -> Found:
     """What the process says; what is known of one that comes to no end."""
     job = Job(model, way, num_steps=3, pace=Pace(rounds=1 if options.quick else options.rounds, warmup=1))
-    # Processes are forked off one that has imported everything: that takes 7 s, most models less.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_TRIALS)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
-        process = context.Process(target=_answer, args=(job, answer))
+        process = _context(way).Process(target=_answer, args=(job, answer))
         process.start()
         process.join(options.timeout)
         print(f"  {model}, {way}: {time.perf_counter() - start:.0f} s", flush=True)
@@ -92,6 +90,20 @@ def _found(model: str, way: Way, options: Options) -> Found:
             return failed(job, f"ended its process with {process.exitcode}")
         found: Found = pickle.loads(answer.read_bytes())
         return found
+
+
+def _context(way: Way) -> BaseContext:
+    """Processes are forked off one that has imported everything: that takes 7 s, most models less.
+
+    Triton looks whether it is to interpret when it is imported, so its processes begin anew.
+    """
+    if way == "triton":
+        os.environ["TRITON_INTERPRET"] = "1"
+        return multiprocessing.get_context("spawn")
+    os.environ.pop("TRITON_INTERPRET", None)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_TRIALS)
+    return context
 
 
 def _answer(job: Job, file: Path) -> None:

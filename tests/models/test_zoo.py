@@ -87,3 +87,33 @@ def test_each_of_the_zoo(number: int, way: Way) -> None:
     assert row.training.is_ours or is_as_eager(row.came_through()), row
     if row.generation is not None:
         assert row.generation.is_ours or is_as_eager(row.came_through_generation()), row
+
+
+TRAINED_BY_DEFAULT = [
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+    "BartForConditionalGeneration",
+    "DebertaV2ForMaskedLM",
+    "GPT2LMHeadModel",
+    "ViTForImageClassification",
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", TRAINED_BY_DEFAULT)
+def test_the_default_backend_trains_with_dropout(model: str) -> None:
+    from benchmarks.architectures.rounding import apart_with_dropout
+
+    assert apart_with_dropout(model, "auto", num_steps=3) < 1e-4
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", ["auto", "inductor"])
+@pytest.mark.parametrize("number", range(40))
+def test_kernels_of_each_of_the_zoo(number: int, way: Way) -> None:
+    from benchmarks.architectures.making import ARCHITECTURES
+    from benchmarks.architectures.rounding import fill
+
+    rounded = fill(list(ARCHITECTURES)[number], way)
+    assert rounded.is_ours or rounded.is_right(), rounded
