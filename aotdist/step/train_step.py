@@ -364,7 +364,7 @@ def _warn_of_strangers(recipe: Recipe) -> None:
             f"aotdist: {number} of the optimizer's {len(recipe.params())} parameters are not the {name}'s "
             "any more, and those in their place are not trained; make the optimizer, and the step, after "
             "`fully_shard`, `to_empty` and the like",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -418,7 +418,8 @@ def gradient(fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("failing_backwards")
-def test_what_inductor_does_not_compile_is_named():
+def test_what_inductor_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AOTDIST_TRACEBACK", "full")
     compiled = aotdist.compile(waves, backend="inductor", settings={"cache_bytes": 0})
     with pytest.raises(UnsupportedProgram, match=r"the backward graph of `waves`: no such kernel") as caught:
         gradient(compiled)
