@@ -43,6 +43,7 @@ ONE_OF: Mapping[str, int] = {
     "models/test_real_models.py": 3,
     "op_db/test_module_db.py": 2,
     "op_db/test_op_db.py": 40,
+    "op_db/test_rounding.py": 60,
     "semantics/test_aliased_inputs.py": 8,
     "semantics/test_double_backward.py": 2,
     "semantics/test_dynamic_sizes.py": 2,
