@@ -45,7 +45,7 @@ def said_to_be_compiling() -> AbstractContextManager[None]:
 
 
 class _CompilesHere:
-    """What `is_compiling` returns: true in threads that are said to compile, in others what it was before."""
+    """The flag behind `is_compiling`: true in threads that are said to compile, in others what it was."""
 
     def __init__(self, *, elsewhere: bool) -> None:
         self.elsewhere = elsewhere
@@ -54,9 +54,18 @@ class _CompilesHere:
         return bool(_SAID_TO_COMPILE.value) or self.elsewhere
 
 
+def _flag_as_bool() -> bool:
+    """The code of `is_compiling` meanwhile, in the scope of that: what it returns is combined by `|`, too."""
+    return bool(_is_compiling_flag)  # type: ignore[name-defined]  # noqa: F821
+
+
+_IS_COMPILING = torch.compiler.is_compiling.__code__
+
+
 def _hook_flag(hearing: bool) -> None:
     flag = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = _CompilesHere(elsewhere=flag) if hearing else flag.elsewhere
+    torch.compiler.is_compiling.__code__ = _flag_as_bool.__code__ if hearing else _IS_COMPILING
 
 
 _SAID_TO_COMPILE = Patch[bool]("said_to_compile", _hook_flag)

@@ -12,7 +12,9 @@ from aotdist.errors import UnsupportedProgram
 
 def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """As transformers looks at a padding mask."""
-    if not torch.compiler.is_compiling() and mask.all():
+    is_tracing = torch.compiler.is_compiling()
+    is_tracing |= False
+    if not is_tracing and mask.all():
         return x.sum()
     return (x * mask).sum()
 
