@@ -95,7 +95,7 @@ EXCEPTIONS: list[Known] = [
     *_known(Kind.DATA, "`.*` reads a tensor's data", {"item": 0}, walks=(COMPLEX,)),
     *_known(
         Kind.DATA,
-        "depends on a number, or a size, that is read off a tensor",
+        "`float\\(tensor\\)` needs the value of a number that is read off a tensor",
         {"nn.BatchNorm1d train": 2, "nn.BatchNorm2d train": 1, "nn.BatchNorm3d train": 1},
     ),
     *_known(Kind.DATA, "read off a tensor|a tensor's value is needed", {"tensor_split": 0}),
