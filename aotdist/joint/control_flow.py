@@ -203,8 +203,11 @@ def _scan(
     return (*carry, *(torch.stack(list(column)) for column in zip(*kept, strict=True)))
 
 
-def _map(fn: Callable[..., Any], xs: Sequence[torch.Tensor], args: Sequence[Any]) -> Any:
-    """`fn` of each slice of `xs`, the results stacked."""
+def _map(fn: Callable[..., Any], xs: Sequence[torch.Tensor], args: Sequence[Any], **_: Any) -> Any:
+    """`fn` of each slice of `xs`, the results stacked.
+
+    What `fn` writes (torch 2.14 says it as `mutated_arg_indices`) are slices, and the trace sees it.
+    """
     rows = [
         pytree.tree_flatten(fn(*slices, *args)) for slices in zip(*(x.unbind(0) for x in xs), strict=True)
     ]

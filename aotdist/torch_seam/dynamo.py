@@ -53,8 +53,13 @@ def grad_mode_left_by(gm: torch.fx.GraphModule) -> bool | None:
 
 
 def is_data_assignment(node: torch.fx.Node) -> bool:
-    """Whether a node of a Dynamo graph is `x.data = y`: a `set_` that the version counter does not count."""
-    return node.target is torch.Tensor.set_ and any(lowers_version(user.target) for user in node.users)
+    """Whether a node of a Dynamo graph is `x.data = y`.
+
+    An operator for it alone from torch 2.14 on, before that a `set_` that the version counter does not count.
+    """
+    if node.target is torch.Tensor.set_:
+        return any(lowers_version(user.target) for user in node.users)
+    return node.target is getattr(torch.ops.aten, "shallow_copy_data_", None)
 
 
 def lowers_version(target: Any) -> bool:
