@@ -44,6 +44,7 @@ from aotdist.torch_seam.autograd import (
     REENTRANT_CHECKPOINT,
     custom_functions,
     hear_of_gradient,
+    leaves_behind,
     mixes_gradients,
     run_accumulating_backward,
     run_backward,
@@ -120,7 +121,10 @@ class Backward:
             )
             for idx, tensor in ends
         }
-        functions = custom_functions([tensor for _, tensor in ends])
+        tensors = [tensor for _, tensor in ends]
+        functions = custom_functions(tensors)
+        if functions and any(map(recorder.is_given, leaves_behind(tensors))):
+            raise _closed_over_unheard(functions)
         self._accumulates = REENTRANT_CHECKPOINT in functions
 
     def choices(self) -> list[Chosen]:
@@ -228,6 +232,16 @@ def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
         f"`{slot}` requires grad, and no input of the program that does leads to it",
         stage="joint",
         fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
+    )
+
+
+def _closed_over_unheard(functions: Sequence[str]) -> UnsupportedProgram:
+    """An error for a tensor that an autograd function took in C++ where nothing hears: from torch 2.14 on."""
+    return UnsupportedProgram(
+        f"a name bound to the `apply` of an autograd function (of {', '.join(functions)}) is called with a "
+        "tensor that the program closes over, which would get no gradient",
+        stage="joint",
+        fix="call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
     )
 
 

@@ -167,6 +167,11 @@ def custom_functions(tensors: Sequence[torch.Tensor]) -> list[str]:
     return list(dict.fromkeys(node.name() for node in _custom_nodes(tensors)))
 
 
+def leaves_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves in the history of `tensors`, each once."""
+    return [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
+
+
 def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a Python autograd function in the history of `tensors` may tell None from zeros.
 

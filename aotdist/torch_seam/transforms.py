@@ -20,17 +20,20 @@ from aotdist.torch_seam.patches import Patch
 
 Swap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
+BINDS_APPLY = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
+"""Whether `apply` of an autograd function is in C++, from torch 2.14 on: bound before a trace, it is not heard."""
+
 _TAKE_TENSORS = (
     (vmap, "_add_batch_dim"),
     (vmap, "_remove_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
     # Of `jvp`: an internal function from torch 2.12 on, before that the public one.
     (predispatch, "_make_dual") if hasattr(predispatch, "_make_dual") else (forward_ad, "make_dual"),
-    # Of an autograd function: `apply` calls it on its arguments, even where `apply` was bound before.
-    (utils, "unwrap_dead_wrappers"),
+    # Of an autograd function: up to torch 2.13 `apply` calls it, even where `apply` was bound before.
+    (torch.autograd.Function, "apply") if BINDS_APPLY else (utils, "unwrap_dead_wrappers"),
     (torch._C.ScriptFunction, "__call__"),
 )
-_HAVE_TAKEN = [getattr(owner, name) for owner, name in _TAKE_TENSORS]
+_HAVE_TAKEN = [inspect.getattr_static(owner, name) for owner, name in _TAKE_TENSORS]
 
 
 def beneath_transforms() -> AbstractContextManager[Any]:
@@ -54,23 +57,23 @@ def _hook_transforms(hearing: bool) -> None:
 _SWAPPED = Patch[Swap]("transform_hearers", _hook_transforms)
 
 
-def _taking_swapped(take: Callable[..., Any]) -> Callable[..., Any]:
+def _taking_swapped(take: Callable[..., Any]) -> Any:
     @functools.wraps(take)
     def taking(*args: Any, **kwargs: Any) -> Any:
         swap = _SWAPPED.value
-        if swap is not None and not _is_of_ours(inspect.currentframe()):
+        if swap is not None and not _is_of_ours(args, inspect.currentframe()):
             with torch_functions_off():
                 args = _swapped(swap, args)
                 kwargs = dict(zip(kwargs, _swapped(swap, tuple(kwargs.values())), strict=True))
         return take(*args, **kwargs)
 
-    return taking
+    return classmethod(taking) if isinstance(take, types.ClassMethodDescriptorType) else taking
 
 
-def _is_of_ours(frame: types.FrameType | None) -> bool:
+def _is_of_ours(args: tuple[Any, ...], frame: types.FrameType | None) -> bool:
     """Whether one of this library's own autograd functions is applied: to tensors of the trace."""
     caller = None if frame is None else frame.f_back
-    cls = None if caller is None else caller.f_locals.get("cls")
+    cls = args[0] if BINDS_APPLY and args else None if caller is None else caller.f_locals.get("cls")
     return isinstance(cls, type) and cls.__module__.partition(".")[0] == "aotdist"
 
 

@@ -148,7 +148,12 @@ def look(tensor: torch.Tensor) -> Sight:
     }
     if is_wrapper(tensor):
         return seen | {"context": str(tensor.__tensor_flatten__()[1])}  # type: ignore[attr-defined]
-    return seen | {"offset": tensor.storage_offset(), "attributes": constants_in(vars(tensor))}
+    own = {name: value for name, value in vars(tensor).items() if name != _LEFT_BY_DYNAMO}
+    return seen | {"offset": tensor.storage_offset(), "attributes": constants_in(own)}
+
+
+_LEFT_BY_DYNAMO = "fake_device"
+"""What Dynamo of torch 2.14 leaves on a tensor whose `.data` a program assigns, whatever the backend."""
 
 
 def constants_in(attributes: Mapping[str, Any]) -> Sight:
