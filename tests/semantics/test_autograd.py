@@ -470,15 +470,13 @@ def test_a_function_is_first_to_meet_what_is_closed_over(name, wraps):
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_a_bound_function_is_first_to_meet_what_is_closed_over(is_leaf, wraps):
-    """From torch 2.14 on, it takes tensors in C++, and nothing hears which: refused, where one has a gradient."""
+    """From torch 2.14 on nothing hears which tensors it takes: refused, where one would get a gradient."""
 
     def build():
         w = leaf().detach()
         w = (TwoTensor(w, w + 1) if wraps else w).requires_grad_()
         used = w if is_leaf else w * 2
-        return Scene(
-            lambda x: bound_product(x, used) + bound_product(used, used), (leaf(),), held={"w": w}
-        )
+        return Scene(lambda x: bound_product(x, used) + bound_product(used, used), (leaf(),), held={"w": w})
 
     if torch.__version__ < "2.14":
         same_as_eager(build)
