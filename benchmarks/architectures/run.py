@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 import tyro
@@ -92,7 +92,7 @@ def _found(model: str, way: Way, options: Options) -> Found:
         return found
 
 
-def _context(way: Way) -> BaseContext:
+def _context(way: Way) -> SpawnContext | ForkServerContext:
     """Processes are forked off one that has imported everything: that takes 7 s, most models less.
 
     Triton looks whether it is to interpret when it is imported, so its processes begin anew.
