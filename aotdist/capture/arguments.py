@@ -301,7 +301,9 @@ def _leaf(path: str, value: Any, met: _Met, counted: Container[str], *, of_insta
     raise UnsupportedProgram(
         f"`{path}` is a {kind}, neither a tensor nor a constant",
         stage="capture",
-        fix="pass its tensors, register its class with `torch.utils._pytree.register_pytree_node`, "
+        fix="pass `torch.from_numpy(array)`, or the number itself (`scalar.item()`)"
+        if type(value).__module__ == "numpy"
+        else "pass its tensors, register its class with `torch.utils._pytree.register_pytree_node`, "
         "or close over it",
     )
 

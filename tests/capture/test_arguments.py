@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,3 +120,9 @@ def test_what_is_neither_is_refused_by_name():
         "`options['mode']` is a builtins.object, neither a tensor nor a constant"
     )
     assert "register_pytree_node" in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [np.float32(2), np.int64(2), np.bool_(True), np.ones(3)], ids=repr)
+def test_what_is_numpys_is_refused_with_how_to_pass_it(value: object) -> None:
+    with pytest.raises(UnsupportedProgram, match=r"fix: pass `torch.from_numpy\(array\)`.*`scalar.item\(\)`"):
+        read(torch.ones(1), value)
