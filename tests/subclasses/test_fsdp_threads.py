@@ -87,10 +87,12 @@ def logged_case(steps: int, shapes: int) -> int:
         for step in range(steps):
             torch.manual_seed(10 * step + dist.get_rank())
             ids = torch.randint(0, 11, (1 + step % shapes, 3))
-            losses = [each(ids) for each in (eager, model)]
+            losses = [
+                each(ids).square() for each in (eager, model)
+            ]  # without a minimum, it is NaN at step 73
             for loss in losses:
                 loss.backward()
-            assert same_bits(*losses)
+            assert same_bits(*losses) and losses[0].isfinite()
             assert different_grads(eager, model) == []
             optimizers[0].step()
             log.write(optimizers[1])
@@ -103,7 +105,9 @@ def logged_case(steps: int, shapes: int) -> int:
     return log.looks
 
 
-@pytest.mark.parametrize("steps, shapes", [(12, 3), pytest.param(40, 12, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "steps, shapes", [(12, 3), pytest.param(1000, 20, marks=(pytest.mark.sweep, pytest.mark.timeout(1200)))]
+)
 @pytest.mark.filterwarnings("ignore:aotdist. `.*` was compiled")
 def test_a_thread_that_logs(world2: World, steps: int, shapes: int) -> None:
-    assert min(world2.run(logged_case, steps, shapes)) > steps
+    assert min(world2.run(logged_case, steps, shapes, timeout=60.0 + steps)) > steps
