@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,10 @@ CHUNKS = 60
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_first_sample(chunk: int) -> None:
-    cases = (next(iter(operator_cases(name, FLOAT)), None) for name in operator_names()[chunk::CHUNKS])
-    found = [beyond_rounding(case, "inductor") for case in cases if case is not None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensors in beta state, which some samples are made of
+        cases = (next(iter(operator_cases(name, FLOAT)), None) for name in operator_names()[chunk::CHUNKS])
+        found = [beyond_rounding(case, "inductor") for case in cases if case is not None]
     assert found
     assert list(filter(None, found)) == []
 
