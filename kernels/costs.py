@@ -70,7 +70,7 @@ class _Block:
     Args:
         threads: how many threads it has.
         registers: how many registers each of these needs.
-        bytes_asked: bytes that it asks memory for at once.
+        bytes_asked: bytes that it asks memory for at once; of a kernel that reads nothing, what it writes.
         seconds_waiting: how long it waits for memory, one load after the other.
         turns: how often its loop goes round; 1 without a loop.
     """
@@ -90,7 +90,7 @@ class _Block:
         threads = 32 * config.num_warps
         places = {"x": config.xblock, "r": config.rblock if kernel.r else 1}
         held, asked = 0.0, 0.0
-        for index, dtype in reads(kernel):
+        for index, dtype in list(reads(kernel)) or writes(kernel):
             count = math.prod(places[axis] for axis in axes_of(index))
             held += max(1.0, count / threads)
             asked += count * dtype.itemsize

@@ -64,13 +64,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     name, _, parameters = item.nodeid.partition("[")
     tests = item.session.stash.setdefault(TESTS, set())
     one_of = ONE_OF.get("/".join(item.path.parts[-2:]), 2)
-    if parameters and name in tests and zlib.crc32(item.name.encode()) % one_of:
+    is_of_device = item.get_closest_marker("device") is not None  # minutes of a GPU are there for all of them
+    if parameters and name in tests and not is_of_device and zlib.crc32(item.name.encode()) % one_of:
         item.add_marker(pytest.mark.sweep)
     tests.add(name)
     if item.get_closest_marker("ranks"):
         # Each starts 2 to 4 processes: two of them at once on two cores run into their own timeouts.
         item.add_marker(pytest.mark.xdist_group("ranks"))
-    if item.get_closest_marker("device") and not torch.cuda.is_available():
+    if is_of_device and not torch.cuda.is_available():
         item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
 
 

@@ -7,11 +7,7 @@ from tests.device.there import same_on
 from tests.kernels.test_operators import CHUNKS, check
 from tests.kernels.test_operators import quiet as quiet
 
-pytestmark = [
-    pytest.mark.device,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="one version's database is enough"),
-]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

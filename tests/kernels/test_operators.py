@@ -1,5 +1,6 @@
 """Every operator of PyTorch's database gives eager's values and gradients through the emitter's kernels."""
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -31,6 +32,7 @@ def quiet() -> Iterator[None]:
 
 def check(chunk: int, dtype: torch.dtype, count: int, same: Callable[..., None] = assert_same) -> None:
     """The first samples of each operator in a chunk of the database are the `same` as eager's."""
+    faults: list[str] = []
     for name in operator_names()[chunk::CHUNKS]:
         cases = (case for case in operator_cases(name, Walk(dtype)) if not case.program.endswith("_"))
         for case in cases if name not in RANDOM else ():
@@ -46,8 +48,9 @@ def check(chunk: int, dtype: torch.dtype, count: int, same: Callable[..., None] 
                 same(scene.target, *args)
             except aotdist.UnsupportedProgram:
                 continue  # of the trace, the same for every backend
-            except Exception as error:
-                raise AssertionError(f"{case}") from error
+            except Exception:
+                faults.append(f"{case}\n{traceback.format_exc()}")
+    assert not faults, "\n\n".join(faults)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

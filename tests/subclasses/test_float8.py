@@ -320,16 +320,3 @@ def test_loads_what_was_saved_before_it_was_converted() -> None:
     converted = make("delayed")
     converted.load_state_dict(plain.state_dict())
     assert torch.equal(converted.up.weight, plain.up.weight)
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("recipe", OWN)
-def test_on_a_gpu(recipe: str) -> None:
-    """The kernels of a GPU add in another order than a CPU, so these two are close, not equal."""
-    on_cpu, (eager, compiled) = make(recipe), (model.cuda() for model in pair(recipe))
-    for step in range(3):
-        losses = [model(batch(step).cuda()).square().mean() for model in (eager, compiled)]
-        for loss in (*losses, on_cpu(batch(step)).square().mean()):
-            loss.backward()
-        assert same_bits(*losses) and not different(eager, compiled)
-    assert torch.allclose(eager.up.weight.grad.cpu(), on_cpu.up.weight.grad, rtol=0.1, atol=1e-3)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import checkpoint
-from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
+from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from torch.sparse import _semi_structured_conversions as torch_conversions
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -276,26 +276,6 @@ def test_cusparselt_needs_a_gpu() -> None:
     sparse = sparsify(torch.randn(32, 64, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="Only CUDA tensors"):
         sparse.to_semi_structured("cusparselt")
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("backend", ["cutlass", "cusparselt"])
-def test_to_and_from_pytorch_on_a_gpu(backend) -> None:
-    sparse = sparsify(torch.randn(64, 128, dtype=torch.bfloat16, device="cuda"))
-    theirs = sparse.to_semi_structured(backend)
-    assert isinstance(theirs, SparseSemiStructuredTensor)
-    assert torch.equal(Sparse24Tensor.from_semi_structured(theirs).to_dense(), sparse.to_dense())
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_on_a_gpu(mask: MaskKind, dtype: torch.dtype) -> None:
-    weight = torch.randn(64, 128, dtype=dtype, device="cuda")
-    x, bias = torch.randn(32, 128, dtype=dtype, device="cuda"), torch.randn(64, dtype=dtype, device="cuda")
-    sparse = sparsify(weight, mask)
-    dense = sparse.to_dense()
-    torch.testing.assert_close(F.linear(x, sparse, bias), F.linear(x, dense, bias), rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(sparse @ x.t(), dense @ x.t(), rtol=2e-2, atol=2e-2)
 
 
 KERNELS = {
