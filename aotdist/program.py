@@ -149,6 +149,7 @@ class Graph:
     - `unit`: name of the FSDP unit that a collective serves, if any;
     - `grad`: whether grad mode was on, of a forward node;
     - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
+    - `on_host`: that it is computed on the CPU, in a program of a GPU's;
     - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it;
     - `overwritten`: whether the program writes what an argument holds;

@@ -28,6 +28,7 @@ from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order
 from aotdist.codegen.recurrent_layers import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.joint import batch_statistics
 from aotdist.program import Graph
 from aotdist.torch_seam.ambient import autocast_off
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
@@ -74,8 +75,8 @@ class InductorBackend:
         _start_on_headers()
 
     def decompositions(self) -> Decompositions:
-        """Inductor's table."""
-        return inductor_decompositions()
+        """Inductor's table, and batch norms of our own."""
+        return {**inductor_decompositions(), **batch_statistics.MADE_OF}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """Run Inductor's rewrites of joint and inference graphs on a copy.

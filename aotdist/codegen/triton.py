@@ -22,6 +22,7 @@ from aotdist.codegen.fx import marked_call, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
+from aotdist.joint import batch_statistics
 from aotdist.kernels import extremes, foreach, scattering, triton_seam
 from aotdist.kernels.choices import Choices
 from aotdist.kernels.compilation import TARGETS, Target
@@ -80,10 +81,10 @@ class TritonBackend:
             )
 
     def decompositions(self) -> Decompositions:
-        """Inductor's table, foreach operators by tensor, and operators of wrappers'."""
+        """Inductor's table, foreach operators by tensor, and operators of our own and of wrappers'."""
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
         own = {**foreach.decompositions(), **extremes.decompositions(), **scattering.decompositions()}
-        return {**of_operators, **own, **operators_made_of_others()}
+        return {**of_operators, **own, **batch_statistics.MADE_OF, **operators_made_of_others()}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """The graph itself."""
@@ -159,6 +160,7 @@ def _prepared(graph: Graph) -> Graph:
     """A private copy, in operators that have rules."""
     fresh = Graph(copied(graph), graph.ins, graph.outs)
     decompose(fresh.gm, {**TritonBackend().decompositions(), **MADE_OF}, only=_OF_PASSES)
+    _leave_host_alone(fresh)
     return fresh
 
 
@@ -213,11 +215,23 @@ def _keeps_its_place(node: Node) -> bool:
 
 
 def _refuse_cpu(graph: Graph) -> None:
-    values = [node.meta.get("val") for node in graph.gm.graph.nodes]
-    is_cpu = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
-    if is_cpu and not triton_seam.is_interpreting():
+    if _kinds_of_devices(graph) == {"cpu"} and not triton_seam.is_interpreting():
         raise BadSettings(
-            "the triton backend compiles for GPUs, and this program has tensors on the CPU",
+            "the triton backend compiles for GPUs, and all tensors of this program are on the CPU",
             stage="codegen",
             fix='use backend="inductor", or set TRITON_INTERPRET=1 to run the kernels in Python',
         )
+
+
+def _leave_host_alone(graph: Graph) -> None:
+    """Leave what a GPU's program computes on the CPU to the library."""
+    if len(_kinds_of_devices(graph)) > 1:
+        for node in graph.gm.graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor) and val.device.type == "cpu":
+                node.meta["on_host"] = True
+
+
+def _kinds_of_devices(graph: Graph) -> set[str]:
+    values = (node.meta.get("val") for node in graph.gm.graph.nodes)
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)} - {"meta"}

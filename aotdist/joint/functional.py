@@ -16,7 +16,7 @@ from aotdist.capture.guise import Guises
 from aotdist.convention.memory import by_stride, extent
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import AotdistError, UnsupportedProgram
-from aotdist.joint import checked, collectives, linear_algebra, unknown_sizes
+from aotdist.joint import batch_statistics, checked, collectives, linear_algebra, unknown_sizes
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.joint.failures import refusal
 from aotdist.joint.fused import is_fused_optimizer, step_functionally
@@ -346,7 +346,11 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
     if func is _SQUEEZE_DIM and isinstance(args[0], FunctionalTensor) and is_symbolic(args[0].shape):
         # On a fake with symbols it recurses until the process dies (torch 2.13).
         return functools.partial(_SQUEEZE_DIMS, args[0], [args[1]])
-    return checked.answer(func, args, kwargs) or linear_algebra.without_vectors(func, args, kwargs)
+    return (
+        checked.answer(func, args, kwargs)
+        or linear_algebra.without_vectors(func, args, kwargs)
+        or batch_statistics.with_new_statistics(func, args, kwargs)
+    )
 
 
 def _polygamma(tensor: torch.Tensor, order: int) -> torch.Tensor:
