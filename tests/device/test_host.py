@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import aotdist
+from tests.joint.test_batch_statistics import by_cudnn, synchronised, two_steps
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(300)]
 
@@ -42,14 +43,10 @@ def test_values(program: Callable[..., Any], backend: str, device: torch.device)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("synchronised", [False, True])
-def test_batch_norms(
-    backend: str, layout: torch.memory_format, synchronised: bool, device: torch.device
-) -> None:
+def test_batch_norms(backend: str, layout: torch.memory_format, device: torch.device) -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if synchronised else model
         return model.to(device, memory_format=layout)
 
     eager, compiled = made(), made()
@@ -65,6 +62,14 @@ def test_batch_norms(
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
     for (name, ours), theirs in zip(compiled.named_buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("program", [by_cudnn, synchronised])
+def test_running_statistics(program: Callable[..., Any], backend: str, device: torch.device) -> None:
+    expected = two_steps(program, device)
+    found = two_steps(aotdist.compile(program, backend=backend), device)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

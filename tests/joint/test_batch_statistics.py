@@ -62,11 +62,11 @@ def synchronised(
     return (x - centre[:, None]) * weight[:, None] + bias[:, None] + mean.sum(), variance + 1
 
 
-def two_steps(program: Any) -> list[Tensor]:
+def two_steps(program: Any, device: str | torch.device = "cpu") -> list[Tensor]:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(4, 3, 5), torch.rand(3), torch.rand(3)
-    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
-    mean, variance = torch.zeros(3), torch.ones(3)
+    given = (torch.randn(4, 3, 5), torch.rand(3), torch.rand(3))
+    leaves = [tensor.to(device).requires_grad_() for tensor in given]
+    mean, variance = torch.zeros(3, device=device), torch.ones(3, device=device)
     seen: list[Tensor] = []
     for _ in range(2):
         y, late = program(*leaves, mean, variance)

@@ -47,7 +47,7 @@ def check(
     same: Callable[..., None] = assert_same,
     runs: Callable[..., bool] = runs_here,
 ) -> None:
-    """The first samples of each operator in a chunk of the database are the `same` as eager's, where that `runs`."""
+    """The first samples of a chunk of the database's operators are the `same` as eager's, where it `runs`."""
     compared, faults = 0, list[str]()
     for name in operator_names()[chunk::CHUNKS]:
         cases = (case for case in operator_cases(name, Walk(dtype)) if not case.program.endswith("_"))
