@@ -55,7 +55,7 @@ def estimate(emitted: EmittedKernel, config: Config) -> Estimate:
         _THREADS // block.threads,
         _REGISTERS // (min(block.registers, _MAX_REGISTERS) * block.threads),
     )
-    num_blocks = emitted.num_blocks_in(config)
+    num_blocks = max(1, emitted.num_blocks_in(config))
     at_a_time = min(num_blocks, max(1, per_processor) * NUM_MULTIPROCESSORS)
     reached = min(1.0, at_a_time * block.bytes_asked / (BANDWIDTH * _LATENCY))
     moving = emitted.num_bytes / (BANDWIDTH * reached)
@@ -70,7 +70,7 @@ class _Block:
     Args:
         threads: how many threads it has.
         registers: how many registers each of these needs.
-        bytes_asked: bytes that it asks memory for at once; of a kernel that reads nothing, what it writes.
+        bytes_asked: bytes that it has on their way at once: what it reads, or what it writes if that is more.
         seconds_waiting: how long it waits for memory, one load after the other.
         turns: how often its loop goes round; 1 without a loop.
     """
@@ -89,16 +89,20 @@ class _Block:
     def of(cls, kernel: Kernel, config: Config) -> _Block:
         threads = 32 * config.num_warps
         places = {"x": config.xblock, "r": config.rblock if kernel.r else 1}
-        held, asked = 0.0, 0.0
-        for index, dtype in list(reads(kernel)) or writes(kernel):
-            count = math.prod(places[axis] for axis in axes_of(index))
-            held += max(1.0, count / threads)
-            asked += count * dtype.itemsize
+        read, written = (
+            [
+                (math.prod(places[axis] for axis in axes_of(index)), dtype.itemsize)
+                for index, dtype in accesses
+            ]
+            for accesses in (reads(kernel), writes(kernel))
+        )
+        held = sum(max(1.0, count / threads) for count, _ in read)
+        asked = max(sum(count * size for count, size in accesses) for accesses in (read, written))
         sums = [part for part in kernel.parts() if isinstance(part.op, Reduce)]
         turns = 1
         if kernel.p is not None:
             turns = math.ceil(hint_of(kernel.num_in_part) / config.xblock)
-            held += len(list(writes(kernel))) * config.rblock / threads  # sums that every turn adds to
+            held += len(written) * config.rblock / threads  # sums that every turn adds to
         elif sums and not is_persistent(kernel):
             turns = math.ceil(hint_of(kernel.num_reduced) / config.rblock)
             held += len(sums) * max(1.0, config.xblock * config.rblock / threads)

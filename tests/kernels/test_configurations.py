@@ -106,6 +106,31 @@ def test_a_kernel_that_waits_less_costs_less():
     assert more.seconds > emitted.num_bytes / costs.BANDWIDTH
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x[0, 0].expand(4096, 4096) * 2,
+        lambda x: torch.zeros(4096, 4096),
+        lambda x: torch.ones(4096, 4096).tril(),
+    ],
+    ids=["one number", "nothing", "places"],
+)
+def test_what_only_writes_costs_what_it_writes(program):
+    (emitted,) = as_on_a_gpu(program, torch.zeros(1, 1))
+    assert emitted.config in configurations(emitted)
+    seconds = costs.estimate(emitted, emitted.config).seconds
+    assert emitted.num_bytes / costs.BANDWIDTH < seconds < 1.2 * emitted.num_bytes / costs.BANDWIDTH
+
+
+def test_what_writes_nothing_in_the_traced_call_costs_a_load():
+    (emitted,) = as_on_a_gpu(lambda x: x * 2, torch.zeros(4))
+    var = replace(emitted.kernel.x[0], size=0)
+    none = replace(emitted, members=(replace(emitted.kernel, x=(var,)),), num_bytes=0)
+    assert none.num_blocks == 0
+    assert 0 < costs.estimate(none, none.config).seconds < 2e-6
+    assert configurations(none) == (none.config,)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(MOST))
 @pytest.mark.parametrize("program", [F.gelu, norm, loss, columns, both_ways])
