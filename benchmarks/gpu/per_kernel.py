@@ -202,7 +202,7 @@ class _OneKernel:
         return max(errors.values())
 
     def _beside_float64(self, name: str, out: Tensor) -> float:
-        """How much further from float64 a result is than that of the nodes: sums that cancel out are noise."""
+        """How much further from float64 a result is than that of the nodes: sums that cancel are noise."""
         nodes = {node.name: node for node in self.kernel.nodes[0].graph.nodes}
         exact = self._exactly(nodes[name], {})
         return max(0.0, _apart(out, exact) - _NOISE * _apart(self.known[name], exact))
