@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from aotdist.subclasses.float8_blocks import SQUARE, TILE, Block
 from aotdist.subclasses.float8_gather import precise_weight
 from aotdist.subclasses.float8_tensor import (
     E4M3,
     E5M2,
-    Block,
     Float8Tensor,
     amax_of,
     block_amax,
@@ -32,11 +32,6 @@ from aotdist.torch_seam.dtensor import local_part
 
 INPUT, WEIGHT, GRAD = 0, 1, 2
 """Rows of an amax history."""
-
-TILE: Block = (1, 128)
-"""What shares a scale in activations and gradients: 128 elements along the dimension that is summed over."""
-SQUARE: Block = (128, 128)
-"""What shares a scale in weights: a square, so that the transposed weight has the same scales."""
 
 
 class Float8Linear(nn.Linear):

@@ -1,9 +1,8 @@
 """Float8Tensor: a matrix kept in 8 bits, and the scales that say what it stands for.
 
 `float8 * scale` is the tensor that it stands for. One scale serves the whole tensor, or one serves each block
-of it. Products of two are taken by `torch._scaled_mm` where there is one scale each, on a GPU and on a CPU;
-no kernel of PyTorch's for CPUs knows blocks, so those are multiplied in fp32 after the scales are applied,
-which is what the kernel for one scale does on a CPU too.
+of it. Products of two are taken by `torch._scaled_mm` where there is one scale each, on a GPU and on a CPU,
+and by `float8_blocks.mm_blocks` where there are blocks.
 
 Rounding is to nearest, ties to even, and saturates: what is beyond the largest number of the format becomes
 that number, so that a scale that is too small (delayed scaling's may be) costs accuracy and makes no NaN.
@@ -12,13 +11,15 @@ that number, so that a scale that is too small (delayed scaling's may be) costs 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.float8_blocks import ALIGNMENT as ALIGNMENT
+from aotdist.subclasses.float8_blocks import Block as Block
+from aotdist.subclasses.float8_blocks import flat, in_blocks, mm_blocks, multiplied_out
 from aotdist.torch_seam.dtensor import local_part, local_tensor, make_dtensor, retyped_spec
 
 aten = torch.ops.aten
@@ -27,12 +28,6 @@ E4M3 = torch.float8_e4m3fn
 """4 bits of exponent, 3 of mantissa, largest number 448: for activations and weights."""
 E5M2 = torch.float8_e5m2
 """5 bits of exponent, 2 of mantissa, largest number 57,344: for gradients, whose range is wider."""
-
-ALIGNMENT = 16
-"""What `torch._scaled_mm` wants the sizes of a matrix to divide by, on a GPU."""
-
-Block: TypeAlias = tuple[int, int]
-"""Rows and columns that share a scale."""
 
 
 class Float8Tensor(torch.Tensor):
@@ -101,14 +96,10 @@ class Float8Tensor(torch.Tensor):
 
     def dequantise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The matrix that this stands for, multiplied out in fp32 and then rounded to `dtype` or its own."""
-        rows, columns = self.shape
-        return self.multiplied_out()[:rows, :columns].to(dtype or self.dtype)
-
-    def multiplied_out(self) -> torch.Tensor:
-        """In fp32, with the filling."""
         if self.block is None:
-            return self.float8.float() * self.scale
-        return _flat(_in_blocks(self.float8.float(), self.block) * self.scale[:, None, :, None])
+            return (self.float8.float() * self.scale).to(dtype or self.dtype)
+        rows, columns = self.shape
+        return multiplied_out(self.float8, self.scale, self.block)[:rows, :columns].to(dtype or self.dtype)
 
     @classmethod
     def __torch_dispatch__(
@@ -152,8 +143,8 @@ def quantise(
     largest = torch.finfo(dtype).max
     if block is None:
         return (x.float() / scale).clamp(-largest, largest).to(dtype)
-    blocks = _in_blocks(x.float(), block) / scale[:, None, :, None]
-    return _flat(blocks.clamp(-largest, largest)).to(dtype)
+    blocks = in_blocks(x.float(), block) / scale[:, None, :, None]
+    return flat(blocks.clamp(-largest, largest)).to(dtype)
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
@@ -207,22 +198,7 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
 
     Shapes: (rows, columns) -> (ceil(rows / block rows), ceil(columns / block columns)).
     """
-    return _in_blocks(x.detach().abs(), block).amax((1, 3))
-
-
-def _in_blocks(x: torch.Tensor, block: Block) -> torch.Tensor:
-    """Zeros fill up the last blocks.
-
-    Shapes: (rows, columns) -> (blocks, block rows, blocks, block columns).
-    """
-    rows, columns = (-(-size // length) for size, length in zip(x.shape, block, strict=True))
-    padding = (0, columns * block[1] - x.size(1), 0, rows * block[0] - x.size(0))
-    return nn.functional.pad(x, padding).view(rows, block[0], columns, block[1])
-
-
-def _flat(blocks: torch.Tensor) -> torch.Tensor:
-    """Shapes: (blocks, block rows, blocks, block columns) -> (rows, columns), with the filling."""
-    return blocks.flatten(2).flatten(0, 1)
+    return in_blocks(x.detach().abs(), block).amax((1, 3))
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -230,11 +206,21 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise UnsupportedProgram(
             "a Float8Tensor is multiplied by a plain tensor", fix="dequantise it, or cast the other one too"
         )
-    if a.block is not None or b.block is not None:
-        filled = torch.mm(a.multiplied_out(), b.multiplied_out())
-        return filled[: a.size(0), : b.size(1)].to(a.dtype)
+    if (a.block is None) != (b.block is None):
+        raise UnsupportedProgram(
+            "a Float8Tensor with blocks is multiplied by one with a single scale", fix="cast both alike"
+        )
+    if a.block is not None:
+        left, right = a.float8.contiguous(), b.float8.t().contiguous()
+        filled = mm_blocks(left, a.scale, right, b.scale.t(), a.dtype)
+        return filled[: a.size(0), : b.size(1)].contiguous()
     left, right = _aligned(a.float8), _aligned(b.float8.t())
-    return aten._scaled_mm.default(left, right.t(), a.scale, b.scale, out_dtype=a.dtype)
+    # Hopper's tensor cores add with fewer bits than fp32. That does for a forward; a gradient, which is e5m2,
+    # is added up exactly, as in torchao.
+    is_forward = a.float8.dtype == b.float8.dtype == E4M3
+    return aten._scaled_mm.default(
+        left, right.t(), a.scale, b.scale, out_dtype=a.dtype, use_fast_accum=is_forward
+    )
 
 
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:
@@ -257,15 +243,15 @@ def _transposed(x: Float8Tensor) -> Float8Tensor:
 
 
 def _detached(x: Float8Tensor) -> Float8Tensor:
-    return Float8Tensor(x.float8.detach(), x.scale.detach(), x.dtype, x.block, _size_in_blocks(x))
+    return Float8Tensor(x.float8.detach(), x.scale.detach(), x.dtype, x.block, _sizein_blocks(x))
 
 
 def _cloned(x: Float8Tensor, *, memory_format: torch.memory_format | None = None) -> Float8Tensor:
     copy = x.float8.clone(memory_format=memory_format or torch.preserve_format)
-    return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block, _size_in_blocks(x))
+    return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block, _sizein_blocks(x))
 
 
-def _size_in_blocks(x: Float8Tensor) -> torch.Size | None:
+def _sizein_blocks(x: Float8Tensor) -> torch.Size | None:
     return None if x.block is None else x.size()
 
 

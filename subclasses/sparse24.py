@@ -30,6 +30,7 @@ from torch.sparse import (
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, WrapperRule, leaves
+from aotdist.subclasses.sparse24_compressed import forget_forms
 from aotdist.subclasses.sparse24_operators import MADE_OF as MADE_OF
 from aotdist.subclasses.sparse24_operators import (
     choose_24,
@@ -178,11 +179,14 @@ class Sparse24Tensor(torch.Tensor):
             UnsupportedProgram: it is not defined for a 2:4 matrix.
         """
         handler = _HANDLERS.get(func)
-        if handler is None:
+        if handler is not None:
+            return handler(func, *args, **(kwargs or {}))
+        made = func.decompose(*args, **(kwargs or {}))  # `linear` arrives whole in inference mode
+        if made is NotImplemented:
             raise UnsupportedProgram(
                 f"`{func}` is not defined for a Sparse24Tensor", fix="unpack it first: `tensor.to_dense()`"
             )
-        return handler(func, *args, **(kwargs or {}))
+        return made
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -223,6 +227,7 @@ class Sparse24Tensor(torch.Tensor):
                 whole.packed, whole.meta = packed, meta
             return whole, tuple(whole.parts().values())
         local: Any = local_part(out)
+        forget_forms()
         if metadata:
             both = Sparse24Tensor.from_choice(Sparse24Tensor(packed, meta).to_dense(), meta, both=True)
             local.packed_t.copy_(both.packed_t)
@@ -259,6 +264,7 @@ def _copy(
         )
     for name, ours in target.parts().items():
         func(ours, parts[name], non_blocking)
+    forget_forms()
     return target
 
 

@@ -14,12 +14,13 @@ summed over.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
 
+from aotdist.subclasses.own_operators import capability_of, define
+from aotdist.subclasses.sparse24_compressed import compressed
 from aotdist.subclasses.sparse24_packing import (
     compress,
     cutlass_words,
@@ -29,7 +30,6 @@ from aotdist.subclasses.sparse24_packing import (
     unpack,
 )
 from aotdist.subclasses.sparse24_slots import choose_by_slots, compress_by_slots
-from aotdist.torch_seam.functional import views_unnoticed
 from aotdist.torch_seam.operators import OpOverload
 
 Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]
@@ -68,8 +68,8 @@ def choose_kernel(
     """What computes a product of a 2:4 matrix of `size` with `num_dense` dense rows or columns.
 
     PyTorch's CUTLASS product exists for compute capability 8.x alone, and reads metadata that CUTLASS's own
-    shuffle makes of ours. cuSPARSELt runs from 8.0 on; its layout is its own, so it compresses the unpacked
-    matrix anew at every product. Both are for 16-bit floats here.
+    shuffle makes of ours. cuSPARSELt runs from 8.0 on; its layout is its own, see `sparse24_compressed`. Both
+    are for 16-bit floats here.
 
     Args:
         capability: of the CUDA device; None for any other device.
@@ -112,7 +112,7 @@ def _run_mm(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> to
         case "cutlass":
             return _aten._sparse_semi_structured_mm(packed, cutlass_words(meta, packed.dtype), dense)
         case "cusparselt":
-            return _aten._cslt_sparse_mm(_aten._cslt_compress(unpack(packed, meta)), dense)
+            return _aten._cslt_sparse_mm(compressed(packed, meta), dense)
         case "dense":
             return unpack(packed, meta) @ dense
 
@@ -126,15 +126,15 @@ def _run_linear(
             product = _aten._sparse_semi_structured_mm(packed, words, dense.t()).t().contiguous()
             return product if bias is None else product + bias
         case "cusparselt":
-            compressed = _aten._cslt_compress(unpack(packed, meta))
-            return _aten._cslt_sparse_mm(compressed, dense.t(), bias, transpose_result=True)
+            form = compressed(packed, meta)
+            return _aten._cslt_sparse_mm(form, dense.t(), bias, transpose_result=True)
         case "dense":
             # Of an unpacked matrix, this is what `linear` itself computes, bit for bit.
             return torch.nn.functional.linear(dense, unpack(packed, meta), bias)
 
 
 def _kernel(packed: torch.Tensor, num_dense: int) -> Kernel:
-    capability = torch.cuda.get_device_capability(packed.device) if packed.is_cuda else None
+    capability = capability_of(packed.device)
     return choose_kernel(capability, packed.dtype, (packed.size(0), 2 * packed.size(1)), num_dense)
 
 
@@ -180,30 +180,13 @@ def _like_linear(
     return dense.new_empty((dense.size(0), packed.size(0)))
 
 
-def _define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> None:
-    """Make an operator of a function, and of one that describes its result without data.
-
-    Functions end in views of what they have made (`flatten`); an operator's result is no view.
-    """
-
-    @functools.wraps(run)
-    def run_unnoticed(*args: Any) -> torch.Tensor:
-        with views_unnoticed():
-            return run(*args)
-
-    name, _, signature = schema.partition("(")
-    torch.library.define(f"aotdist::{name}", f"({signature}")
-    torch.library.impl(f"aotdist::{name}", "default", run_unnoticed)
-    torch.library.register_fake(f"aotdist::{name}", like)
-
-
-_define("choose_24(Tensor dense, bool transposable) -> Tensor", _run_choose, _like_choose)
-_define("transpose_24(Tensor meta) -> Tensor", _run_transpose, _like_transpose)
-_define("mask_24(Tensor meta) -> Tensor", decode, _like_mask)
-_define("compress_24(Tensor dense, Tensor meta) -> Tensor", _run_compress, _like_compress)
-_define("unpack_24(Tensor packed, Tensor meta) -> Tensor", unpack, _like_unpack)
-_define("mm_24(Tensor packed, Tensor meta, Tensor dense) -> Tensor", _run_mm, _like_mm)
-_define(
+define("choose_24(Tensor dense, bool transposable) -> Tensor", _run_choose, _like_choose)
+define("transpose_24(Tensor meta) -> Tensor", _run_transpose, _like_transpose)
+define("mask_24(Tensor meta) -> Tensor", decode, _like_mask)
+define("compress_24(Tensor dense, Tensor meta) -> Tensor", _run_compress, _like_compress)
+define("unpack_24(Tensor packed, Tensor meta) -> Tensor", unpack, _like_unpack)
+define("mm_24(Tensor packed, Tensor meta, Tensor dense) -> Tensor", _run_mm, _like_mm)
+define(
     "linear_24(Tensor dense, Tensor packed, Tensor meta, Tensor? bias) -> Tensor", _run_linear, _like_linear
 )
 

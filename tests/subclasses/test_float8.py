@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.fx
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,6 +68,36 @@ def test_casts_are_nodes_of_the_graph(recipe: str) -> None:
         dtypes = {str(node.kwargs.get("dtype")) for node in graph.graph.nodes}
         assert dtypes & {"torch.float8_e4m3fn", "torch.float8_e5m2"}
     assert f"float8 ({recipe}): {', '.join(CONVERTED)}" in str(compiled.explain())
+
+
+PRODUCTS = {
+    "delayed": {
+        "forward": [("aten._scaled_mm.default", True)],
+        "backward": [("aten._scaled_mm.default", False)] * 2,
+    },
+    "blockwise": {
+        "forward": [("aotdist.mm_blocks.default", False)],
+        "backward": [("aotdist.mm_blocks.default", False)] * 2,
+    },
+}
+"""What multiplies, and whether it may add with fewer bits than fp32."""
+
+
+@pytest.mark.parametrize("recipe", OWN)
+def test_only_a_forward_accumulates_fast(recipe: str) -> None:
+    layer = aotdist.compile(linear(recipe)[0], backend="fx")
+    layer(torch.randn(5, 32, requires_grad=True)).sum().backward()
+    (graphs,) = layer.graphs
+    assert {kind: products(graphs[kind]) for kind in ("forward", "backward")} == PRODUCTS[recipe]
+
+
+def products(graph: torch.fx.GraphModule) -> list[tuple[str, bool]]:
+    """Operators that multiply matrices, and whether each accumulates fast."""
+    return [
+        (str(node.target), node.args[-1] is True)
+        for node in graph.graph.nodes
+        if str(node.target).partition(".")[2].startswith(("mm", "_scaled_mm"))
+    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

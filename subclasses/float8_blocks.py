@@ -1,0 +1,171 @@
+"""Matrices in 8 bits with a scale for each block, and their products.
+
+`mm_blocks` chooses its kernel when it runs, by `choose_kernel`: cuBLAS's for blocks where there is one, which
+scales each sum of 128 products as it adds it to the others; else a product of what the operands stand for, in
+bf16 on a GPU. On a CPU that is fp32, which is what the kernel computes but for the order of its sums.
+
+Shapes: M rows of the left operand, N of the right one, K the dimension that is summed over, of whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from aotdist.subclasses.own_operators import capability_of, define
+
+Block: TypeAlias = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+TILE: Block = (1, 128)
+"""What shares a scale in activations and gradients: 128 elements along the dimension that is summed over."""
+SQUARE: Block = (128, 128)
+"""What shares a scale in weights: a square, so that the transposed weight has the same scales."""
+
+ALIGNMENT = 16
+"""What the sizes of matrices in 8 bits divide by, for the kernels of a GPU."""
+
+Kernel: TypeAlias = Literal["blockwise", "bf16", "fp32"]
+
+_functional: Any = nn.functional  # to type checkers, `ScalingType` is not there
+_RECIPES: Mapping[Block, int] = {
+    TILE: _functional.ScalingType.BlockWise1x128.value,
+    SQUARE: _functional.ScalingType.BlockWise128x128.value,
+}
+_BLOCKS_IN_MEMORY = 4
+"""What the kernel wants the number of scales along K to divide by, for squares: then they lie at 16 bytes."""
+
+
+def choose_kernel(capability: tuple[int, int] | None, cuda: str | None, left: Block, right: Block) -> Kernel:
+    """What computes a product.
+
+    cuBLAS has a kernel for blocks from 12.9 on, for compute capability 9.x alone; squares on both sides it
+    does not know. Tensor cores multiply bf16 from 8.0 on.
+
+    Args:
+        capability: of the GPU; None for any other device.
+        cuda: the version of CUDA that PyTorch was built with, if any.
+        left: what shares a scale in the left operand.
+        right: likewise, its columns being those that are summed over, too.
+    """
+    if capability is None or capability < (8, 0):
+        return "fp32"
+    has_kernel = capability[0] == 9 and cuda is not None and _numbers(cuda) >= (12, 9)
+    is_known = {left, right} <= _RECIPES.keys() and (left, right) != (SQUARE, SQUARE)
+    return "blockwise" if has_kernel and is_known else "bf16"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def mm_blocks(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`left @ right.T`, each multiplied by the scales of its blocks.
+
+    Shapes: (M, K) and (N, K) in 8 bits, rows next to each other in memory; scales (blocks of rows, blocks of
+    columns) fp32 -> (M, N) of `dtype`.
+    """
+    return torch.ops.aotdist.mm_blocks.default(left, left_scale, right, right_scale, dtype)
+
+
+def in_blocks(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """Zeros fill up the last blocks.
+
+    Shapes: (rows, columns) -> (blocks, block rows, blocks, block columns).
+    """
+    rows, columns = (-(-size // length) for size, length in zip(x.shape, block, strict=True))
+    padding = (0, columns * block[1] - x.size(1), 0, rows * block[0] - x.size(0))
+    return nn.functional.pad(x, padding).view(rows, block[0], columns, block[1])
+
+
+def flat(blocks: torch.Tensor) -> torch.Tensor:
+    """Shapes: (blocks, block rows, blocks, block columns) -> (rows, columns), with the filling."""
+    return blocks.flatten(2).flatten(0, 1)
+
+
+def multiplied_out(float8: torch.Tensor, scale: torch.Tensor, block: Block) -> torch.Tensor:
+    """What blocks stand for, in fp32, with the filling."""
+    return flat(in_blocks(float8.float(), block) * scale[:, None, :, None])
+
+
+def _run(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    blocks = _block_of(left, left_scale), _block_of(right, right_scale)
+    kernel = choose_kernel(capability_of(left.device), torch.version.cuda, *blocks)
+    if kernel == "blockwise" and left.numel() and right.numel():
+        return _run_blockwise(left, left_scale, right, right_scale, dtype)
+    wide = torch.bfloat16 if kernel == "bf16" else torch.float32
+    operands = (left, left_scale, blocks[0]), (right, right_scale, blocks[1])
+    a, b = (multiplied_out(*operand).to(wide) for operand in operands)
+    return torch.mm(a, b.t()).to(dtype)
+
+
+def _run_blockwise(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """By cuBLAS. It refuses fast accumulation for blocks; of 16-bit results, PyTorch's tests know bf16."""
+    rows, missing = left.size(0), -left.size(0) % ALIGNMENT
+    if missing:  # an odd number of tokens
+        left = torch.cat([left, left.new_zeros(missing, left.size(1))])
+        left_scale = torch.cat([left_scale, left_scale.new_ones(missing, left_scale.size(1))])
+    a, a_recipe = _laid_out(left_scale, _block_of(left, left_scale))
+    b, b_recipe = _laid_out(right_scale, _block_of(right, right_scale))
+    exact = dtype if dtype == torch.bfloat16 else torch.float32
+    product = torch.ops.aten._scaled_mm_v2.default(
+        left, right.t(), [a], [a_recipe], [], [b], [b_recipe], [], None, exact
+    )
+    return (product[:rows].clone() if missing else product).to(dtype)
+
+
+def _laid_out(scale: torch.Tensor, block: Block) -> tuple[torch.Tensor, int]:
+    """Scales as the kernel reads them, and its name for their blocks.
+
+    Shapes: (rows, blocks) -> the same, column by column in memory, for tiles; for squares transposed, filled
+    up along K.
+
+    Source: cuBLAS, "1D and 2D Block Scaling for FP8"; `_meta_registrations.py` checks it.
+    """
+    if block == TILE:
+        return scale.t().clone(memory_format=torch.contiguous_format).t(), _RECIPES[block]
+    filled = nn.functional.pad(scale, (0, -scale.size(1) % _BLOCKS_IN_MEMORY), value=1.0)
+    return filled.clone(memory_format=torch.contiguous_format).t(), _RECIPES[block]
+
+
+def _block_of(float8: torch.Tensor, scale: torch.Tensor) -> Block:
+    rows, columns = (max(1, size // max(1, n)) for size, n in zip(float8.shape, scale.shape, strict=True))
+    return rows, columns
+
+
+def _like(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return left.new_empty((left.size(0), right.size(0)), dtype=dtype)
+
+
+define(
+    "mm_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, ScalarType dtype) -> Tensor",
+    _run,
+    _like,
+)
