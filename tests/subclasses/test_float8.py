@@ -189,6 +189,17 @@ def test_close_to_full_precision(recipe: str) -> None:
         assert 1e-4 < (got - want).norm() / want.norm() < 0.08
 
 
+@pytest.mark.parametrize("recipe", OWN)
+def test_results_lie_as_those_of_a_linear_layer(recipe: str) -> None:
+    """Blocks that 128 does not fill leave no gaps."""
+    layers = linear(recipe, (48, 144))
+    for layer in layers:
+        layer.bias = None
+        layer(torch.randn(5, 48)).view(-1).sum().backward()
+    assert layers[0].weight.grad.stride() == layers[1].weight.grad.stride()
+    assert layers[0].weight.grad.untyped_storage().nbytes() == layers[0].weight.nbytes
+
+
 def test_blocks_keep_outliers_to_themselves() -> None:
     """1e6 beside numbers near 1: with one scale for all, those would be rounded to zero."""
     converted, plain = linear("blockwise", (256, 128))

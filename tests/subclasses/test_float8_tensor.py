@@ -131,4 +131,7 @@ def test_other_arithmetic_is_refused() -> None:
         x8 + 1
     with pytest.raises(UnsupportedProgram, match="multiplied by a plain tensor"):
         torch.mm(x8, torch.randn(64, 3))
+    in_blocks = Float8Tensor(w8.float8, w8.scale.reshape(1, 1), w8.dtype, w8.float8.shape, w8.size())
+    with pytest.raises(UnsupportedProgram, match="with blocks is multiplied by one with a single scale"):
+        torch.mm(x8, in_blocks.t())
     assert "scale=" in repr(w8)
