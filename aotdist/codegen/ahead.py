@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 from aotdist.codegen.contract import Emission, Emitted, Fusion
-from aotdist.codegen.fx import FxBackend, marked_call, print_graph
+from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.marks import with_marks
-from aotdist.codegen.python_source import load_function
 from aotdist.codegen.triton import (
     Launch,
     Packed,
@@ -19,7 +18,9 @@ from aotdist.codegen.triton import (
     Target,
     TritonBackend,
     check_target,
+    form_of,
     pack,
+    settled,
     summary,
     unpack,
     with_kernels,
@@ -27,6 +28,7 @@ from aotdist.codegen.triton import (
 )
 from aotdist.errors import InternalError
 from aotdist.program import Graph
+from aotdist.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,26 +79,21 @@ class Ahead:
         """Nothing runs here."""
         raise _runs_elsewhere()
 
-    def emitted_on(self, device: torch.device, label: str) -> Emitted:
+    def emitted_on(self, device: torch.device, traced: Graph, settings: Settings, label: str) -> Emitted:
         """The graph as something to call, on a GPU that is there.
 
         Args:
             device: the GPU.
+            traced: the graph without kernels: where a library lays tensors out otherwise, they are made anew.
+            settings: how it was compiled.
             label: a word for the file name that tracebacks show.
         """
         here = Graph(copied(self.graph), self.graph.ins, self.graph.outs)
         for node in here.gm.graph.nodes:
             if isinstance(node.target, PackedLaunch):
                 node.target = node.target.on(device)
-        printed = print_graph(here)
-        call = load_function(printed.source, "forward", printed.bound, label)
-        emitted = Emitted(
-            call,
-            printed.source,
-            fusion=lambda: self.fusion,
-            with_modules=lambda: marked_call(here, label),
-        )
-        return with_marks(emitted, here, label)
+        form = form_of(here, traced, "", lambda: self.fusion, label)
+        return with_marks(settled(form, traced, settings, label), here, label)
 
 
 def _runs_elsewhere() -> InternalError:

@@ -79,10 +79,12 @@ class Fusion:
     Args:
         kernels: in the order in which they run.
         library: how many calls were left to the library, by operator and reason.
+        restrided: what a library laid out otherwise than it was traced, for which the graph was emitted anew.
     """
 
     kernels: tuple[KernelSummary, ...]
     library: Mapping[tuple[str, str], int]
+    restrided: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,8 @@ class Emitted:
             code fills it in place, or by `out=`.
         with_modules: makes what runs while somebody profiles: `call`, with a mark around the operators of
             each module. None where the backend cannot tell.
+        is_settled: whether a call with such arguments compiles nothing and looks at nothing any more; None if
+            that holds of every call.
     """
 
     call: BoxedCall
@@ -160,6 +164,7 @@ class Emitted:
     runs_here: bool = True
     counts_writes: bool = True
     with_modules: Callable[[], BoxedCall] | None = None
+    is_settled: Callable[[Sequence[Any]], bool] | None = None
 
 
 @runtime_checkable

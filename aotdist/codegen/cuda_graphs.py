@@ -37,6 +37,9 @@ _MOST_RECORDINGS = 3
 
 _NOT_REPLAYED = "the forward ran without its recording"
 
+NOT_SETTLED = "the strides of a library's results had to be looked at"
+"""Why a call was not recorded: the kernels for it were not known yet."""
+
 _kept: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 """The memory that recordings keep for their results, by its address."""
 
@@ -64,6 +67,7 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
         leaving=frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
         most=emission.settings.max_artifacts,
         capture=CAPTURE,
+        is_settled=emitted.is_settled,
     )
     return replace(emitted, call=call, recordings=call.recordings)
 
@@ -170,6 +174,7 @@ class GraphedCall:
         leaving: positions of results that are copied out.
         most: signatures that are recorded; calls of others run as they are.
         capture: how recordings are made.
+        is_settled: see `Emitted`; other calls are not recorded.
     """
 
     call: BoxedCall
@@ -180,6 +185,7 @@ class GraphedCall:
     leaving: frozenset[int]
     most: int
     capture: GraphCapture
+    is_settled: Callable[[Sequence[Any]], bool] | None = None
     signatures: dict[Hashable, _Signature] = field(default_factory=dict[Hashable, _Signature])
     replays: Counter[Hashable] = field(default_factory=Counter[Hashable])
     without: Counter[str] = field(default_factory=Counter[str])
@@ -245,7 +251,7 @@ class GraphedCall:
         """Saved values would be copied for ever if they lay elsewhere while the backward is recorded."""
         if self.saved_ins and not any(_memory_of(args[position]) is not None for position in self.saved_ins):
             return _NOT_REPLAYED
-        return None
+        return None if self.is_settled is None or self.is_settled(args) else NOT_SETTLED
 
     def _record(self, args: Sequence[Any]) -> _Recording:
         """A recording of the call: it reads inputs where they lie, or where they are copied to.

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch.fx import Node
 
-from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion, KernelSummary
+from aotdist.codegen.checked_call import CheckedCall, Form
+from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Fusion, KernelSummary
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import marked_call, print_graph
 from aotdist.codegen.graph_copy import copied
@@ -24,6 +26,7 @@ from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
 from aotdist.joint import batch_statistics
 from aotdist.kernels import extremes, foreach, scattering, triton_seam
+from aotdist.kernels.checking import Difference, checked, launching, with_checks, with_real_strides
 from aotdist.kernels.choices import Choices
 from aotdist.kernels.compilation import TARGETS, Target
 from aotdist.kernels.compilation import check as check_target
@@ -49,8 +52,10 @@ __all__ = [
     "Target",
     "TritonBackend",
     "check_target",
+    "form_of",
     "pack",
     "launches_of",
+    "settled",
     "summary",
     "unpack",
     "with_kernels",
@@ -94,20 +99,68 @@ class TritonBackend:
         """Put kernels into the graph, and print what runs them."""
         _refuse_cpu(graph)
         label, settings = f"{emission.name} {emission.kind}", emission.settings
-        fused = with_kernels(graph, keeps_casts=settings.emulate_casts, label=label, tuner=_tuner(settings))
-        printed = print_graph(fused.graph)
-        call = load_function(printed.source, "forward", printed.bound, label)
+        return settled(_emitting(settings, label)(graph), graph, settings, label)
+
+
+def settled(form: Form, graph: Graph, settings: Settings, label: str) -> Emitted:
+    """What runs a graph with kernels, which is emitted anew where tensors lie otherwise than it was traced.
+
+    Args:
+        form: the graph with kernels.
+        graph: as it was traced.
+        settings: how to compile.
+        label: a word for files, tracebacks and logs.
+    """
+    if not form.is_checked:
+        return Emitted(form.call, form.source, fusion=form.fusion, with_modules=form.marked)
+
+    def again(found: Iterable[Difference]) -> Form:
+        return _emitting(settings, label)(with_real_strides(_prepared(graph), found))
+
+    sizes = [at for at, slot in enumerate(graph.ins) if slot.role == "size"]
+    return CheckedCall(form, again, sizes, label).emitted()
+
+
+def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusion], label: str) -> Form:
+    """A graph with kernels as something to call.
+
+    Args:
+        kernels: the graph.
+        graph: the same without kernels.
+        source: of the kernels, for a reader.
+        fusion: which there are.
+        label: a word for the file name that tracebacks show.
+    """
+    printed = print_graph(kernels)
+
+    @cache
+    def looking() -> BoxedCall:
+        bound = with_checks(printed.bound, kernels, cache(lambda: _prepared(graph)))
+        return load_function(printed.source, "forward", bound, f"{label} that looks")
+
+    return Form(
+        load_function(printed.source, "forward", printed.bound, label),
+        bool(launching(kernels)),
+        lambda args: checked(looking(), args),
+        cache(lambda: marked_call(kernels, label)),
+        f"{source}{printed.source}",
+        fusion,
+    )
+
+
+def _emitting(settings: Settings, label: str) -> Callable[[Graph], Form]:
+    tuner = _tuner(settings)
+
+    def emitting(graph: Graph) -> Form:
+        fused = with_kernels(graph, keeps_casts=settings.emulate_casts, label=label, tuner=tuner)
         known, launches = summary(fused), launches_of(fused)
 
         def fusion() -> Fusion:
             return with_registers(known, {name: launch.registers for name, launch in launches.items()})
 
-        return Emitted(
-            call,
-            f"{fused.source}\n\n{printed.source}",
-            fusion=fusion,
-            with_modules=lambda: marked_call(fused.graph, label),
-        )
+        return form_of(fused.graph, graph, f"{fused.source}\n\n", fusion, label)
+
+    return emitting
 
 
 def _tuner(settings: Settings) -> Tuner | None:

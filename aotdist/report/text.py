@@ -104,6 +104,7 @@ def _fusion(graph: GraphSummary) -> Iterator[str]:
     if fusion.library:
         calls = (f"{count} {op} ({reason})" for (op, reason), count in fusion.library.items())
         yield f"library calls: {', '.join(calls)}"
+    yield from (f"emitted anew for {line}" for line in fusion.restrided)
 
 
 def counted(operators: Iterable[str]) -> Iterator[str]:

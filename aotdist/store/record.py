@@ -30,7 +30,7 @@ from aotdist.joint.trace import Traced
 from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import linked, plan_gates
 from aotdist.pipeline import drawn_on
-from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot, Split
+from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.on_demand import OnDemand
@@ -230,14 +230,17 @@ class _Reading:
         graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
         traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
         _, plans = lower_all(self.program, self.facts, drawn_on=drawn_on(graph))
-        emitted = {name: self._emitted(name, each, graphs) for name, each in json["emitted"].items()}
+        split = None if "graph" in region else self._split(region, graphs)
+        of = {"inference": graph} if split is None else {"forward": split.forward, "backward": split.backward}
+        emitted = {
+            name: self._emitted(name, each, graphs, of[name]) for name, each in json["emitted"].items()
+        }
         backend: Backend = LOADED if emitted else FxBackend()
         slots = self.captured.static_slots()
         emitter = Emitter(backend, slots, fake_mode, self.settings, self.captured.name)
-        if "graph" in region:
+        if split is None:
             compiled = Inference(graph, emitted["inference"] if emitted else emitter.inference(graph))
         else:
-            split = self._split(region, graphs)
             halves = _halves(split, emitted) if emitted else emitter.halves(split)
             compiled = self._training(region, graphs, traced, plans, split, halves, emitter)
         return Compilation(
@@ -254,11 +257,11 @@ class _Reading:
             seconds={},
         )
 
-    def _emitted(self, name: str, json: Json, graphs: Graphs) -> Emitted:
+    def _emitted(self, name: str, json: Json, graphs: Graphs, traced: Graph) -> Emitted:
         """A graph with kernels in it, which were compiled for the GPU that is here."""
         ahead = Ahead(graphs.read(json["graph"]), self.values.read(json["fusion"]))
         device = self.values.live.device_here(torch.device(self.values.live.device_type))
-        return ahead.emitted_on(device, f"{self.captured.name} {name}")
+        return ahead.emitted_on(device, traced, self.settings, f"{self.captured.name} {name}")
 
     def _split(self, json: Json, graphs: Graphs) -> Split:
         return Split(
