@@ -64,7 +64,7 @@ class CheckedCall:
         name: of the graph.
     """
 
-    __slots__ = ("_again", "_forms", "_found", "_lock", "_name", "_sizes")
+    __slots__ = ("_again", "_forms", "_found", "_lock", "_name", "_sizes", "_steady")
 
     def __init__(
         self, form: Form, again: Callable[[Collection[Any]], Form], sizes: Sequence[int], name: str
@@ -75,9 +75,12 @@ class CheckedCall:
         self._name = name
         self._found: dict[str, Difference] = {}
         self._lock = threading.Lock()
+        self._steady: BoxedCall | None = None  # without sizes, one call that fits is like all others
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph, and look whether everything fits if that is not known."""
+        if self._steady is not None:
+            return self._steady(args)
         form = self._forms[-1]
         sizes = self._sizes_of(args)
         return form.call(args) if sizes in form.fitting else self._check(form, sizes, args)
@@ -109,6 +112,8 @@ class CheckedCall:
         results, found = form.check(args)
         if not found:
             form.fitting.add(sizes)
+            if form is self._forms[-1] and not self._sizes:
+                self._steady = form.call
             return results
         with alone(), self._lock:
             if form is self._forms[-1] and not found.keys() <= self._found.keys():
