@@ -114,6 +114,14 @@ def test_every_call_is_eager_s_and_the_third_looks_no_more(
     assert all(len(lines) == len(set(lines)) for lines in restrided(compiled))
 
 
+def test_operator_by_operator_strides_do_not_matter() -> None:
+    expected = outcome(returned_too, inputs())
+    found = outcome(aotdist.compile(returned_too, backend="fx"), inputs())
+    for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert one is not None and other is not None
+        assert torch.equal(one, other) and one.stride() == other.stride()
+
+
 def test_nothing_is_said_of_what_lies_as_it_was_traced(looks: list[CheckedLaunch]) -> None:
     compiled: Any = aotdist.compile(returned_too, backend="triton")
     assert_eager_s(returned_too, compiled, inputs(5))
@@ -125,8 +133,8 @@ def test_nothing_is_said_of_what_lies_as_it_was_traced(looks: list[CheckedLaunch
 
 def test_layouts_may_differ_from_size_to_size() -> None:
     compiled: Any = aotdist.compile(returned_too, backend="triton", settings={"dynamic": True})
-    for size in (5, 6, 5, 8, 6, 7, 8, 5):
-        assert_eager_s(returned_too, compiled, inputs(size))
+    for size in (5, 6, 5, 8, 6, 8):
+        assert_eager_s(returned_too, compiled, [tensor.detach() for tensor in inputs(size)])
     assert len(compiled.explain().artifacts) == 1
 
 
@@ -184,7 +192,7 @@ def test_what_is_emitted_anew_is_recorded_once_it_fits(monkeypatch: pytest.Monke
 def test_profilers_see_the_kernels_that_fit() -> None:
     compiled = aotdist.compile(returned_too, backend="triton")
     for _ in range(3):
-        with torch.profiler.profile():
+        with torch.profiler.profile(acc_events=True):
             assert_eager_s(returned_too, compiled, inputs())
 
 
