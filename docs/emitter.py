@@ -198,6 +198,17 @@ def machine_page() -> Iterator[str]:
     )
     (norm,) = kernels_of(F.rms_norm, torch.zeros(16384, 2048, dtype=torch.bfloat16), (2048,))
     yield code("\n".join(way_lines(norm)), "text")
+    yield "## Where a library lays its results out otherwise"
+    yield words(
+        "Kernels find elements by the strides of the trace, and those of a library's results are what its "
+        "operators' fake kernels say. So when a graph first runs (where sizes differ from call to call: with "
+        "each set of them), launches look at the strides of what they read (`kernels/checking.py`). What "
+        "lies otherwise is copied, and what is computed from it gets the strides that eager gives it. The "
+        "graph is then emitted anew with the strides that were found. The log says so once, and `explain()` "
+        "from then on, with the operator, its line and both strides. Later calls look at nothing. Graphs "
+        "that were loaded from an artifact are checked, too. Results of other sizes or dtypes than the fake "
+        "kernel says are an error."
+    )
 
 
 def kernels_of(program: Callable[..., object], *args: Any) -> Sequence[EmittedKernel]:

@@ -3,7 +3,7 @@
 A kernel finds elements by the strides of the trace. Those of a library's results are what its operators'
 fakes say, and a device may lay results out otherwise. `CheckedLaunch` looks before a kernel runs. What lies
 otherwise is copied to where the kernel looks for it, and what the kernel computes gets the strides that its
-operators would have given it. `with_real_strides` is the graph as it should have been traced, to be emitted anew.
+operators would have given it. `with_real_strides` gives the graph as it should have been traced.
 """
 
 from __future__ import annotations
