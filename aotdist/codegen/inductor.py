@@ -16,6 +16,7 @@ import torch
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
+from aotdist.codegen.exact_strides import tell_strides
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.kernel_batch import KernelBatches
@@ -143,6 +144,7 @@ class InductorBackend:
             lay_out_what_is_written(gm)
             products_by_onednn(gm)
             keep_for_backward(gm)
+            tell_strides(gm)
             with (
                 inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext(),
                 inductor_config(layout_optimization=False) if _keeps_layouts(gm) else nullcontext(),

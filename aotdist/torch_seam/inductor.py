@@ -21,6 +21,7 @@ import torch
 from torch._guards import TracingContext as TracingContext
 from torch._guards import active_fake_mode as active_fake_mode
 from torch._guards import tracing as tracing
+from torch._library.utils import get_layout_constraint_tag
 
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.operators import OpOverload, can_decompose
@@ -66,6 +67,15 @@ def inductor_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
         if op in table:
             table[op] = _after_lowerings(table[op])
     return table
+
+
+EAGER_ARGUMENTS = "eager_input_vals"
+"""Where a node says what its operator is given in eager; without, Inductor holds to no strides."""
+
+
+def needs_exact_strides(op: Any) -> bool:
+    """Whether an operator's arguments must lie in memory as in eager; a user's must if it says nothing."""
+    return isinstance(op, OpOverload) and get_layout_constraint_tag(op) == torch.Tag.needs_exact_strides
 
 
 def inductor_random_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
