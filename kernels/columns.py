@@ -83,8 +83,13 @@ def cut_columns(graph: Graph) -> list[Cut]:
     Args:
         graph: of a private copy, functional; nodes carry `val`.
     """
-    rows = {_rows(node) for node in graph.nodes if is_reducing(node)}
+    rows = rows_reduced(graph)
     return [cut for node in list(graph.nodes) if (cut := _cut(graph, node, rows)) is not None]
+
+
+def rows_reduced(graph: Graph) -> set[tuple[Whole, Whole] | None]:
+    """Number and length of the rows that a graph reduces: sums of their columns may be made on the way."""
+    return {_rows(node) for node in graph.nodes if is_reducing(node)}
 
 
 def _rows(node: Node) -> tuple[Whole, Whole] | None:

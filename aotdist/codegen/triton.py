@@ -31,6 +31,7 @@ from aotdist.kernels.choices import Choices
 from aotdist.kernels.compilation import TARGETS, Target
 from aotdist.kernels.compilation import check as check_target
 from aotdist.kernels.emission import Fused, fuse, without_kernels
+from aotdist.kernels.few_results import cut_few_results
 from aotdist.kernels.launching import Launch, Result
 from aotdist.kernels.packing import Packed, pack, unpack
 from aotdist.kernels.polynomial import NotProved, Whole
@@ -203,6 +204,7 @@ def with_kernels(graph: Graph, *, keeps_casts: bool, label: str, tuner: Tuner | 
     fresh = _prepared(graph)
     try:
         split_reductions(fresh)
+        cut_few_results(fresh.gm.graph)
         fixed = [node for node in fresh.gm.graph.nodes if _keeps_its_place(node)]
         return fuse(fresh, fixed, keeps_casts=keeps_casts, label=label, tuner=tuner)
     except NotProved as reason:

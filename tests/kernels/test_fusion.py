@@ -159,7 +159,7 @@ def test_a_program_without_kernels() -> None:
 
 def test_a_program_that_runs_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aotdist.kernels.triton_seam.is_interpreting", lambda: False)
-    with pytest.raises(aotdist.BadSettings, match="tensors on the CPU"):
+    with pytest.raises(aotdist.BadSettings, match="are on the CPU"):
         aotdist.compile(torch.sin, backend="triton")(numbers(3))
 
 

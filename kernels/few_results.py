@@ -1,0 +1,192 @@
+"""Cuts reductions to few results in two: else a few blocks read everything, while the rest of a GPU waits.
+
+The statistics of a batch norm over 64 channels are 64 results, 4 blocks of neighbouring columns, for the 132
+multiprocessors of an H100. Some of the dimensions that are reduced are kept at first, whole or in parts, so
+that there is a block for each multiprocessor and more; what is left of them is little. Means and variances of
+parts of one size make those of the whole. The order of the additions is fixed by the sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from aotdist.kernels.columns import rows_reduced
+from aotdist.kernels.ir import held
+from aotdist.kernels.launching import MIN_COLUMNS, NUM_MULTIPROCESSORS
+from aotdist.kernels.reductions import reduced_dims
+from aotdist.kernels.rule import sizes_of, val_of
+from aotdist.kernels.rules import obstacle
+from aotdist.kernels.splitting import call_like, empty_like
+
+aten = torch.ops.aten
+
+MIN_ELEMENTS = 2**18
+"""How many elements are reduced, at least: fewer take about as long as another launch."""
+MIN_REDUCED = 32
+"""How many elements are reduced at first, at least."""
+MAX_PARTS = 1024
+_BLOCKS = 2 * NUM_MULTIPROCESSORS
+
+_SUM, _MEAN, _MOMENTS = aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the operand of a reduction is seen, and what is reduced when.
+
+    Args:
+        sizes: of the operand, one of its dimensions in two where that is cut.
+        first: dimensions that are reduced at first.
+        kept: where the others are in what that leaves.
+    """
+
+    sizes: tuple[int, ...]
+    first: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def left(self) -> list[int]:
+        """Sizes of what the first half leaves."""
+        return [size for dim, size in enumerate(self.sizes) if dim not in self.first]
+
+
+def cut_few_results(graph: fx.Graph) -> None:
+    """Cut the reductions of a graph that have few results for what they read, in place.
+
+    Args:
+        graph: of a private copy, functional; nodes carry `val`.
+    """
+    rows = rows_reduced(graph)
+    for node in list(graph.nodes):
+        cut = _cut(node, rows)
+        if cut is not None:
+            with graph.inserting_before(node):
+                _in_two(graph, node, cut)
+            graph.erase_node(node)
+
+
+def _cut(node: Node, rows: Collection[Any]) -> _Cut | None:
+    """How to cut a node; None to leave it as it is."""
+    if node.target not in (_SUM, _MEAN, _MOMENTS) or any(obstacle(each) for each in _picks(node)):
+        return None
+    sizes, dims = reduced_dims(node)
+    if not all(isinstance(size, int) for size in sizes) or not _is_split(node, dims):
+        return None
+    whole = [int(size) for size in sizes]  # type: ignore[arg-type]
+    reduced = math.prod(whole[dim] for dim in dims)
+    results = math.prod(whole) // max(1, reduced)
+    columns = [size for dim, size in enumerate(whole) if dim not in dims]
+    if results == 1 or math.prod(whole) < MIN_ELEMENTS or (reduced, math.prod(columns)) in rows:
+        return None
+    blocks = _num_blocks(val_of(node.all_input_nodes[0]), dims, results)
+    wanted = min(-(-_BLOCKS // blocks), MAX_PARTS, reduced // MIN_REDUCED)
+    if blocks > NUM_MULTIPROCESSORS or wanted < 2:
+        return None
+    return _in_parts(whole, dims, val_of(node.all_input_nodes[0]).stride(), wanted)
+
+
+def _picks(node: Node) -> list[Node]:
+    """The nodes whose rules say whether a reduction is emitted."""
+    return list(node.users) if node.target is _MOMENTS else [node]
+
+
+def _is_split(node: Node, dims: Sequence[int]) -> bool:
+    """Whether the halves give what the whole gives: moments of wide floating point, with a correction."""
+    if not dims or not val_of(node.all_input_nodes[0]).is_floating_point():
+        return False
+    if node.target is not _MOMENTS:
+        return True
+    return all(val_of(pick).dtype == held(val_of(node.all_input_nodes[0]).dtype) for pick in node.users)
+
+
+def _num_blocks(source: torch.Tensor, dims: Sequence[int], results: int) -> int:
+    """How many blocks would reduce it: one for each result, or for some that lie side by side."""
+    nearest = min(
+        (dim for dim in range(source.dim()) if source.shape[dim] > 1), key=lambda dim: int(source.stride(dim))
+    )
+    return results if nearest in dims else -(-results // MIN_COLUMNS)
+
+
+def _in_parts(sizes: list[int], dims: Sequence[int], strides: Sequence[int], wanted: int) -> _Cut | None:
+    """Keep dimensions at first, the outermost in memory before others, until there are as many parts."""
+    kept, parts = list[int](), 1
+    for dim in sorted(dims, key=lambda dim: -int(strides[dim])):
+        needed = -(-wanted // parts)
+        size = next((part for part in range(needed, sizes[dim]) if sizes[dim] % part == 0), sizes[dim])
+        if size < sizes[dim]:
+            sizes[dim : dim + 1] = [size, sizes[dim] // size]
+            kept, dims = [k + (k > dim) for k in kept], [*(d + (d > dim) for d in dims), dim + 1]
+        parts *= size
+        kept.append(dim)
+        if parts >= wanted:
+            break
+    first = tuple(sorted(set(dims) - set(kept)))
+    if not first:
+        return None
+    left = [dim for dim in range(len(sizes)) if dim not in first]
+    return _Cut(tuple(sizes), first, tuple(left.index(dim) for dim in sorted(kept)))
+
+
+def _in_two(graph: fx.Graph, node: Node, cut: _Cut) -> None:
+    source = node.all_input_nodes[0]
+    if tuple(sizes_of(source)) != cut.sizes:
+        viewed = empty_like(val_of(source), cut.sizes)
+        source = call_like(graph, node, aten.view.default, (source, list(cut.sizes)), viewed)
+    if node.target is _MOMENTS:
+        for pick in list(node.users):
+            with graph.inserting_before(pick):
+                result = _moments(graph, pick, source, cut)[int(pick.args[1])]  # type: ignore[arg-type]
+                pick.replace_all_uses_with(_in_shape(graph, pick, result))
+            graph.erase_node(pick)
+        return
+    total = _summed_up(graph, node, source, cut)
+    if node.target is _MEAN:
+        count = math.prod(cut.sizes) // math.prod(sizes_of(total))  # type: ignore[arg-type]
+        total = call_like(graph, node, aten.div.Tensor, (total, count), val_of(total))
+    node.replace_all_uses_with(_in_shape(graph, node, total))
+
+
+def _summed_up(graph: fx.Graph, node: Node, source: Node, cut: _Cut) -> Node:
+    like = val_of(node)
+    partial = empty_like(like, cut.left, held(like.dtype))
+    first = call_like(graph, node, _SUM, (source, list(cut.first)), partial)
+    final = [size for dim, size in enumerate(cut.left) if dim not in cut.kept]
+    return call_like(graph, node, _SUM, (first, list(cut.kept)), empty_like(like, final))
+
+
+def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node, Node]:
+    """Variance and mean: that of the parts' means is added to the mean of the parts' variances."""
+    both: Any = pick.args[0]
+    like, given = val_of(pick), both.kwargs.get("correction")
+    final = [size for dim, size in enumerate(cut.left) if dim not in cut.kept]
+    count = math.prod(cut.sizes) // math.prod(final)
+    correction = 1.0 if given is None else float(given)
+
+    def moments(of: Node, dims: Sequence[int], sizes: Sequence[int]) -> list[Node]:
+        vals = [empty_like(like, sizes), empty_like(like, sizes)]
+        pair = call_like(graph, pick, _MOMENTS, (of, list(dims)), vals[0])
+        pair.kwargs, pair.meta["val"] = {"correction": 0}, tuple(vals)
+        return [call_like(graph, pick, operator.getitem, (pair, at), vals[at]) for at in range(2)]  # type: ignore[arg-type]
+
+    inner, means = moments(source, cut.first, cut.left)
+    outer, mean = moments(means, cut.kept, final)
+    within = call_like(graph, pick, _MEAN, (inner, list(cut.kept)), empty_like(like, final))
+    variance = call_like(graph, pick, aten.add.Tensor, (within, outer), empty_like(like, final))
+    scaled = (variance, count / max(1e-30, count - correction))
+    return call_like(graph, pick, aten.mul.Tensor, scaled, empty_like(like, final)), mean
+
+
+def _in_shape(graph: fx.Graph, node: Node, result: Node) -> Node:
+    """`result` with the dimensions that the node keeps."""
+    sizes = list(sizes_of(node))
+    if sizes == list(sizes_of(result)):
+        return result
+    return call_like(graph, node, aten.view.default, (result, sizes), val_of(node))
