@@ -21,6 +21,7 @@ from aotdist.capture.fakes import fakes_of
 from aotdist.capture.origins import raised_at
 from aotdist.capture.reassign import Reassignments, assign
 from aotdist.capture.source import Source
+from aotdist.codegen.ahead import TargetBackend
 from aotdist.codegen.contract import Backend, Decompositions
 from aotdist.codegen.fx import print_graph
 from aotdist.convention import dedupe, synthetic_base
@@ -436,6 +437,7 @@ def _trace(
                 finds_out=job.finds_out,
                 # A CUDA graph holds nothing that waits for data, as eager's formulas do.
                 of_bits=job.backend.name == "fx" and not job.settings.cuda_graphs,
+                target=job.backend.target if isinstance(job.backend, TargetBackend) else None,
             )
             times.counting(recorder.num_nodes)
             recorder.draws.allow(captured.environment.reached.generators)

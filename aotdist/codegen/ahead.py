@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from aotdist.codegen.contract import Emission, Emitted, Fusion
+from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.marks import with_marks
@@ -118,6 +120,11 @@ class TargetBackend(TritonBackend):
         """
         check_target(self.target)
 
+    def decompositions(self) -> Decompositions:
+        """Those of a GPU, whatever the device of the trace."""
+        table = TritonBackend.decompositions(self)
+        return {**table, _LAYER_NORM: partial(_layer_norm, table[_LAYER_NORM])}
+
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Put compiled kernels into the graph."""
         label = f"{emission.name} {emission.kind}"
@@ -131,6 +138,24 @@ class TargetBackend(TritonBackend):
         source = f"{fused.source}\n\n{print_graph(fused.graph).source}"
         fusion = with_registers(summary(fused), {name: one.registers for name, one in packed.items()})
         return Emitted(Ahead(fused.graph, fusion), source, fusion=lambda: fusion, runs_here=False)
+
+
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+
+
+def _layer_norm(
+    made_of: Callable[..., Any],
+    inputs: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As on a GPU, which keeps the statistics in float32; a CPU keeps them as its inputs are."""
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    given = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
+    result, mean, rstd = made_of(inputs.to(wide), shape, *given, eps)
+    return result.to(inputs.dtype), mean, rstd
 
 
 LOADED = FxBackend(name="triton", partition="min_cut", any_tangents=False)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from aotdist.joint import (
+    attention,
     checked,
     formulas,
     linear_algebra,
@@ -97,14 +98,15 @@ CORRECTIONS = (
 )
 
 
-def instead(*, of_bits: bool) -> dict[Any, Callable[..., Any]]:
+def instead(*, of_bits: bool, target: str | None) -> dict[Any, Callable[..., Any]]:
     """What is called for which functions.
 
     Args:
         of_bits: whether results are to have eager's bits.
+        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
     """
     found: dict[Any, Callable[..., Any]] = {}
     for correction in CORRECTIONS:
         if of_bits or not correction.of_bits:
             found |= correction.instead
-    return found
+    return found if target is None else found | attention.instead(target)

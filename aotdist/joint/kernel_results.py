@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from aotdist.joint.gpu_results import as_on_gpu
 from aotdist.torch_seam.modes import python_kernels
 from aotdist.torch_seam.operators import OpOverload, suggest_memory_format
 
@@ -58,7 +59,9 @@ _SETTLE_SIZES = frozenset(
 """Operators whose fakes make numbers of symbolic sizes, but for the kernels in Python."""
 
 
-def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, symbolic: bool) -> Any:
+def fake_result(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, symbolic: bool, on_gpu: bool
+) -> Any:
     """What an operator gives for fakes: of the sizes and strides that its kernel gives.
 
     Args:
@@ -66,6 +69,7 @@ def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
         args: its positional arguments.
         kwargs: the others.
         symbolic: whether sizes may be symbolic.
+        on_gpu: whether the trace is for a GPU, though it is on the CPU.
     """
     if func is _GROUPED_MM and (args[0].device.type == "cpu" or args[0].dtype != torch.bfloat16):
         return _grouped_product(*args, **kwargs)
@@ -78,6 +82,8 @@ def fake_result(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
             if func not in _VIEWS:
                 raise
             raise RuntimeError(CANNOT_VIEW) from error
+    if on_gpu:
+        return as_on_gpu(func, args, kwargs, result)
     position = _NORMALISED.get(func)
     if position is None or not isinstance(result[0], torch.Tensor) or args[position].device.type != "cpu":
         return result

@@ -67,6 +67,7 @@ class Lifting(TorchFunctionMode):
         asked_for_strides: is told of tensors whose strides the program looks at.
         of_data: whether numbers may depend on data.
         of_bits: whether what is recorded is to have eager's bits.
+        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
 
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
@@ -89,6 +90,7 @@ class Lifting(TorchFunctionMode):
         *,
         of_data: bool,
         of_bits: bool,
+        target: str | None,
     ) -> None:
         super().__init__()
         self._inputs = inputs
@@ -125,7 +127,7 @@ class Lifting(TorchFunctionMode):
             _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
             torch.Tensor.__format__: _formatted,
-            **corrections.instead(of_bits=of_bits),
+            **corrections.instead(of_bits=of_bits, target=target),
             **(python_numbers.INSTEAD if of_data else {}),
         }
 

@@ -118,6 +118,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         size: gives the node of a symbolic number, or the number itself if it is a certain one.
         unbacked: the numbers that depend on data; None where there may be none.
         symbolic: whether sizes may be symbolic.
+        on_gpu: whether the trace is for a GPU, though it is on the CPU.
         refuses_data: no number may depend on data here, though numbers of the enclosing program may.
     """
 
@@ -135,6 +136,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         unbacked: Unbacked | None,
         *,
         symbolic: bool,
+        on_gpu: bool,
         refuses_data: bool,
     ) -> None:
         super().__init__(tracer, "fake", **decomposition_option(decompositions))
@@ -146,7 +148,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._size = size
         self._unbacked = unbacked
         self._refuses_data = refuses_data
-        self._symbolic = symbolic
+        self._symbolic, self._on_gpu = symbolic, on_gpu
         self._is_direct: dict[OpOverload, bool] = {}
 
     def __torch_dispatch__(
@@ -350,7 +352,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         if is_functional_step(func):
             result = results_like(func, args)
         else:
-            result = fake_result(func, args, kwargs, symbolic=self._symbolic)
+            result = fake_result(func, args, kwargs, symbolic=self._symbolic, on_gpu=self._on_gpu)
         if func is _ZEROS_WITHOUT_MEMORY and self._decompositions:  # compilers read memory
             node = self._create(_ZEROS, node_args, node_kwargs)
             self._bind(result, node)  # pyright: ignore[reportArgumentType]  # zeros are one tensor

@@ -29,6 +29,7 @@ from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.swapping import Exchange
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.answers import Answers
+from aotdist.joint.attention import chosen_for
 from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.proxy_mode import ProxyMode
 from aotdist.joint.random import Draws
@@ -114,6 +115,7 @@ class Recorder:
             sizes may be symbolic.
         finds_out: let the program choose by data of its inputs, see `aotdist.joint.answers`.
         of_bits: what is recorded runs operator by operator, and is to have eager's bits.
+        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
     """
 
     def __init__(
@@ -128,8 +130,9 @@ class Recorder:
         fakes: UserFakes = NO_FAKES,
         finds_out: bool = False,
         of_bits: bool = False,
+        target: str | None = None,
     ) -> None:
-        self.of_bits = of_bits
+        self.of_bits, self.target = of_bits, target
         if within is not None:
             self.shape_env, self.fake_mode = None, within.fake_mode
         elif fakes.mode is not None:
@@ -166,6 +169,7 @@ class Recorder:
             self.size,
             self.unbacked,
             symbolic=symbolic,
+            on_gpu=target is not None,
             refuses_data=within is not None and within.of_data,
         )
         self._rng: list[torch.fx.Node] = []
@@ -184,6 +188,7 @@ class Recorder:
             quiet_fakes(),
             own_autocast_cache(),
             saved_tensor_hooks_off(),
+            chosen_for(self.target),
             calling_to_be_traced(),
             compiled_as_written(),
             _anomaly_mode_off(),
@@ -211,6 +216,7 @@ class Recorder:
             functional_rng=self._stream is not None,
             backward_autocast=self.backward_autocast,
             of_bits=self.of_bits,
+            target=self.target,
         )
 
     @contextlib.contextmanager

@@ -219,6 +219,7 @@ def _run_forward(
         asked_for_strides=recorder.asked_for_strides,
         of_data=recorder.unbacked is not None,
         of_bits=recorder.of_bits,
+        target=recorder.target,
     )
     with (
         swapped_where_unheard(lifting.swap),

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.ahead import TargetBackend
@@ -255,8 +254,7 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
     call = UserCall(target, run, args, kwargs)
     if not isinstance(backend, TargetBackend):
         return target, compilation_of(call, backend, settings)
-    # The quick attention of a CPU is an operator of its own; its formula is the same for all devices.
-    with sdpa_kernel(SDPBackend.MATH), hearing_of_autocast(_refuse_autocast):
+    with hearing_of_autocast(_refuse_autocast):
         compilation = compilation_of(call, backend, settings)
     _refuse_on_gpus(compilation)
     return target, compilation

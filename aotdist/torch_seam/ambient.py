@@ -3,6 +3,7 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 # One C++ check of grad mode, autocast, deterministic algorithms, default dtype, threads and precision.
 from torch._C._dynamo.guards import GlobalStateGuard as GlobalStateGuard
+from torch.nn.attention import SDPBackend
 from torch.utils._device import DeviceContext
 
 
@@ -34,6 +36,39 @@ def kernel_choices() -> tuple[bool, ...]:
         torch._C._get_cudnn_enabled(),
         torch.backends.mha.get_fastpath_enabled(),
     )
+
+
+def attention_kernels(target: str) -> list[SDPBackend]:
+    """The kernels that attention may choose from on GPUs of `target` (`sm_90`), in the order of preference.
+
+    The order is that of this process. PyTorch puts cuDNN first when it meets a GPU that cuDNN is quickest on;
+    which cuDNN the GPU's machine has is taken to be the one that is here, if there is one.
+    """
+    flash, efficient, formula, cudnn, *_ = kernel_choices()
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: flash,
+        SDPBackend.EFFICIENT_ATTENTION: efficient,
+        SDPBackend.MATH: formula,
+        SDPBackend.CUDNN_ATTENTION: cudnn,
+    }
+    order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    if order[:4] == list(_FLASH_FIRST) and _prefers_cudnn(target):
+        order.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return [kernel for kernel in order if allowed.get(kernel)]
+
+
+_FLASH_FIRST = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+)
+"""The order while nobody has set one."""
+
+
+def _prefers_cudnn(target: str) -> bool:
+    is_quickest = target in ("sm_90", "sm_100") and (torch.backends.cudnn.version() or 0) > 91500
+    return is_quickest and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 
 
 def uses_onednn() -> bool:

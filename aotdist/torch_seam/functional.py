@@ -25,7 +25,7 @@ from torch._subclasses.functional_tensor import _detect_infra_mode
 from torch.utils._mode_utils import no_dispatch
 
 from aotdist.torch_seam.classes import CACHED_SIZES, dispatches
-from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.patches import replaced, replaced_here
 from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
@@ -47,6 +47,13 @@ def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         return mode.from_tensor(tensor, static_shapes=True)
     finally:
         converter.storage_memo = known
+
+
+def fake_on(fake: FakeTensor, device: torch.device) -> FakeTensor:
+    """A fake on another device; beneath autograd, which a build of PyTorch may lack for that one."""
+    with no_modes():
+        meta = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        return FakeTensor(fake.fake_mode, meta, device)
 
 
 def functional(fake: torch.Tensor) -> FunctionalTensor:

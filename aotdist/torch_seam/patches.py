@@ -151,11 +151,16 @@ def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None
     """In this context and thread, `hear` is called when an enabled `torch.autocast` is made."""
 
     def heard(
-        make: Any, self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any
+        make: Any,
+        self: Any,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
     ) -> None:
         if enabled:
             hear()
-        make(self, device_type, dtype, enabled, *args)
+        make(self, device_type, dtype, enabled, cache_enabled)
 
     return replaced_here(torch.autocast, "__init__", heard)
 

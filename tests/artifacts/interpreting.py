@@ -16,6 +16,7 @@ from aotdist.kernels.packing import Packed
 from aotdist.kernels.running import Jitted
 from aotdist.store import load as loading
 from aotdist.store.live import Live
+from tests.artifacts.attention import register_kernels_for_attention
 
 
 def _pack(emitted: EmittedKernel, target: str) -> Packed:
@@ -38,3 +39,4 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "unpack", _unpack)
     monkeypatch.setattr(loading, "gpu_here", lambda: "sm_90")
     monkeypatch.setattr(Live, "device_here", lambda live, device: torch.device("cpu"))
+    register_kernels_for_attention(monkeypatch)

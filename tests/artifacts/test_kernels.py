@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import aotdist
+from aotdist.joint.attention import chosen_for
 from aotdist.kernels.running import Loaded, aligned
 from aotdist.kernels.triton_seam import Process
 from tests.artifacts import cases_ranks
@@ -39,7 +40,7 @@ def test_graphs_with_kernels_come_back(name: str, tmp_path: Path, monkeypatch: p
     aotdist.build(make, tmp_path / "it.aot", target="sm_90", settings=settings)
     compiled, loaded_model = make(), make()
     aotdist.compile(compiled[0], backend="triton", settings=settings)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with chosen_for("sm_90"):
         expected = step(*compiled)
     forbid_tracing(monkeypatch)
     aotdist.load(tmp_path / "it.aot", loaded_model[0])
