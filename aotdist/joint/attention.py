@@ -2,9 +2,9 @@
 
 On each device, `scaled_dot_product_attention` calls the first of its kernels that takes the arguments: on
 NVIDIA's GPUs cuDNN's, flash attention, memory-efficient attention, or else the formula. A trace on the CPU
-would choose for the CPU. The conditions here are those of PyTorch's `sdp_utils.cpp` (releases 2.11 to 2.14) for
-GPUs from sm_80, or narrower where releases differ: a kernel that is called here runs there. For GPUs of AMD it
-is the formula.
+would choose for the CPU. The conditions here are those of PyTorch's `sdp_utils.cpp` (releases 2.11 to 2.14)
+for GPUs from sm_80, or narrower where releases differ: a kernel that is called here runs there. For GPUs of
+AMD it is the formula.
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ def chosen_for(target: str | None) -> AbstractContextManager[Any]:
     """The same where no mode hears of the call: in PyTorch's own layers, and in backwards that recompute."""
     if target is None:
         return nullcontext()
-    name = _CHOSEN_BY_DEVICE.__name__
-    return replaced_here(functional, name, lambda _, *args, **kwargs: _attention(target, *args, **kwargs))
+
+    def chosen(_: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return _attention(target, *args, **kwargs)
+
+    return replaced_here(functional, _CHOSEN_BY_DEVICE.__name__, chosen)
 
 
 def _attention(target: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -127,7 +130,7 @@ def _is_regular_mask(mask: Tensor, call: _Call) -> bool:
 
 
 def _cudnn_takes(call: _Call) -> bool:
-    query, key, value = call.tensors
+    query, key, _ = call.tensors
     mask = call.attn_mask
     return (
         query.dtype in _HALF

@@ -2,8 +2,8 @@
 
 PyTorch's fakes know for most operators how dtypes, sizes and strides differ between devices: statistics of
 layer norms are float32, Fourier transforms are laid out otherwise, buffers for a backward are empty. So each
-operator is asked once more for fakes of a GPU, and what it answers is the result, as a fake of the CPU: a build
-of PyTorch for CPUs has no autograd for others.
+operator is asked once more for fakes of a GPU, and what it answers is the result, as a fake of the CPU: a
+build of PyTorch for CPUs has no autograd for others.
 
 Which kernel convolves is asked of cuDNN, which is not there either; the rule for how its results lie is here.
 """
@@ -73,8 +73,8 @@ def _convolved(inputs: torch.Tensor, weight: torch.Tensor, result: Any) -> Any:
     asked = any(suggest_memory_format(tensor) == channels_last for tensor in (inputs, weight))
     kept = channels_last if asked and inputs.dtype is not torch.float64 else torch.contiguous_format
 
-    def laid_out(tensor: Any) -> Any:
-        is_bias = tensor is None or tensor.dim() == 1
-        return tensor if is_bias else torch.empty_like(tensor, memory_format=kept)
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        is_of_bias = tensor.dim() == 1
+        return tensor if is_of_bias else torch.empty_like(tensor, memory_format=kept)
 
-    return pytree.tree_map(laid_out, result, is_leaf=lambda leaf: leaf is None)
+    return pytree.tree_map_only(torch.Tensor, laid_out, result)

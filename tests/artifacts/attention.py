@@ -1,14 +1,39 @@
-"""Kernels of GPUs for attention, for the CPU: what they compute and how their results lie, by the formula."""
+"""Calls of attention, and kernels of GPUs for the CPU: what they compute, by the formula, and how it lies."""
 
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
+
+FLASH, EFFICIENT = "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention"
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def heads(dtype: torch.dtype, dim: int = 16, key_heads: int = 4) -> list[Tensor]:
+    """Shapes: (batch, heads, rows, dim) of query, key and value, in memory (batch, rows, heads, dim)."""
+    sizes = ((2, 8, heads, dim) for heads in (4, key_heads, key_heads))
+    return [torch.randn(size, dtype=dtype).transpose(1, 2).requires_grad_() for size in sizes]
+
+
+MASK = torch.ones(8, 8, dtype=torch.bool).tril()
+CHOICES: dict[str, tuple[str | None, torch.dtype, dict[str, int], dict[str, Any]]] = {
+    "half": (FLASH, BF16, {}, {}),
+    "causal": (FLASH, BF16, {}, {"is_causal": True, "scale": 0.5}),
+    "single": (EFFICIENT, FP32, {}, {}),
+    "a mask": (EFFICIENT, BF16, {}, {"attn_mask": MASK}),
+    "a mask to add": (EFFICIENT, FP32, {}, {"attn_mask": torch.randn(2, 1, 8, 8)}),
+    "a mask in rows of no multiple of 8": (EFFICIENT, FP32, {}, {"attn_mask": torch.randn(8, 9)[:, :8]}),
+    "shared keys": (FLASH, BF16, {"key_heads": 2}, {"enable_gqa": True}),
+    "shared keys, single": (EFFICIENT, FP32, {"key_heads": 2}, {"enable_gqa": True}),
+    "heads that are filled up": (FLASH, BF16, {"dim": 12}, {"is_causal": True}),
+    "heads that no kernel takes": (None, FP32, {"dim": 3}, {}),
+    "long heads": (EFFICIENT, BF16, {"dim": 264}, {}),
+    "double": (None, torch.float64, {}, {}),
+}
+"""Calls: the kernel that is chosen without cuDNN (None: the formula), dtype, sizes, and options."""
 
 
 def _weights(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
@@ -104,15 +129,11 @@ def _efficient_backward(
     return *map(_by_rows, _backward(grad, query, key, value, bias, is_causal, scale)), None
 
 
-_library: torch.library.Library | None = None
-"""Operators are registered as long as it is there."""
-
-
-def register_kernels_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU run them, until the test is over."""
+def kernels_for_attention() -> torch.library.Library:
+    """Lets the CPU run them, as long as what is returned is there."""
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in {"flash": _flash, "efficient": _efficient}.items():
         library.impl(f"_scaled_dot_product_{name}_attention", kernel, "CPU")
     for name, kernel in {"flash": _flash_backward, "efficient": _efficient_backward}.items():
         library.impl(f"_scaled_dot_product_{name}_attention_backward", kernel, "CPU")
-    monkeypatch.setattr(sys.modules[__name__], "_library", library)
+    return library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from aotdist.kernels.packing import Packed
 from aotdist.kernels.running import Jitted
 from aotdist.store import load as loading
 from aotdist.store.live import Live
-from tests.artifacts.attention import register_kernels_for_attention
+from tests.artifacts.attention import kernels_for_attention
+
+_library: torch.library.Library | None = None
+"""What lets the CPU run kernels for attention while a test runs."""
 
 
 def _pack(emitted: EmittedKernel, target: str) -> Packed:
@@ -39,4 +43,4 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "unpack", _unpack)
     monkeypatch.setattr(loading, "gpu_here", lambda: "sm_90")
     monkeypatch.setattr(Live, "device_here", lambda live, device: torch.device("cpu"))
-    register_kernels_for_attention(monkeypatch)
+    monkeypatch.setattr(sys.modules[__name__], "_library", kernels_for_attention())

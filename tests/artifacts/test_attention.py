@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,10 @@ from aotdist.joint.attention import chosen_for
 from aotdist.store.build import compiled_ahead
 from aotdist.torch_seam import ambient
 from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.modes import TorchDispatchMode
+from tests.artifacts.attention import BF16, CHOICES, EFFICIENT, FLASH, heads
 from tests.artifacts.interpreting import interpret
 from tests.artifacts.programs import Made, decoder
-
-FLASH, EFFICIENT, CUDNN = (
-    f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")
-)
-BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -47,37 +45,16 @@ def attention_among(found: Iterator[torch.fx.Node]) -> list[str]:
     return [name.removesuffix(".default") for name in names if "dot_product" in name or "bmm" in name]
 
 
-def heads(dtype: torch.dtype, dim: int = 16, key_heads: int = 4) -> list[Tensor]:
-    """Shapes: (batch, heads, rows, dim) of query, key and value, in memory (batch, rows, heads, dim)."""
-    sizes = ((2, 8, heads, dim) for heads in (4, key_heads, key_heads))
-    return [torch.randn(size, dtype=dtype).transpose(1, 2).requires_grad_() for size in sizes]
-
-
-def test_a_decoder_has_flash_attention_in_bf16_and_the_efficient_one_in_fp32() -> None:
+def test_a_decoder_in_bf16_has_flash_attention() -> None:
     def in_bf16() -> Made:
         model, args = decoder()
         return model.to(BF16), args
 
+    def attending() -> Made:
+        return Attending(), (torch.randn(2, 8, 64),)
+
     assert attention_among(nodes(in_bf16)) == [FLASH] * 2 + [f"{FLASH}_backward"] * 2
-    assert attention_among(nodes(decoder)) == [EFFICIENT] * 2 + [f"{EFFICIENT}_backward"] * 2
-    assert not any("dot_product" in name for name in attention_among(nodes(decoder, "gfx942")))
-
-
-MASK = torch.ones(8, 8, dtype=torch.bool).tril()
-CHOICES: dict[str, tuple[str | None, torch.dtype, dict[str, int], dict[str, Any]]] = {
-    "half": (FLASH, BF16, {}, {}),
-    "causal": (FLASH, BF16, {}, {"is_causal": True, "scale": 0.5}),
-    "single": (EFFICIENT, FP32, {}, {}),
-    "a mask": (EFFICIENT, BF16, {}, {"attn_mask": MASK}),
-    "a mask to add": (EFFICIENT, FP32, {}, {"attn_mask": torch.randn(2, 1, 8, 8)}),
-    "a mask in rows of no multiple of 8": (EFFICIENT, FP32, {}, {"attn_mask": torch.randn(8, 9)[:, :8]}),
-    "shared keys": (FLASH, BF16, {"key_heads": 2}, {"enable_gqa": True}),
-    "shared keys, single": (EFFICIENT, FP32, {"key_heads": 2}, {"enable_gqa": True}),
-    "heads that are filled up": (FLASH, BF16, {"dim": 12}, {"is_causal": True}),
-    "heads that no kernel takes": (None, FP32, {"dim": 3}, {}),
-    "long heads": (EFFICIENT, BF16, {"dim": 264}, {}),
-    "double": (None, torch.float64, {}, {}),
-}
+    assert not any("dot_product" in name for name in attention_among(nodes(attending, "gfx942")))
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -89,7 +66,7 @@ def test_the_kernel_that_the_target_chooses_gives_what_the_formula_gives(name: s
     grads = torch.autograd.grad(expected.float().square().sum(), inputs)
     called: list[str] = []
 
-    class Hearing(torch.utils._python_dispatch.TorchDispatchMode):
+    class Hearing(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             called.append(str(func).removesuffix(".default"))
             return func(*args, **(kwargs or {}))
@@ -100,7 +77,7 @@ def test_the_kernel_that_the_target_chooses_gives_what_the_formula_gives(name: s
     assert [each for each in called if "dot_product" in each and "backward" not in each] == (
         [] if chosen is None else [chosen]
     )
-    close = {"rtol": 2e-2, "atol": 2e-2} if dtype is BF16 else {"rtol": 1e-5, "atol": 1e-5}
+    close: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if dtype is BF16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close([found, *found_grads], [expected, *grads], **close)
 
 
@@ -138,6 +115,31 @@ class Attending(nn.Module):
 def test_checkpoints_and_layers_of_pytorchs_have_it_too(make: Callable[[], nn.Module]) -> None:
     found = attention_among(nodes(lambda: (make(), (torch.randn(2, 8, 64),))))
     assert found == [EFFICIENT, f"{EFFICIENT}_backward"]
+
+
+def test_an_artifact_with_flash_attention_comes_back(tmp_path: Path) -> None:
+    def make() -> Made:
+        torch.manual_seed(0)
+        return Attending().to(BF16), (torch.randn(2, 8, 64, dtype=BF16),)
+
+    aotdist.build(make, tmp_path / "it.aot", target="sm_90")
+    (eager, args), (loaded, _) = make(), make()
+    aotdist.load(tmp_path / "it.aot", loaded)
+    results = [model(*args) for model in (eager, loaded)]
+    for result in results:
+        result.float().square().mean().backward()
+    grads = [[parameter.grad for parameter in model.parameters()] for model in (eager, loaded)]
+    torch.testing.assert_close([results[1], *grads[1]], [results[0], *grads[0]], rtol=2e-2, atol=2e-3)
+
+
+def test_layer_norms_keep_statistics_in_float32() -> None:
+    def make() -> Made:
+        norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(BF16)
+        return norm, (torch.randn(4, 8, dtype=BF16),)
+
+    values = [node.meta["val"] for node in nodes(make) if "val" in node.meta]
+    statistics = [value.dtype for value in values if isinstance(value, Tensor) and value.shape == (4, 1)]
+    assert set(statistics) == {torch.float32}
 
 
 def test_no_kernel_is_an_error_that_says_so() -> None:
