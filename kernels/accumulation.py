@@ -6,7 +6,7 @@ put together once, when it is through.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -31,6 +31,12 @@ def greatest_of(expr: Expr) -> Expr:
 def lanes_of(expr: Expr) -> list[str]:
     """What a loop starts from, for each of its lanes."""
     return [f"{start}, {TYPES[_kept(expr)]}" for start in (identity(expr), *_ONLINE.get(kind_of(expr), ()))]
+
+
+def num_lanes(reductions: Collection[Expr]) -> int:
+    """How many lanes a loop has for some reductions: a sum of exponentials keeps the greatest value, too."""
+    shared = {greatest_of(expr) for expr in reductions if kind_of(expr) == "exponentials"}
+    return sum(len(lanes_of(expr)) for expr in reductions if expr not in shared)
 
 
 def one_more(expr: Expr, lanes: Sequence[str], value: str) -> str:

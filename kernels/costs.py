@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from aotdist.kernels.access import axes_of, reads, writes
+from aotdist.kernels.accumulation import num_lanes
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.ir import Kernel, Reduce
 from aotdist.kernels.launching import NUM_MULTIPROCESSORS, Config, is_persistent
@@ -105,7 +106,7 @@ class _Block:
             held += len(written) * config.rblock / threads  # sums that every turn adds to
         elif sums and not is_persistent(kernel):
             turns = math.ceil(hint_of(kernel.num_reduced) / config.rblock)
-            held += len(sums) * max(1.0, config.xblock * config.rblock / threads)
+            held += num_lanes(sums) * max(1.0, config.xblock * config.rblock / threads)
         levels = max((part.level for part in kernel.parts()), default=0)
         waiting = turns * _LATENCY + levels * _EXCHANGE * (turns if kernel.p is not None else 1)
         return cls(threads, _OWN_REGISTERS + math.ceil(held), asked, waiting, turns)

@@ -131,6 +131,14 @@ def test_what_writes_nothing_in_the_traced_call_costs_a_load():
     assert configurations(none) == (none.config,)
 
 
+def test_a_loop_has_registers_for_all_that_it_keeps():
+    """A variance keeps three numbers for each place: with 32 of these, a thread had too few registers."""
+    x = torch.zeros(32, 65536, dtype=torch.bfloat16)
+    (emitted,) = as_on_a_gpu(lambda x, y: torch.var_mean(x + y, -1), x, x.clone())
+    assert not costs.estimate(emitted, replace(emitted.config, rblock=4096, num_warps=4)).fits
+    assert costs.estimate(emitted, replace(emitted.config, rblock=2048, num_warps=4)).fits
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(MOST))
 @pytest.mark.parametrize("program", [F.gelu, norm, loss, columns, both_ways])
