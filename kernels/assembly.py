@@ -59,11 +59,17 @@ def _words(nodes: Iterable[Node]) -> list[str]:
 
 
 def _by_stride(kernel: Kernel) -> Kernel:
-    """With the variable last along which the largest store is contiguous."""
+    """With the variables last along which neighbours lie: in the largest store, and in what is reduced."""
     largest = max(kernel.stores, key=lambda store: len(store.index.variables()))
-    stride = {atom: scale for atom, scale in largest.index.terms if isinstance(atom, Var)}
-    x = tuple(sorted(kernel.x, key=lambda var: -hint_of(stride.get(var, 0))))
-    return kernel.substitute({}, x, kernel.r)
+    accesses = [*(load.index for load in kernel.loads()), *(store.index for store in kernel.stores)]
+    reduced = max(accesses, key=lambda index: len(index.variables().intersection(kernel.r)))
+    x = _in_order_of_strides(kernel.x, largest.index)
+    return kernel.substitute({}, x, _in_order_of_strides(kernel.r, reduced))
+
+
+def _in_order_of_strides(variables: Sequence[Var], index: Index) -> tuple[Var, ...]:
+    stride = {atom: scale for atom, scale in index.terms if isinstance(atom, Var)}
+    return tuple(sorted(variables, key=lambda var: -hint_of(stride.get(var, 0))))
 
 
 def _in_parts(kernel: Kernel, rows: Whole) -> Kernel:

@@ -95,6 +95,14 @@ def test_the_variable_that_is_contiguous_in_memory_runs_fastest(emissions: Emiss
     assert [var.size for var in kernel.x] == [24]
 
 
+def test_what_is_reduced_runs_along_memory(emissions: Emissions) -> None:
+    x = numbers(2, 16, 4, 6).to(memory_format=torch.channels_last)
+    assert_same(lambda x: F.group_norm(x, 4), x)
+    (kernel,) = kernels(emissions)
+    assert [var.size for var in kernel.r] == [24, 4]
+    assert all((kernel.r[-1], 1) in load.index.terms for load in kernel.loads())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "program", [ONE_KERNEL["softmax"], ONE_KERNEL["layer norm"]], ids=["softmax", "norm"]
