@@ -50,10 +50,13 @@ class Recorder:
 
 
 def blank(val: Any) -> Any:
-    """Memory of the size of a result."""
+    """Memory of the size of a result; 1 stands for sizes that only running it tells."""
     if not isinstance(val, Tensor):
         return hint(val)
-    sizes, strides = (list(map(hint, numbers)) for numbers in (val.shape, val.stride()))
+    sizes, strides = (
+        [1 if (known := hint(number)) is None else known for number in numbers]
+        for numbers in (val.shape, val.stride())
+    )
     return torch.empty_strided(sizes, strides, dtype=val.dtype)
 
 

@@ -16,18 +16,18 @@ from tests.kernels.reference import Emissions, assert_same
 ROOT = Path(__file__).parents[2]
 
 
-def gated(target: str, every: int) -> list[str]:
-    """What a process that does not interpret says about the kernels of small programs, or some of them."""
+def said_without_interpreting(module: str, *arguments: object) -> list[str]:
+    """What a program of this folder says in a process that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "error::UserWarning:triton"]
-    command += ["-m", "tests.kernels.gates", target, str(every)]
+    command += ["-m", f"tests.kernels.{module}", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def assert_faultless(target: str, every: int = 1) -> None:
-    lines = gated(target, every)
+    lines = said_without_interpreting("gates", target, every)
     assert len(lines) == 1, "\n".join(lines)
     assert int(lines[0].removesuffix(" kernels")) > 40 // every
 
