@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Record:
         machine: what it ran on; nothing that names it.
         series: the samples.
         failed: cases that came to no end.
+        errors: what ended them, whole, by where it happened.
     """
 
     bench: str
@@ -45,14 +46,19 @@ class Record:
     machine: Mapping[str, str]
     series: tuple[Series, ...]
     failed: tuple[str, ...]
+    errors: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def save(self, folder: Path) -> None:
-        """Write `<folder>/<bench>.json`."""
+        """Write `<folder>/<bench>.json`, and errors to `<folder>/<bench>.log`, too."""
         folder.mkdir(parents=True, exist_ok=True)
         fields = dataclasses.asdict(self)
         for series in fields["series"]:
             series["samples"] = [float(f"{sample:.6g}") for sample in series["samples"]]
         (folder / f"{self.bench}.json").write_text(json.dumps(fields, indent=1) + "\n")
+        log = folder / f"{self.bench}.log"
+        log.unlink(missing_ok=True)
+        if self.errors:
+            log.write_text("\n".join(f"=== {where}\n{text}\n" for where, text in self.errors.items()))
 
     @classmethod
     def load(cls, file: Path) -> Record:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +48,7 @@ def call(
 
     Raises:
         RuntimeError: a process failed; its output is in the message.
-        subprocess.TimeoutExpired: it took too long.
+        subprocess.TimeoutExpired: it took too long; `output` is what it wrote, and where it was last.
     """
     start = time.perf_counter()
     print(f"  {label}", end="", flush=True)
@@ -76,11 +78,15 @@ def _finish(command: list[str], environ: Mapping[str, str], timeout_s: float, lo
     ):
         try:
             code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            _end(process)
+            error.output = log.read_text(errors="replace")
+            raise
         except BaseException:
             _end(process)
             raise
     if code != 0:
-        raise RuntimeError(f"a worker ended with {code}:\n{log.read_text(errors='replace')[-6000:]}")
+        raise RuntimeError(f"a worker ended with {code}:\n{log.read_text(errors='replace')}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -93,6 +99,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _main(job_file: str, answer_file: str) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)  # who ends it, because it hangs, reads where
     work, job = cast("tuple[Callable[[Any], Any], Any]", pickle.loads(Path(job_file).read_bytes()))
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")

@@ -1,11 +1,13 @@
 """Measure on a GPU: `make bench-gpu`.
 
 Writes `benchmarks/GPU.md` and `benchmarks/results/gpu.json`. It keeps its own time: contenders and rows that
-do not fit into it are left out, from the last, and named. Without a GPU the page says that there was none.
+do not fit into it are left out, from the last, and named. Errors are whole in the JSON, and in
+`results/gpu.log`. Without a GPU the page says that there was none. Of packages it needs torch and Triton.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import shlex
@@ -18,11 +20,10 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-import tyro
 
 from benchmarks import workers
 from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.measuring import COPY, Answer, Job, measure, read
+from benchmarks.gpu.measuring import COPY, WARM_UP, Answer, Job, measure, read, what_ended
 from benchmarks.gpu.page import nothing, page
 from benchmarks.gpu.place import Cpu, Gpu, described
 from benchmarks.gpu.rows import rows
@@ -49,14 +50,28 @@ class Options:
     folder: Path | None = None
 
 
+def options_of(arguments: Sequence[str]) -> Options:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    default = Options()
+    parser.add_argument("--minutes", type=float, default=default.minutes, help="that it may take")
+    parser.add_argument("--dry-run", action="store_true", help="with tiny tensors, on the CPU")
+    known = [COPY, *(row.case for row in rows(dry=True))]
+    some = parser.add_argument("--cases", nargs="+", default=(), metavar="CASE", help="some of the rows")
+    some.choices = known
+    parser.add_argument("--folder", type=Path, default=None, help="where the page goes, and results/gpu.json")
+    found = parser.parse_args(arguments)
+    return Options(found.minutes, found.dry_run, tuple(found.cases), found.folder)
+
+
 def main(options: Options) -> None:
     """Measure, write and show."""
     folder = options.folder or (ROOT / "results" / "quick" if options.dry_run else ROOT)
     if not options.dry_run and not torch.cuda.is_available():
         _say_that_there_is_none(folder)
         return
-    known = (COPY, *(row.case for row in rows(dry=options.dry_run)))
-    cases = tuple(case for case in known if not options.cases or case in options.cases)
+    known = (COPY, WARM_UP, *(row.case for row in rows(dry=options.dry_run)))
+    cases = tuple(case for case in known if not options.cases or case in (WARM_UP, *options.cases))
     answers = answers_of(cases, dry=options.dry_run, budget=Budget.of(60 * options.minutes))
     recorded = _record(answers, dry=options.dry_run)
     recorded.save(folder / "results")
@@ -74,8 +89,8 @@ def _say_that_there_is_none(folder: Path) -> None:
 def answers_of(cases: Sequence[str], *, dry: bool, budget: Budget) -> list[Answer]:
     """What became of the rows.
 
-    A row in which the process is lost, as it is by a kernel that reads where it must not, has failed; the
-    rest go on in another process.
+    A row in which the process is lost, as it is by a kernel that reads where it must not, or that takes far
+    longer than it should, has failed; the rest go on in another process.
     """
     found: list[Answer] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -85,34 +100,34 @@ def answers_of(cases: Sequence[str], *, dry: bool, budget: Budget) -> list[Answe
                 return found + [Answer(case, (), ("left out for want of time",)) for case in pending]
             file = Path(folder, f"answers{len(found)}")
             file.touch()
-            why = _run(Job(tuple(pending), dry, budget, file), Path(folder))
+            again = Answer(WARM_UP, ()) in found
+            why, output = _run(Job(tuple(pending), dry, budget, file, again), Path(folder))
             found += read(file)
             if len(found) < len(cases):
-                found.append(Answer(cases[len(found)], (), (why or "its process ended early",)))
+                found.append(Answer(cases[len(found)], (), (why,), {"its process": output}))
     return found
 
 
-def _run(job: Job, caches: Path) -> str:
-    """Measure in a process of its own, with caches that were empty; why it came to no end, if it did not."""
+def _run(job: Job, caches: Path) -> tuple[str, str]:
+    """Measure in a process of its own, with caches that were empty.
+
+    Returns:
+        Why it came to no end, if it did not, and all that it wrote.
+    """
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "AOTDIST_CACHE_FOLDER": str(caches / "aotdist"),
     }
     environment |= {"TRITON_INTERPRET": "1"} if job.dry else {"OMP_NUM_THREADS": str(os.cpu_count())}
+    timeout_s = max(_LEAST, job.budget.left()) + _SPARE
     try:
-        workers.call(
-            f"from {job.cases[0]}",
-            measure,
-            job,
-            environment=environment,
-            timeout_s=max(_LEAST, job.budget.left()) + _SPARE,
-        )
-    except subprocess.TimeoutExpired:
-        return "left out: it took longer than all the time that there was"
+        workers.call(f"from {job.cases[0]}", measure, job, environment=environment, timeout_s=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        return "left out: it took longer than all the time that there was", str(error.output)
     except RuntimeError as error:
-        return f"its process ended: {str(error).strip().splitlines()[-1][:200]}"
-    return ""
+        return f"its process ended: {what_ended(str(error))}", str(error)
+    return "its process ended early", ""
 
 
 def _record(answers: Sequence[Answer], *, dry: bool) -> Record:
@@ -124,6 +139,9 @@ def _record(answers: Sequence[Answer], *, dry: bool) -> Record:
         machine=machine() | described(Cpu() if dry else Gpu()),
         series=tuple(series for answer in answers for series in answer.series),
         failed=tuple(f"{answer.case}: {note}" for answer in answers for note in answer.notes),
+        errors={
+            f"{answer.case}: {where}": text for answer in answers for where, text in answer.errors.items()
+        },
     )
 
 
@@ -133,4 +151,4 @@ def _packages(*names: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main(options_of(sys.argv[1:]))

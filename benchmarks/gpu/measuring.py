@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import pickle
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,8 +24,11 @@ from benchmarks.gpu.workload import Workload
 from benchmarks.timing import Contender, Series, as_series, take_turns
 
 COPY = "copy"
+WARM_UP = "warm-up"
+"""The case in which compilers import what they need; nothing is measured."""
 _COPIED = 2**30
 _MIB = 2.0**20
+_PATIENCE = 60.0  # seconds; and twice what a row is expected to take
 _TOLERANCE = 0.05
 """How far an outcome may be from eager's, as a part of its norm: FP8's losses are within 3 percent."""
 
@@ -35,11 +41,13 @@ class Answer:
         case: the row.
         series: what was measured.
         notes: which contenders are missing, and why.
+        errors: what ended them, whole, by contender.
     """
 
     case: str
     series: tuple[Series, ...]
     notes: tuple[str, ...] = ()
+    errors: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +59,67 @@ class Job:
         dry: whether a CPU stands in for the GPU.
         budget: what does not fit is left out.
         file: where answers go, each as soon as it is there.
+        again: warm up first: the process that did is lost.
     """
 
     cases: tuple[str, ...]
     dry: bool
     budget: Budget
     file: Path
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What failed in a row, contender by contender.
+
+    Args:
+        notes: a line for each.
+        errors: the whole of each that was an error.
+    """
+
+    notes: list[str] = field(default_factory=list[str])
+    errors: dict[str, str] = field(default_factory=dict[str, str])
+
+    @contextmanager
+    def kept(self, contender: str, finish: Callable[[], None]) -> Generator[None]:
+        """Keep an error, and go on; one that lost the GPU ends the process: `finish` raises again."""
+        try:
+            yield
+        except Exception as error:
+            self.errors[contender] = traceback.format_exc()
+            self.notes.append(f"{contender}: {_in_a_line(error)}")
+            finish()
 
 
 def measure(job: Job) -> None:
     """Measure the rows of a job."""
     place: Place = Cpu() if job.dry else Gpu()
     known = {row.case: row for row in rows(dry=job.dry)}
-    wanted = [known[case] for case in job.cases if case != COPY]
-    with job.file.open("ab") as answers:
-        if COPY in job.cases:
-            hand_in(answers, _copy(place, num_bytes=2**10 if job.dry else _COPIED))
+    needed = [known[case].needed if case in known else 0.0 for case in job.cases]
+    if job.again:
         _warm_up(Compilers(dry=job.dry), place)
-        for position, row in enumerate(wanted):
-            later = sum(each.needed for each in wanted[position + 1 :])
-            hand_in(answers, _measure(row, place, job.budget, later))
+    with job.file.open("ab") as answers:
+        for position, case in enumerate(job.cases):
+            with _deadline(known.get(case)):
+                if case == COPY:
+                    answer = _copy(place, num_bytes=2**10 if job.dry else _COPIED)
+                elif case == WARM_UP:
+                    answer = _warm_up(Compilers(dry=job.dry), place)
+                else:
+                    answer = _measure(known[case], place, job.budget, sum(needed[position + 1 :]))
+            hand_in(answers, answer)
+
+
+@contextmanager
+def _deadline(row: Row | None) -> Generator[None]:
+    """End the process, and say where it was, if a row takes far longer than it should."""
+    expected = sum(row.costs.values()) if row else 0.0
+    faulthandler.dump_traceback_later(_PATIENCE + 2 * expected, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def read(file: Path) -> list[Answer]:
@@ -101,12 +150,15 @@ def _copy(place: Place, num_bytes: int) -> Answer:
     )
 
 
-def _warm_up(compilers: Compilers, place: Place) -> None:
+def _warm_up(compilers: Compilers, place: Place) -> Answer:
     """Let each compiler import what it needs, so that no row pays for it."""
+    failures = Failures()
     for way in ("torch.compile", "aotdist triton"):
-        x = torch.ones(8, device=place.device, requires_grad=True)
-        compilers.compiled(_little, way, graphs=False)(x).sum().backward()
-    place.finish()
+        with failures.kept(way, place.finish):
+            x = torch.ones(8, device=place.device, requires_grad=True)
+            compilers.compiled(_little, way, graphs=False)(x).sum().backward()
+            place.finish()
+    return Answer(WARM_UP, (), tuple(failures.notes), failures.errors)
 
 
 def _little(x: Tensor) -> Tensor:
@@ -117,28 +169,26 @@ def _measure(row: Row, place: Place, budget: Budget, later: float) -> Answer:
     _forget_the_last()
     if not budget.holds(row.needed):
         return Answer(row.case, (), (f"left out for want of time ({row.needed:.0f} s)",))
-    notes: list[str] = []
+    failures = Failures()
     ready: dict[Way, Workload] = {}
     found: list[Series] = []
-    expected: Sequence[Tensor] = ()
+    reference: tuple[Way, Sequence[Tensor]] | None = None
     for way, cost in row.costs.items():
         if row.is_optional(way) and not budget.holds(cost, later=later):
-            notes.append(f"{way}: left out for want of time ({cost:.0f} s)")
+            failures.notes.append(f"{way}: left out for want of time ({cost:.0f} s)")
             continue
-        try:
+        with failures.kept(way, place.finish):
             workload, outcome, seconds = _first_run(row, way, place)
-        except Exception as error:
-            notes.append(f"{way}: {_in_a_line(error)}")
-            place.finish()  # a GPU that is lost raises again: the next row needs a new process
-            continue
-        expected = expected or outcome
-        distance = _distance(outcome, expected)
-        if distance > _TOLERANCE:
-            notes.append(f"{way}: computes something else, {distance:.2g} from {next(iter(row.costs))}")
-            continue
-        ready[way] = workload
-        found += as_series({way: [seconds]}, case=row.case, quantity="first run", unit="s")
-    return Answer(row.case, (*found, *_timed(row, place, ready)), tuple(notes))
+            reference = reference or (way, outcome)
+            distance = _distance(outcome, reference[1])
+            if not distance <= _TOLERANCE:  # NaN is not
+                failures.notes.append(f"{way}: computes something else, {distance:.2g} from {reference[0]}")
+                continue
+            ready[way] = workload
+            found += as_series({way: [seconds]}, case=row.case, quantity="first run", unit="s")
+    with failures.kept("all", place.finish):
+        found += _timed(row, place, ready)
+    return Answer(row.case, tuple(found), tuple(failures.notes), failures.errors)
 
 
 def _forget_the_last() -> None:
@@ -176,11 +226,19 @@ def _timed(row: Row, place: Place, ready: dict[Way, Workload]) -> list[Series]:
 
 
 def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest of the tensors' distances, each as a part of the norm of what was expected."""
+    """The largest of the tensors' distances, or NaN; each is a part of the norm of what was expected."""
     pairs = zip(found, expected, strict=True)
-    return max(float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30)) for a, b in pairs)
+    parts = [float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30)) for a, b in pairs]
+    return float(torch.tensor(parts).amax())  # Python's `max` passes over NaN behind another number
 
 
 def _in_a_line(error: Exception) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
+
+
+def what_ended(output: str) -> str:
+    """The line of a process's output that says why it ended: the last, unless it is a dump of its threads."""
+    lines = output.strip().splitlines()
+    dumps = (line for line in lines if line.startswith(("Timeout (", "Fatal Python error")))
+    return next(dumps, lines[-1] if lines else "")[:200]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ from benchmarks.models import Block, Llama, LlamaShape, make_batch
 
 Precision = Literal["bf16", "fp8"]
 Part = Literal["block", "model"]
+
+_HAS_TORCHAO = find_spec("torchao") is not None
 
 BILLION = LlamaShape(dim=2048, num_layers=16, num_heads=16, vocab=32_000, sequence=2048, batch=4)
 TINY = LlamaShape(dim=32, num_layers=1, num_heads=2, vocab=64, sequence=16, batch=2)
@@ -35,7 +38,8 @@ class Training:
     @property
     def name(self) -> str:
         """As the tables show it."""
-        return f"Llama {'block' if self.part == 'block' else '1B step'}, {self.precision}"
+        recipe = "" if self.precision == "bf16" or _HAS_TORCHAO else ", delayed scales"
+        return f"Llama {'block' if self.part == 'block' else '1B step'}, {self.precision}{recipe}"
 
 
 def of_training(
@@ -77,9 +81,13 @@ def _model(shape: LlamaShape) -> tuple[nn.Module, list[Tensor]]:
 
 
 def _convert(module: nn.Module, way: Way, *, dry: bool) -> None:
-    """Both convert by the same recipe: one scale for a tensor, from what it holds. The head stays in bf16."""
-    if way.startswith("aotdist"):
-        aotdist.to_float8(module, "tensorwise", filter=lambda path, _: path != "head")
+    """Both convert by the same recipe: one scale for a tensor, from what it holds. The head stays in bf16.
+
+    Without torchao, whose recipe that is, all are converted by us: scales follow from earlier steps.
+    """
+    if way.startswith("aotdist") or not _HAS_TORCHAO:
+        recipe = "tensorwise" if _HAS_TORCHAO else "delayed"
+        aotdist.to_float8(module, recipe, filter=lambda path, _: path != "head")
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

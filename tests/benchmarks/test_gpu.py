@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks import workers
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu.__main__ import Options
+from benchmarks.gpu import measuring
+from benchmarks.gpu.__main__ import Options, options_of
 from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.measuring import COPY, Answer, Job, hand_in, measure, read
+from benchmarks.gpu.measuring import COPY, WARM_UP, Answer, Job, hand_in, measure, read
 from benchmarks.gpu.page import nothing, page
-from benchmarks.gpu.rows import rows
+from benchmarks.gpu.place import Cpu
+from benchmarks.gpu.rows import Row, rows
+from benchmarks.gpu.workload import Workload
 from benchmarks.record import Record
-from benchmarks.timing import Series
+from benchmarks.timing import Pace, Series
 
 WITHOUT_LIGER = "Liger: ModuleNotFoundError: No module named 'liger_kernel'"
 
@@ -29,6 +39,7 @@ def test_every_row_runs_on_a_cpu(tmp_path: Path) -> None:
     wanted = {(row.case, way) for row in rows(dry=True) for way in row.costs if way != "Liger"}
     assert measured == wanted | {(COPY, COPY)}
     assert {note.partition(": ")[2] for note in found.failed} <= {WITHOUT_LIGER}
+    assert set(found.errors) == {note.removesuffix(WITHOUT_LIGER) + "Liger" for note in found.failed}
     text = (tmp_path / "GPU.md").read_text()
     assert all(f"| {case} | {way} |" in text for case, way in wanted)
 
@@ -65,19 +76,105 @@ def test_without_time_nothing_is_started() -> None:
 
 
 def test_a_lost_process_costs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, ...]] = []
+    started: list[tuple[tuple[str, ...], bool]] = []
 
     def call(label: str, work: object, job: Job, **_: object) -> None:
-        started.append(job.cases)
+        started.append((job.cases, job.again))
         with job.file.open("ab") as answers:
             hand_in(answers, Answer(job.cases[0], ()))
         if len(started) == 1:
-            raise RuntimeError("a worker ended with 1:\nCUDA error: misaligned address")
+            raise RuntimeError("a worker ended with 1:\nTraceback\nCUDA error: misaligned address")
 
     monkeypatch.setattr(script.workers, "call", call)
-    found = script.answers_of(("a", "b", "c"), dry=True, budget=Budget.of(60))
-    assert started == [("a", "b", "c"), ("c",)]
-    assert found[1] == Answer("b", (), ("its process ended: CUDA error: misaligned address",))
+    found = script.answers_of((WARM_UP, "b", "c"), dry=True, budget=Budget.of(60))
+    assert started == [((WARM_UP, "b", "c"), False), (("c",), True)]
+    assert (found[1].case, found[1].notes) == ("b", ("its process ended: CUDA error: misaligned address",))
+    assert found[1].errors == {
+        "its process": "a worker ended with 1:\nTraceback\nCUDA error: misaligned address"
+    }
+
+
+def row_of(outcomes: dict[str, Tensor | Exception]) -> Row:
+    """A row with these outcomes of contenders, of which one may be an error."""
+
+    def build(way: str, place: object) -> Workload:
+        def outcome() -> list[Tensor]:
+            if isinstance(found := outcomes[way], Exception):
+                raise found
+            return [torch.ones(2), found]
+
+        return Workload(lambda: None, outcome)
+
+    costs: dict[Any, float] = dict.fromkeys(outcomes, 1.0)
+    return Row("row", 1, cold=False, memory=False, costs=costs, build=build, pace=Pace(rounds=1))
+
+
+def test_what_is_not_a_number_fails_wherever_it_stands() -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    row = row_of({"eager": torch.ones(2), "Liger": nan, "fused": torch.ones(2)})
+    answer = measuring._measure(row, Cpu(), Budget.of(60), later=0.0)
+    assert answer.notes == ("Liger: computes something else, nan from eager",)
+    assert {series.contender for series in answer.series} == {"eager", "fused"}
+    answer = measuring._measure(row_of({"eager": nan, "Liger": nan}), Cpu(), Budget.of(60), later=0.0)
+    assert len(answer.notes) == 2 and not answer.series
+
+
+def test_an_error_is_kept_whole_and_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = row_of({"eager": torch.ones(2), "Liger": ValueError("first\nlast"), "fused": torch.ones(2)})
+
+    def little(x: Tensor) -> Tensor:
+        raise ValueError("of the warm-up\nlast")
+
+    monkeypatch.setattr(measuring, "_little", little)
+    monkeypatch.setattr(measuring, "rows", lambda dry: [row, replace(row, case="other")])
+    job = Job((WARM_UP, "row", "other"), dry=True, budget=Budget.of(60), file=tmp_path / "answers")
+    measure(job)
+    warm_up, *others = read(job.file)
+    assert all("of the warm-up\nlast" in text and "in little" in text for text in warm_up.errors.values())
+    assert set(warm_up.errors) == {"torch.compile", "aotdist triton"}
+    for answer in others:
+        assert answer.notes == ("Liger: ValueError: first",)
+        assert "in outcome" in answer.errors["Liger"] and "first\nlast" in answer.errors["Liger"]
+        assert {series.contender for series in answer.series} == {"eager", "fused"}
+    monkeypatch.setattr(script, "answers_of", lambda *_, **__: [warm_up, *others])
+    script.main(Options(dry_run=True, folder=tmp_path))
+    assert Record.load(tmp_path / "results" / "gpu.json").errors["row: Liger"] == others[0].errors["Liger"]
+    assert others[0].errors["Liger"] in (tmp_path / "results" / "gpu.log").read_text()
+
+
+ALONE = """
+import sys, time
+sys.modules |= dict.fromkeys(("tyro", "rich", "transformers", "torchao", "liger_kernel"))
+import benchmarks.gpu.__main__
+from benchmarks.gpu import measuring
+measuring._PATIENCE = 0.1
+with measuring._deadline(None):
+    time.sleep(60)
+"""
+
+
+def test_a_row_that_hangs_is_ended_and_says_where_and_nothing_but_torch_and_triton_is_needed() -> None:
+    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert ended.returncode == 1 and 'File "<string>", line 8' in ended.stderr
+    assert measuring.what_ended(ended.stderr).startswith("Timeout (")
+
+
+def test_what_a_process_wrote_is_there_when_its_time_is_over(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    with pytest.raises(subprocess.TimeoutExpired) as error:
+        workers._finish(command, os.environ, 1.0, tmp_path / "log")
+    assert error.value.output == "here\n"
+
+
+def test_the_command_line_names_rows_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--minutes", "3", "--dry-run", "--cases", "softmax", COPY, "--folder", "there"]
+    assert options_of(arguments) == Options(3.0, True, ("softmax", COPY), Path("there"))
+    assert options_of([]) == Options()
+    with pytest.raises(SystemExit):
+        options_of(["--cases", "sofmax"])
+    assert "sofmax" in capsys.readouterr().err
 
 
 def test_the_budget_keeps_what_later_rows_need() -> None:
