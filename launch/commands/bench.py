@@ -186,13 +186,20 @@ def _likeness(one: _Contender, eager: _Contender) -> str:
     if one is eager:
         return ""
     ours, theirs = ([local_part(x) for x in each.results] for each in (one, eager))
-    if [x.shape for x in ours] != [x.shape for x in theirs]:
-        return "of other sizes than eager's"
-    pairs = list(zip(ours, theirs, strict=True))
-    if all(torch.equal(own.nan_to_num(), other.nan_to_num()) for own, other in pairs):
-        return "eager's, bit for bit"
-    off = max((_wide(own) - _wide(other)).abs().max().item() for own, other in pairs if own.numel())
-    return f"off eager's by at most {off:.1e}"
+    if [(x.shape, x.dtype) for x in ours] != [(x.shape, x.dtype) for x in theirs]:
+        return "of other sizes or dtypes than eager's"
+    apart = torch.tensor([_apart(*pair) for pair in zip(ours, theirs, strict=True) if pair[0].numel()])
+    if not apart.numel():
+        return "no numbers to compare"
+    # PyTorch's `amax` and `any` return what NaN is due, wherever it stands; Python's `max` passes over it.
+    return f"off eager's by at most {apart.amax():.1e}" if apart.any() else "eager's, bit for bit"
+
+
+def _apart(own: Tensor, other: Tensor) -> float:
+    """The largest difference: NaN where one of two numbers is NaN, nothing where both are."""
+    own, other = _wide(own), _wide(other)
+    same = (own == other) | (own.isnan() & other.isnan())
+    return float(torch.where(same, 0.0, (own - other).abs()).amax())
 
 
 def _wide(x: Tensor) -> Tensor:

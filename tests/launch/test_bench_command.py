@@ -1,10 +1,12 @@
 """`aotdist bench`: times a step, and says whether its results are eager's."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from aotdist.launch.commands import bench
 from aotdist.launch.commands.main import main
 
 MODEL = """
@@ -51,6 +53,24 @@ def test_times_and_results(file: Path, capsys: pytest.CaptureFixture[str]) -> No
         and peer.startswith("torch.compile ")
     )
     assert ours.startswith("aotdist ") and ours.endswith("eager's, bit for bit")
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "said"),
+    [
+        ([0.0, 0.5], [math.nan, 0.5], "off eager's by at most nan"),
+        ([0.5, 0.5], [0.25, math.nan], "off eager's by at most nan"),
+        ([math.nan, math.inf], [math.nan, math.inf], "eager's, bit for bit"),
+        ([math.nan, 0.5], [math.nan, 0.25], "off eager's by at most 2.5e-01"),
+        ([], [], "no numbers to compare"),
+    ],
+)
+def test_what_is_not_a_number_is_not_eager_s(own: list[float], other: list[float], said: str) -> None:
+    ours, eager = (
+        bench._Contender("name", list, results=[torch.tensor(numbers), torch.tensor(numbers[1:])])
+        for numbers in (own, other)
+    )
+    assert bench._likeness(ours, eager) == said
 
 
 def test_memory_is_what_a_step_holds_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
