@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from aotdist.kernels import triton_seam
+from aotdist.torch_seam.ambient import warnings_no_errors
 
 ALIGNMENT = 16
 """Bytes. Kernels read up to as many at once, from tensors that begin at a multiple."""
@@ -77,7 +78,7 @@ class Jitted:
         if is_aligned and self._direct is not None:
             self._direct((*inputs, *written))
             return
-        with on_device(self._device):
+        with on_device(self._device), warnings_no_errors():  # Triton's, while it compiles
             made = self.function[(self.num_blocks,)](*inputs, *written, **self._arguments)
         if is_aligned and made is not None:  # an interpreted kernel is none
             self._direct = Direct(made, self.num_blocks, self._constants, self._device)

@@ -31,7 +31,7 @@ from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.joint import batch_statistics
 from aotdist.program import Graph
-from aotdist.torch_seam.ambient import autocast_off
+from aotdist.torch_seam.ambient import autocast_off, warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
 from aotdist.torch_seam.inductor import (
     TracingContext,
@@ -209,9 +209,13 @@ _EXECUTED = re.compile(r"While executing %(\w+) ")
 
 @contextmanager
 def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
-    """Let errors of Inductor's name the graph, and the line of the user's program, if they tell the node."""
+    """Let errors of Inductor's name the graph, and the line of the user's program, if they tell the node.
+
+    Its warnings are none, whatever the user's filters make of warnings.
+    """
     try:
-        yield
+        with warnings_no_errors():
+            yield
     except UnsupportedProgram:
         raise
     except Exception as error:

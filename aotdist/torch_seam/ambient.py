@@ -1,11 +1,14 @@
-"""Modes around a call: device contexts, choices of kernels, autocast."""
+"""Modes around a call: device contexts, choices of kernels, autocast, filters of warnings."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import os
+import re
+import threading
+import warnings
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -132,3 +135,46 @@ def autocast_only(devices: Sequence[tuple[str, torch.dtype]]) -> Generator[None]
 def autocast_off() -> AbstractContextManager[Any]:
     """Autocast disabled on every device, whatever is on outside."""
     return torch._C._DisableAutocast()
+
+
+class _Here:
+    """The pattern of a filter of warnings: matches in the thread that made it alone, until it is off."""
+
+    def __init__(self, pattern: re.Pattern[str] | None) -> None:
+        self._pattern, self.thread = pattern, threading.get_ident()
+
+    def match(self, text: str) -> bool:
+        is_here = threading.get_ident() == self.thread
+        return is_here and (self._pattern is None or self._pattern.match(text) is not None)
+
+    def turn_off(self) -> None:
+        self.thread = 0  # no thread's
+
+
+_filters_change = threading.Lock()
+
+
+@contextmanager
+def warnings_no_errors() -> Generator[None]:
+    """In this context and thread, what filters of warnings make errors of is shown instead, as a warning.
+
+    For compilers of others, which go on after what they warn about. Filters are those of all threads, and of
+    two `catch_warnings` that overlap the second restores what the first had set: so each filter that raises
+    gets one before it that shows, and that other threads do not match.
+    """
+    shown: list[Any] = []
+    with _filters_change:
+        filters: Any = warnings.filters
+        for position, (action, message, *rest) in reversed([*enumerate(filters)]):
+            if action == "error":
+                shown.append(("always", _Here(message), *rest))
+                filters.insert(position, shown[-1])
+    try:
+        yield
+    finally:
+        with _filters_change:
+            for own in shown:
+                own[1].turn_off()  # a `catch_warnings` of another thread may have a copy that it restores
+                for held in (filters, warnings.filters):
+                    with suppress(ValueError):
+                        held.remove(own)

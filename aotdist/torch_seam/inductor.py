@@ -23,6 +23,7 @@ from torch._guards import active_fake_mode as active_fake_mode
 from torch._guards import tracing as tracing
 from torch._library.utils import get_layout_constraint_tag
 
+from aotdist.torch_seam.ambient import warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.operators import OpOverload, can_decompose
 from aotdist.torch_seam.patches import Patch, replaced
@@ -211,6 +212,7 @@ def submit_compilation(task: Callable[[], T]) -> Callable[[], T]:
     """Run `task` on one of Inductor's compile threads, in this thread's context; call the result to wait."""
     from torch._inductor.async_compile import AsyncCompile
 
+    task = warnings_no_errors()(task)
     if compile_threads() <= 1:
         value = task()
         return lambda: value

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,12 @@ from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.inductor import compile_with_inductor, inductor_config, inductor_counters
+from aotdist.torch_seam.inductor import (
+    compile_with_inductor,
+    inductor_config,
+    inductor_counters,
+    submit_compilation,
+)
 from tests.codegen.captured import branching, calls, captured, emission
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")
@@ -435,6 +442,45 @@ def test_auto_runs_by_fx_what_inductor_does_not_compile(cache_bytes: int, tmp_pa
     with pytest.warns(UserWarning, match="does not compile the backward graph .* by `fx`"):
         found = gradient(compiled)
     torch.testing.assert_close(found, gradient(waves))
+
+
+def warns_and_sines(x: torch.Tensor) -> torch.Tensor:
+    warnings.warn("of the user's program", stacklevel=2)
+    return x.sin()
+
+
+def test_filters_of_warnings_decide_nothing_about_compilers(monkeypatch: pytest.MonkeyPatch):
+    """Neither in this thread nor in those of Inductor; other threads, and the user's program, meet theirs."""
+    elsewhere: list[type[Warning]] = []
+
+    def elsewhere_warned() -> None:
+        try:
+            warnings.warn("elsewhere", stacklevel=2)
+        except UserWarning as error:
+            elsewhere.append(type(error))
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn("by Python", FutureWarning, stacklevel=2)
+        torch.ones(2, 2, 2).T  # noqa: B018  # in C++
+        submit_compilation(lambda: warnings.warn("in a thread", stacklevel=2))()
+        other = threading.Thread(target=elsewhere_warned)
+        other.start()
+        other.join()
+        return compile_with_inductor(*args, **kwargs)
+
+    monkeypatch.setattr("aotdist.codegen.inductor.compile_with_inductor", compiling)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "by Python", DeprecationWarning)
+        filters = list(warnings.filters)
+        compiled = aotdist.compile(waves, backend="inductor", settings={"cache_bytes": 0})
+        assert_close([compiled(torch.ones(3))], [waves(torch.ones(3))])
+        assert warnings.filters == filters
+        assert {"by Python", "The use of `x", "in a thread"} <= {str(one.message)[:13] for one in shown}
+        assert elsewhere == [UserWarning]
+        for call in (warns_and_sines, aotdist.compile(warns_and_sines, backend="inductor")):
+            with pytest.raises(UserWarning, match="of the user's program"):
+                call(torch.ones(3))
 
 
 @pytest.mark.parametrize("backend", ["inductor", "auto"])
