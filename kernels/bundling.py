@@ -224,9 +224,8 @@ def one_launch(bundle: Bundle) -> EmittedKernel:
     config = max((emitted.config for emitted in bundle), key=lambda config: (config.rblock, config.xblock))
     members = tuple(member for emitted in bundle for member in emitted.members)
     nodes = tuple(sorted(node for emitted in bundle for node in emitted.nodes))
-    return EmittedKernel(
-        members, _printed(bundle, config), (config,), nodes, sum(emitted.num_bytes for emitted in bundle)
-    )
+    num_bytes = sum(emitted.num_bytes for emitted in bundle)
+    return EmittedKernel(members, _printed(bundle, config), (config,), nodes, num_bytes, gpu=bundle[0].gpu)
 
 
 def _printed(bundle: Bundle, config: Config) -> Printed:

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 
@@ -21,14 +21,12 @@ from aotdist.kernels import triton_seam
 from aotdist.kernels.access import VECTOR_BYTES, axes_of, axis_of, reads, vector_length, writes
 from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.gpus import TARGETS as TARGETS
+from aotdist.kernels.gpus import Target as Target
 from aotdist.kernels.index import Index
 from aotdist.kernels.loading import loaded
 from aotdist.kernels.polynomial import hint_of
 from aotdist.kernels.sized import form_of
-
-Target: TypeAlias = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
-"""A generation of GPUs: A100, H100 and H200, B200; MI300."""
-TARGETS: tuple[Target, ...] = get_args(Target)
 
 _POINTERS = {
     torch.float64: "*fp64",

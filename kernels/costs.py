@@ -15,11 +15,9 @@ from aotdist.kernels.access import axes_of, reads, writes
 from aotdist.kernels.accumulation import num_lanes
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.ir import Kernel, Reduce
-from aotdist.kernels.launching import NUM_MULTIPROCESSORS, Config, is_persistent
+from aotdist.kernels.launching import Config, is_persistent
 from aotdist.kernels.polynomial import hint_of
 
-BANDWIDTH = 4.8e12
-"""Bytes a second of an H200."""
 _LATENCY = 0.6e-6  # seconds from a load to its value, when memory is busy
 _REGISTERS = 2**16  # of a multiprocessor, 32 bits each
 _MAX_REGISTERS = 255  # of a thread
@@ -44,22 +42,22 @@ class Estimate:
 
 
 def estimate(emitted: EmittedKernel, config: Config) -> Estimate:
-    """What a kernel costs with these blocks.
+    """What a kernel costs with these blocks, on the GPU that it is for.
 
     Args:
         emitted: the kernel.
         config: its blocks.
     """
-    block = _Block.of(emitted.kernel, config)
+    gpu, block = emitted.gpu, _Block.of(emitted.kernel, config)
     per_processor = min(
         _BLOCKS,
         _THREADS // block.threads,
         _REGISTERS // (min(block.registers, _MAX_REGISTERS) * block.threads),
     )
     num_blocks = max(1, emitted.num_blocks_in(config))
-    at_a_time = min(num_blocks, max(1, per_processor) * NUM_MULTIPROCESSORS)
-    reached = min(1.0, at_a_time * block.bytes_asked / (BANDWIDTH * _LATENCY))
-    moving = emitted.num_bytes / (BANDWIDTH * reached)
+    at_a_time = min(num_blocks, max(1, per_processor) * gpu.num_processors)
+    reached = min(1.0, at_a_time * block.bytes_asked / (gpu.bandwidth * _LATENCY))
+    moving = emitted.num_bytes / (gpu.bandwidth * reached)
     waiting = math.ceil(num_blocks / at_a_time) * block.seconds_waiting
     return Estimate(max(moving, waiting) + block.seconds_waiting / block.turns, block.fits)
 

@@ -18,6 +18,7 @@ from aotdist.kernels.configurations import configurations
 from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.fusion import Plan, plan
+from aotdist.kernels.gpus import Gpu
 from aotdist.kernels.in_place import overwritten, stored_over
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Launch, Result, blocks_of, config_of, is_persistent
@@ -56,7 +57,13 @@ class Fused:
 
 
 def fuse(
-    graph: Graph, fixed: Sequence[Node], *, keeps_casts: bool, label: str, tuner: Tuner | None = None
+    graph: Graph,
+    fixed: Sequence[Node],
+    *,
+    keeps_casts: bool,
+    label: str,
+    gpu: Gpu,
+    tuner: Tuner | None = None,
 ) -> Fused:
     """Put kernels in the place of nodes.
 
@@ -65,6 +72,7 @@ def fuse(
         fixed: nodes that keep their order: what draws random numbers, collectives.
         keeps_casts: round to narrow floating point wherever the graph does.
         label: a word for the file name that tracebacks show.
+        gpu: which it is for.
         tuner: chooses blocks by measuring; None to leave it at what they should cost.
     """
     chosen = _planned(graph.gm.graph, fixed)
@@ -74,7 +82,8 @@ def fuse(
         if isinstance(node.meta.get("val"), torch.Tensor)
     }
     kernels = [
-        _emit(chosen, group, at, counts, keeps_casts=keeps_casts) for at, group in enumerate(chosen.groups)
+        _emit(chosen, group, at, counts, gpu, keeps_casts=keeps_casts)
+        for at, group in enumerate(chosen.groups)
     ]
     kernels = _launches(graph, kernels, fixed)
     if not triton_seam.is_interpreting():
@@ -117,7 +126,7 @@ def _planned(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
 
 
 def _emit(
-    chosen: Plan, group: Group, number: int, counts: Mapping[str, int], *, keeps_casts: bool
+    chosen: Plan, group: Group, number: int, counts: Mapping[str, int], gpu: Gpu, *, keeps_casts: bool
 ) -> EmittedKernel:
     kernel = assemble(chosen, group, number, keeps_casts=keeps_casts)
     differs = isinstance(kernel.num_reduced, Polynomial) and not kernel.is_tiled
@@ -125,10 +134,11 @@ def _emit(
     looped = _in_loops(kernel) if differs else None
     kernel = kernel if fits_a_block else online(kernel)
     printed = print_kernel(kernel, is_persistent=fits_a_block)
-    config = config_of(kernel, is_interpreted=triton_seam.is_interpreting(), contracts=not keeps_casts)
+    is_interpreted = triton_seam.is_interpreting()
+    config = config_of(kernel, is_interpreted=is_interpreted, contracts=not keeps_casts, gpu=gpu)
     nodes = tuple(sorted(group.nodes()))
     num_bytes = bytes_moved(kernel, counts)
-    return EmittedKernel((kernel,), printed, (config,), nodes, num_bytes, looped)
+    return EmittedKernel((kernel,), printed, (config,), nodes, num_bytes, looped, gpu)
 
 
 def _in_loops(kernel: Kernel) -> Printed:

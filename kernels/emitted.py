@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from aotdist.kernels.gpus import USUAL, Gpu
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Config, num_blocks_of
 from aotdist.kernels.polynomial import Whole
@@ -23,6 +24,7 @@ class EmittedKernel:
         nodes: the nodes that it computes, in order.
         num_bytes: what it reads and writes.
         looped: its source in loops, where a call decides if all that it reduces fits into one block.
+        gpu: which it is for.
     """
 
     members: tuple[Kernel, ...]
@@ -31,6 +33,7 @@ class EmittedKernel:
     nodes: tuple[Node, ...]
     num_bytes: int
     looped: Printed | None = None
+    gpu: Gpu = USUAL
 
     @property
     def forms(self) -> list[Printed]:

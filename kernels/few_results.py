@@ -20,7 +20,8 @@ from torch.fx import Node
 
 from aotdist.kernels.columns import rows_reduced
 from aotdist.kernels.ir import held
-from aotdist.kernels.launching import MIN_COLUMNS, NUM_MULTIPROCESSORS
+from aotdist.kernels.gpus import Gpu
+from aotdist.kernels.launching import MIN_COLUMNS
 from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import obstacle
@@ -33,7 +34,7 @@ MIN_ELEMENTS = 2**18
 MIN_REDUCED = 32
 """How many elements are reduced at first, at least."""
 MAX_PARTS = 1024
-_BLOCKS = 2 * NUM_MULTIPROCESSORS
+_BLOCKS = 2  # for each multiprocessor
 
 _SUM, _MEAN, _MOMENTS = aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.correction
 
@@ -58,22 +59,23 @@ class _Cut:
         return [size for dim, size in enumerate(self.sizes) if dim not in self.first]
 
 
-def cut_few_results(graph: fx.Graph) -> None:
+def cut_few_results(graph: fx.Graph, gpu: Gpu) -> None:
     """Cut the reductions of a graph that have few results for what they read, in place.
 
     Args:
         graph: of a private copy, functional; nodes carry `val`.
+        gpu: what it is to keep busy.
     """
     rows = rows_reduced(graph)
     for node in list(graph.nodes):
-        cut = _cut(node, rows)
+        cut = _cut(node, rows, gpu.num_processors)
         if cut is not None:
             with graph.inserting_before(node):
                 _in_two(graph, node, cut)
             graph.erase_node(node)
 
 
-def _cut(node: Node, rows: Collection[Any]) -> _Cut | None:
+def _cut(node: Node, rows: Collection[Any], num_processors: int) -> _Cut | None:
     """How to cut a node; None to leave it as it is."""
     if node.target not in (_SUM, _MEAN, _MOMENTS) or any(obstacle(each) for each in _picks(node)):
         return None
@@ -87,8 +89,8 @@ def _cut(node: Node, rows: Collection[Any]) -> _Cut | None:
     if results == 1 or math.prod(whole) < MIN_ELEMENTS or (reduced, math.prod(columns)) in rows:
         return None
     blocks = _num_blocks(val_of(node.all_input_nodes[0]), dims, results)
-    wanted = min(-(-_BLOCKS // blocks), MAX_PARTS, reduced // MIN_REDUCED)
-    if blocks > NUM_MULTIPROCESSORS or wanted < 2:
+    wanted = min(-(-_BLOCKS * num_processors // blocks), MAX_PARTS, reduced // MIN_REDUCED)
+    if blocks > num_processors or wanted < 2:
         return None
     return _in_parts(whole, dims, val_of(node.all_input_nodes[0]).stride(), wanted)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from aotdist.kernels.access import fast_axis, reads, writes
+from aotdist.kernels.gpus import USUAL, Gpu
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.polynomial import Values, hint_of, number_at
 from aotdist.kernels.running import Runner
@@ -19,8 +20,6 @@ MAX_PERSISTENT_COLUMN = 128
 """As `MAX_PERSISTENT`, where neighbours lie along the results: a block needs some beside each other."""
 MIN_COLUMNS = 16
 """How many of these neighbours: 32 bytes, the least that memory is read by, of 16-bit floating point."""
-NUM_MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200."""
 
 _BLOCK = 1024
 _MANY = 8  # tensors: with 8 elements of each, a thread of more takes over 64 registers
@@ -70,6 +69,7 @@ def config_of(
     *,
     is_interpreted: bool,
     contracts: bool = True,
+    gpu: Gpu = USUAL,
     values: Values | None = None,
 ) -> Config:
     """The blocks of a kernel.
@@ -78,15 +78,16 @@ def config_of(
         kernel: which.
         is_interpreted: whether it runs in Python.
         contracts: whether a product and a sum may be rounded once.
+        gpu: which it is for.
         values: of symbols, see `number_at`. How many results there are then changes nothing: a few would
             have blocks of their own.
     """
     reduced = number_at(kernel.num_reduced, values)
-    blocks = _blocks(kernel, reduced, is_persistent(kernel, values), is_interpreted=is_interpreted)
+    blocks = _blocks(kernel, reduced, is_persistent(kernel, values), gpu, is_interpreted=is_interpreted)
     return replace(blocks, contracts=contracts)
 
 
-def _blocks(kernel: Kernel, reduced: int, is_held: bool, *, is_interpreted: bool) -> Config:
+def _blocks(kernel: Kernel, reduced: int, is_held: bool, gpu: Gpu, *, is_interpreted: bool) -> Config:
     count = kernel.num_in_part
     results = _power_of_two(count) if isinstance(count, int) else _INTERPRETED_BLOCK
     if not kernel.r:
@@ -99,7 +100,7 @@ def _blocks(kernel: Kernel, reduced: int, is_held: bool, *, is_interpreted: bool
     if is_interpreted:
         return Config(max(1, min(results, _INTERPRETED_BLOCK // rblock)), rblock, 4)
     if fast_axis(kernel) == "x":
-        return _column_blocks(kernel, rblock)
+        return _column_blocks(kernel, rblock, gpu)
     xblock = max(1, min(results, _BLOCK // rblock))
     if kernel.p is not None:  # few blocks, which hold sums besides: 8 elements a thread
         return Config(xblock, rblock, min(16, max(4, xblock * rblock // 256)))
@@ -112,11 +113,11 @@ def _pointwise_block(kernel: Kernel) -> int:
     return _BLOCK // 2 if len(itemsizes) > _MANY and min(itemsizes) >= 4 else _BLOCK
 
 
-def _column_blocks(kernel: Kernel, rblock: int) -> Config:
+def _column_blocks(kernel: Kernel, rblock: int, gpu: Gpu) -> Config:
     """Blocks as wide along the results as still gives every multiprocessor one."""
     num_results = hint_of(kernel.num_results)
     xblock = min(_power_of_two(num_results), _MAX_COLUMNS)
-    while xblock > MIN_COLUMNS and num_results < xblock * NUM_MULTIPROCESSORS:
+    while xblock > MIN_COLUMNS and num_results < xblock * gpu.num_processors:
         xblock //= 2
     rblock = min(rblock, _COLUMNS_BLOCK // xblock)
     return Config(xblock, rblock, 8 if xblock * rblock >= _COLUMNS_BLOCK else 4)

@@ -78,8 +78,10 @@ def form_of(emitted: EmittedKernel, values: Values | None) -> Form:
     """
     kernel, config = emitted.kernel, emitted.config
     if values is not None:
-        is_interpreted = triton_seam.is_interpreting()
-        config = config_of(kernel, is_interpreted=is_interpreted, contracts=config.contracts, values=values)
+        gpu, is_interpreted = emitted.gpu, triton_seam.is_interpreting()
+        config = config_of(
+            kernel, is_interpreted=is_interpreted, contracts=config.contracts, gpu=gpu, values=values
+        )
     printed = emitted.printed
     if emitted.looped is not None and not is_persistent(kernel, values):
         printed = emitted.looped

@@ -181,6 +181,19 @@ def gpu_and_version() -> tuple[str, str]:
     return torch.cuda.get_device_name(), triton.__version__
 
 
+def current_gpu() -> int | None:
+    """The number of the GPU that is current; None where there is none, or kernels are interpreted."""
+    return None if is_interpreting() or not torch.cuda.is_available() else torch.cuda.current_device()
+
+
+def properties_of(device: int) -> Mapping[str, int]:
+    """What a GPU's driver says: `multiprocessor_count`, `mem_clock_rate` in kHz, `mem_bus_width` in bits."""
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    return active.utils.get_device_properties(device)
+
+
 def is_recording() -> bool:
     """Whether a CUDA graph is being recorded."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

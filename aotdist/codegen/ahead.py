@@ -14,6 +14,7 @@ from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.marks import with_marks
 from aotdist.codegen.triton import (
+    GPUS,
     Launch,
     Packed,
     Result,
@@ -128,7 +129,8 @@ class TargetBackend(TritonBackend):
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Put compiled kernels into the graph."""
         label = f"{emission.name} {emission.kind}"
-        fused = with_kernels(graph, keeps_casts=emission.settings.emulate_casts, label=label)
+        keeps_casts, gpu = emission.settings.emulate_casts, GPUS[self.target]
+        fused = with_kernels(graph, keeps_casts=keeps_casts, label=label, gpu=gpu)
         packed = {one.printed.name: pack(one, self.target) for one in fused.kernels}
         for node in fused.graph.gm.graph.nodes:
             if isinstance(node.target, Launch):

@@ -32,6 +32,7 @@ from aotdist.kernels.compilation import TARGETS, Target
 from aotdist.kernels.compilation import check as check_target
 from aotdist.kernels.emission import Fused, fuse, without_kernels
 from aotdist.kernels.few_results import cut_few_results
+from aotdist.kernels.gpus import GPUS, USUAL, Gpu, gpu_here
 from aotdist.kernels.launching import Launch, Result
 from aotdist.kernels.packing import Packed, pack, unpack
 from aotdist.kernels.polynomial import NotProved, Whole
@@ -46,6 +47,7 @@ from aotdist.subclasses.protocol import operators_made_of_others
 from aotdist.torch_seam.inductor import inductor_decompositions
 
 __all__ = [
+    "GPUS",
     "TARGETS",
     "Launch",
     "Packed",
@@ -150,10 +152,11 @@ def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusi
 
 
 def _emitting(settings: Settings, label: str) -> Callable[[Graph], Form]:
-    tuner = _tuner(settings)
+    gpu, tuner = gpu_here(), _tuner(settings)
 
     def emitting(graph: Graph) -> Form:
-        fused = with_kernels(graph, keeps_casts=settings.emulate_casts, label=label, tuner=tuner)
+        casts = settings.emulate_casts
+        fused = with_kernels(graph, keeps_casts=casts, label=label, gpu=gpu, tuner=tuner)
         known, launches = summary(fused), launches_of(fused)
 
         def fusion() -> Fusion:
@@ -192,21 +195,24 @@ _OF_PASSES = frozenset(
 """Operators that passes put into graphs: losses by chunks, and copies into buckets and out of them."""
 
 
-def with_kernels(graph: Graph, *, keeps_casts: bool, label: str, tuner: Tuner | None = None) -> Fused:
+def with_kernels(
+    graph: Graph, *, keeps_casts: bool, label: str, gpu: Gpu = USUAL, tuner: Tuner | None = None
+) -> Fused:
     """The graph with kernels in it, which need not run here.
 
     Args:
         graph: functional and decomposed; it is not changed.
         keeps_casts: round to narrow floating point wherever the graph does.
         label: a word for the file name that tracebacks show.
+        gpu: which they are for.
         tuner: chooses blocks by measuring; None to leave it at what they should cost.
     """
     fresh = _prepared(graph)
     try:
         split_reductions(fresh)
-        cut_few_results(fresh.gm.graph)
+        cut_few_results(fresh.gm.graph, gpu)
         fixed = [node for node in fresh.gm.graph.nodes if _keeps_its_place(node)]
-        return fuse(fresh, fixed, keeps_casts=keeps_casts, label=label, tuner=tuner)
+        return fuse(fresh, fixed, keeps_casts=keeps_casts, label=label, gpu=gpu, tuner=tuner)
     except NotProved as reason:
         return without_kernels(_prepared(graph), str(reason))
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from aotdist.kernels.compilation import Target
+from aotdist.kernels.gpus import USUAL
 from benchmarks.kernels.counts import Counted, CountedGraph
 from benchmarks.kernels.inductor import Half
 from benchmarks.kernels.losses import CHUNK_BYTES, CLASSES, FEATURES, CountedLoss
 from benchmarks.kernels.models import MODELS
 from benchmarks.tables import header, row
-
-_BANDWIDTH = 4.8e6
-"""Bytes a microsecond that an H200 reads and writes, by its data sheet."""
 
 _INDUCTOR = {"forward": (17, 17), "backward": (24, 32)}
 """Kernels and library calls of Inductor (torch 2.13, for sm_90) in the Llama's graphs, in bf16."""
@@ -55,9 +53,9 @@ ran. Written by `make kernels`; do not edit.
   has no rule. Views are neither. **Inductor** is what it makes of the same Llama: kernels + library.
 - A kernel that ends in `_x21` is 21 kernels of different tensors in one launch.
 - **x** and **r** are how many results a kernel has, and how much it reduces to each. **blocks** run side by
-  side, on 132 multiprocessors in an H200.
+  side, on {USUAL.num_processors} multiprocessors in an H200.
 - **MB** are those of the tensors that a kernel reads and writes, each element once; **us** are these bytes at
-  4.8 TB/s, less than which no kernel takes.
+  {USUAL.bandwidth / 1e12} TB/s, less than which no kernel takes.
 - **Inductor MB** are what Inductor counts for its own kernels of the same model, lowered for the CPU, where
   it needs no GPU to ask; library calls are in neither.
 - **MB alive** are the most that are there at once of what a graph makes, returns or was saved for it.
@@ -138,4 +136,4 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def _microseconds(num_bytes: int) -> str:
-    return f"{num_bytes / _BANDWIDTH:.1f}"
+    return f"{1e6 * num_bytes / USUAL.bandwidth:.1f}"

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aotdist.codegen import ahead
+from aotdist.codegen.contract import Emission
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels import configurations as module
-from aotdist.kernels import costs, emission
+from aotdist.kernels import costs, emission, gpus, triton_seam
+from aotdist.kernels.compilation import TARGETS
 from aotdist.kernels.configurations import MOST, configurations
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.gpus import USUAL, Gpu
 from aotdist.kernels.launching import MIN_COLUMNS, Config, config_of
+from aotdist.kernels.packing import Packed
+from aotdist.settings import Settings
 from benchmarks.kernels.graphs import graphs_of
 from tests.kernels.as_on_a_gpu import cut_as_on_a_gpu
 from tests.kernels.reference import Emissions, assert_same
@@ -103,7 +109,41 @@ def test_a_kernel_that_waits_less_costs_less():
     (emitted,) = as_on_a_gpu(lambda x: x.sum(0), torch.zeros(4096, 4096))
     few, more = (costs.estimate(emitted, replace(emitted.config, rblock=rblock)) for rblock in (32, 256))
     assert more.seconds < few.seconds
-    assert more.seconds > emitted.num_bytes / costs.BANDWIDTH
+    assert more.seconds > emitted.num_bytes / emitted.gpu.bandwidth
+
+
+def test_what_a_kernel_costs_is_a_matter_of_its_gpu():
+    (usual,) = as_on_a_gpu(F.gelu, torch.zeros(8192, 8192))
+    other = replace(usual, gpu=Gpu(usual.gpu.bandwidth / 2, usual.gpu.num_processors))
+    fewer = replace(usual, gpu=Gpu(usual.gpu.bandwidth, usual.gpu.num_processors // 8))
+    seconds = [costs.estimate(one, usual.config).seconds for one in (usual, other, fewer)]
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.1) and seconds[2] > 2 * seconds[0]
+
+
+def test_kernels_are_for_the_gpu_that_is_here_and_artifacts_for_their_target(monkeypatch: pytest.MonkeyPatch):
+    gpus._gpu_at.cache_clear()
+    found = {"multiprocessor_count": 16, "mem_clock_rate": 2_619_000, "mem_bus_width": 5120}
+    monkeypatch.setattr(triton_seam, "current_gpu", lambda: 0)
+    monkeypatch.setattr(triton_seam, "properties_of", lambda device: found)
+    emissions = Emissions(monkeypatch)
+    assert_same(columns, torch.randn(40, 512))
+    (here,) = emissions.made[0].kernels
+    assert here.gpu.num_processors == 16 and here.gpu.bandwidth == pytest.approx(3.35e12, rel=0.01)
+    (_, graph), *_ = graphs_of(columns, torch.zeros(4096, 2112))
+    few, usual = (
+        with_kernels(graph, keeps_casts=False, label="test", gpu=gpu).kernels[0] for gpu in (here.gpu, USUAL)
+    )
+    widths = [config_of(one.kernel, is_interpreted=False, gpu=one.gpu).xblock for one in (few, usual)]
+    assert widths == [64, 16]
+    for target in TARGETS:
+        monkeypatch.setattr(ahead, "pack", lambda one, of: Packed(b"", "", {}, {}, one.gpu.num_processors))
+        emission = Emission("inference", None, Settings(), name="test")  # type: ignore[arg-type]
+        emitted = ahead.TargetBackend(target=target).emit(graph, emission)
+        assert {one.registers for one in emitted.fusion().kernels} == {gpus.GPUS[target].num_processors}
+    found |= {"mem_clock_rate": 0}
+    gpus._gpu_at.cache_clear()
+    assert gpus.gpu_here() == Gpu(USUAL.bandwidth, 16)
+    gpus._gpu_at.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +159,9 @@ def test_what_only_writes_costs_what_it_writes(program):
     (emitted,) = as_on_a_gpu(program, torch.zeros(1, 1))
     assert emitted.config in configurations(emitted)
     seconds = costs.estimate(emitted, emitted.config).seconds
-    assert emitted.num_bytes / costs.BANDWIDTH < seconds < 1.2 * emitted.num_bytes / costs.BANDWIDTH
+    assert (
+        emitted.num_bytes / emitted.gpu.bandwidth < seconds < 1.2 * emitted.num_bytes / emitted.gpu.bandwidth
+    )
 
 
 def test_what_writes_nothing_in_the_traced_call_costs_a_load():
