@@ -205,7 +205,8 @@ class _OneKernel:
         """How much further from float64 a result is than that of the nodes: sums that cancel are noise."""
         nodes = {node.name: node for node in self.kernel.nodes[0].graph.nodes}
         exact = self._exactly(nodes[name], {})
-        return max(0.0, _apart(out, exact) - _NOISE * _apart(self.known[name], exact))
+        further = _apart(out, exact) - _NOISE * _apart(self.known[name], exact)
+        return 0.0 if further <= 0 else further  # NaN stays NaN: `max` would make it 0.0
 
     def _exactly(self, node: fx.Node, made: dict[fx.Node, Any]) -> Any:
         """The result of a node, computed in float64 from what the kernel reads."""

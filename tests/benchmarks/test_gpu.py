@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import workers
 from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import measuring
+from benchmarks.gpu import measuring, per_kernel
 from benchmarks.gpu.__main__ import Options, options_of
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.measuring import COPY, WARM_UP, Answer, Job, hand_in, measure, read
@@ -148,7 +150,7 @@ ALONE = """
 import sys, time
 sys.modules |= dict.fromkeys(("tyro", "rich", "transformers", "torchao", "liger_kernel"))
 import benchmarks.gpu.__main__
-from benchmarks.gpu import measuring
+from benchmarks.gpu import measuring, per_kernel
 measuring._PATIENCE = 0.1
 with measuring._deadline(None):
     time.sleep(60)
@@ -207,3 +209,12 @@ def test_the_page_holds_ours_against_a_copy_and_against_inductor() -> None:
     assert "| softmax | time at most 1.0 of torch.compile's | 0.50 | met |" in text
     assert "| softmax | first run at most 0.5 of torch.compile's | 0.75 | **missed** |" in text
     assert "| Llama block, bf16 | aotdist triton | 2 | 4,096,000 | 512 | 1.00 | - |" in text
+
+
+def test_a_kernel_that_left_its_results_poisoned_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, poisoned = torch.ones(4), torch.full((4,), float("nan"))
+    graph = torch.fx.Graph()
+    emitted = SimpleNamespace(nodes=(graph.placeholder("out"),))
+    kernel = per_kernel._OneKernel(*([None] * 2), emitted, {"out": right}, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(per_kernel._OneKernel, "_exactly", lambda *_: right)
+    assert math.isnan(kernel._beside_float64("out", poisoned)) and kernel._beside_float64("out", right) == 0
