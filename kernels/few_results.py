@@ -19,8 +19,8 @@ from torch import fx
 from torch.fx import Node
 
 from aotdist.kernels.columns import rows_reduced
-from aotdist.kernels.ir import held
 from aotdist.kernels.gpus import Gpu
+from aotdist.kernels.ir import held
 from aotdist.kernels.launching import MIN_COLUMNS
 from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of, val_of
@@ -175,7 +175,8 @@ def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node
     def moments(of: Node, dims: Sequence[int], sizes: Sequence[int]) -> list[Node]:
         vals = [empty_like(like, sizes), empty_like(like, sizes)]
         pair = call_like(graph, pick, _MOMENTS, (of, list(dims)), vals[0])
-        pair.kwargs, pair.meta["val"] = {"correction": 0}, tuple(vals)
+        pair.update_kwarg("correction", 0)
+        pair.meta["val"] = tuple(vals)
         return [call_like(graph, pick, operator.getitem, (pair, at), vals[at]) for at in range(2)]  # type: ignore[arg-type]
 
     inner, means = moments(source, cut.first, cut.left)

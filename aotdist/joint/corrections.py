@@ -109,4 +109,4 @@ def instead(*, of_bits: bool, target: str | None) -> dict[Any, Callable[..., Any
     for correction in CORRECTIONS:
         if of_bits or not correction.of_bits:
             found |= correction.instead
-    return found if target is None else found | attention.instead(target)
+    return found if target is None else {**found, **attention.instead(target)}

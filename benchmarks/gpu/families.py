@@ -81,6 +81,11 @@ def loss_of(outputs: Any) -> Tensor:
     return outputs.float().square().mean() if loss is None else loss
 
 
+def _config(made: Any, **options: Any) -> Any:
+    """A config with options of its base class, which its own signature does not show."""
+    return made(**options)
+
+
 def _llama(size: Size) -> nn.Module:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -96,7 +101,8 @@ def _llama(size: Size) -> nn.Module:
 
 def _gpt2(size: Size) -> nn.Module:
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
+        _config(
+            transformers.GPT2Config,
             vocab_size=size.vocab,
             n_embd=size.hidden,
             n_layer=size.layers,
@@ -113,7 +119,8 @@ def _gpt2(size: Size) -> nn.Module:
 
 def _t5(size: Size) -> nn.Module:
     return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
+        _config(
+            transformers.T5Config,
             vocab_size=size.vocab,
             d_model=size.hidden,
             d_ff=3 * size.hidden,
@@ -144,15 +151,19 @@ def _mixtral(size: Size) -> nn.Module:
 def _convnext(size: Size) -> nn.Module:
     widths = [size.hidden // 8 * 2**stage for stage in range(4)]
     return transformers.ConvNextForImageClassification(
-        transformers.ConvNextConfig(hidden_sizes=widths, depths=[1] * 4, num_labels=10)
+        _config(transformers.ConvNextConfig, hidden_sizes=widths, depths=[1] * 4, num_labels=10)
     )
 
 
 def _resnet(size: Size) -> nn.Module:
     widths = [size.hidden // 8 * 2**stage for stage in range(4)]
     return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(
-            embedding_size=size.hidden // 16, hidden_sizes=widths, depths=[1] * 4, num_labels=10
+        _config(
+            transformers.ResNetConfig,
+            embedding_size=size.hidden // 16,
+            hidden_sizes=widths,
+            depths=[1] * 4,
+            num_labels=10,
         )
     )
 

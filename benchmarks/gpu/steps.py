@@ -23,6 +23,8 @@ import aotdist
 from aotdist.joint.kernel_results import fake_result
 from aotdist.kernels import triton_seam
 from aotdist.subclasses.float8 import Recipe
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.trees import pytree
 from benchmarks.gpu.families import FAMILIES, LARGE, SMALL, loss_of
 from benchmarks.gpu.findings import NotHere, Reporter
 from benchmarks.gpu.place import Gpu, described
@@ -236,7 +238,10 @@ def _in_our_graphs(where: Where) -> Mapping[str, Any]:
 
 
 def _functional_rng(where: Where) -> Mapping[str, Any]:
-    compiled = _untuned(lambda x: F.dropout(x, 0.25) * 2, functional_rng=True)
+    def dropped(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.25) * 2
+
+    compiled = _untuned(dropped, functional_rng=True)
     x = torch.ones_like(_x(where)).requires_grad_()
     out = compiled(x)
     out.sum().backward()
@@ -256,17 +261,21 @@ def _optimizer(where: Where) -> None:
         def loss(model: nn.Module, x: Tensor) -> Tensor:
             return model(x).square().mean()
 
-        step = aotdist.train_step(model, loss, optimizer, backend="triton") if compiles else None
+        step: Callable[[Tensor], object] = functools.partial(_eager_step, model, loss, optimizer)
+        if compiles:
+            step = aotdist.train_step(model, loss, optimizer, backend="triton")
         for _ in range(3):
-            x = torch.randn(32, 64, device=where.device)
-            if step is not None:
-                step(x)
-            else:
-                loss(model, x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            step(torch.randn(32, 64, device=where.device))
         states.append([parameter.detach() for parameter in model.parameters()])
     _close(*states, 1e-3)
+
+
+def _eager_step(
+    model: nn.Module, loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, x: Tensor
+) -> None:
+    loss(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def float8(where: Where, report: Reporter) -> None:
@@ -354,6 +363,8 @@ def _strides(where: Where, name: str) -> Mapping[str, Any]:
         loss_of(module(**inputs)).backward()
     if compared.wrong and not where.dry:
         raise AssertionError("\n".join(f"{op}: {why}" for op, why in compared.wrong.items()))
+    if not compared.seen:
+        raise AssertionError("nothing was compared")
     return {"operators": len(compared.seen), "differ": compared.wrong}
 
 
@@ -362,7 +373,7 @@ class Compared(TorchDispatchMode):
 
     Args:
         wrong: the first difference of each operator.
-        seen: the operators.
+        seen: the operators that were compared.
     """
 
     def __init__(self, wrong: dict[str, str], seen: set[str]) -> None:
@@ -373,24 +384,21 @@ class Compared(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         real = func(*args, **(kwargs or {}))
-        self.seen.add(str(func))
-        if str(func) not in self.wrong:
-            for ours, theirs in zip(self._fakes(func, args, kwargs or {}), _tensors(real), strict=False):
-                sizes = zip(theirs.shape, ours.stride(), theirs.stride(), strict=True)
-                if any(size > 1 and a != b for size, a, b in sizes):
-                    shapes = [(tuple(each.shape), each.stride()) for each in (theirs, *_tensors(args))]
-                    self.wrong[str(func)] = f"traced {ours.stride()}; real, and given: {shapes}"
+        for ours, theirs in zip(self._fakes(func, args, kwargs or {}), _tensors(real), strict=False):
+            self.seen.add(str(func))
+            sizes = zip(theirs.shape, ours.stride(), theirs.stride(), strict=True)
+            if any(size > 1 and a != b for size, a, b in sizes):
+                shapes = [(tuple(each.shape), each.stride()) for each in (theirs, *_tensors(args))]
+                self.wrong.setdefault(str(func), f"traced {ours.stride()}; real, and given: {shapes}")
         return real
 
     def _fakes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        mode, convert = FakeTensorMode(allow_non_fake_inputs=True), torch.utils._pytree.tree_map_only
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         with contextlib.suppress(Exception), mode:  # what fakes cannot say
-            given = convert(Tensor, mode.from_tensor, (args, dict(kwargs)))
-            return list(_tensors(fake_result(func, given[0], given[1], symbolic=False)))
+            given, named = pytree.tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
+            return list(_tensors(fake_result(func, given, named, symbolic=False, on_gpu=False)))
         return ()
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
