@@ -150,7 +150,7 @@ ALONE = """
 import sys, time
 sys.modules |= dict.fromkeys(("tyro", "rich", "transformers", "torchao", "liger_kernel"))
 import benchmarks.gpu.__main__
-from benchmarks.gpu import measuring, per_kernel
+from benchmarks.gpu import measuring
 measuring._PATIENCE = 0.1
 with measuring._deadline(None):
     time.sleep(60)
