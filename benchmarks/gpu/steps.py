@@ -261,7 +261,7 @@ def _optimizer(where: Where) -> None:
         def loss(model: nn.Module, x: Tensor) -> Tensor:
             return model(x).square().mean()
 
-        step: Callable[[Tensor], object] = functools.partial(_eager_step, model, loss, optimizer)
+        step: Callable[..., object] = functools.partial(_eager_step, model, loss, optimizer)
         if compiles:
             step = aotdist.train_step(model, loss, optimizer, backend="triton")
         for _ in range(3):
