@@ -7,3 +7,9 @@ import torch
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda")
+
+
+@pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions multiply in float32: what compilers make of small ones does, where cuDNN takes TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

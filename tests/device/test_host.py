@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import aotdist
 from tests.joint.test_batch_statistics import by_cudnn, synchronised, two_steps
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(300), pytest.mark.usefixtures("in_float32")]
 
 BACKENDS = ["fx", "inductor", "triton", "auto"]
 SCALE = torch.tensor(1.5)
