@@ -75,7 +75,7 @@ class _Likeness:
 
     Args:
         body: the lines, without what is chosen.
-        dtypes: of the tensors as they are stored, in the order of the arguments.
+        dtypes: of the tensors, in the order of the arguments.
         lengths: how many elements a thread may take of each at once: numbers that are chosen must not tell
             Triton less than those that stand there.
         config: blocks, but for what may be larger than a kernel needs.
@@ -93,14 +93,14 @@ class _Likeness:
 
 def _likeness(emitted: EmittedKernel, by_name: Mapping[str, Node]) -> _Likeness:
     kernel, printed = emitted.kernel, emitted.printed
-    stored = {access.buffer: access.stored for access in (*kernel.loads(), *kernel.stores)}
+    tensors = [val_of(by_name[name]) for name in (*printed.inputs, *printed.outputs)]
     return _Likeness(
         tuple(_CHOSEN.sub(_kind, line) for line in printed.body),
-        tuple(stored[name] for name in (*printed.inputs, *printed.outputs)),
+        tuple(tensor.dtype for tensor in tensors),
         tuple(vector_length(kernel, index, dtype) for index, dtype in (*reads(kernel), *writes(kernel))),
         _without_sizes(emitted),
         is_persistent(kernel),
-        val_of(by_name[printed.outputs[-1]]).device,
+        tensors[-1].device,
     )
 
 

@@ -165,9 +165,10 @@ class _Values(fx.Interpreter):
         else:
             value = super().run_node(n)
         val = n.meta.get("val")
-        if not isinstance(value, Tensor) or not isinstance(val, Tensor) or _strides(val) == _strides(value):
+        if not isinstance(value, Tensor) or not isinstance(val, Tensor):
             return value
-        self._otherwise[n.name] = f"{n.target}: traced {tuple(val.stride())}, is {tuple(value.stride())}"
+        if _strides(val) != _strides(value):
+            self._otherwise[n.name] = f"{n.target}: traced {tuple(val.stride())}, is {tuple(value.stride())}"
         return _laid_out(value, val)
 
     def laid_out_otherwise(self, library: Container[str]) -> Mapping[str, Any]:
@@ -272,8 +273,8 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def _laid_out(value: Tensor, val: Any) -> Tensor:
-    """`value` with the strides of the trace."""
-    if not isinstance(val, Tensor) or _strides(val) == _strides(value):
+    """`value` with the strides and the dtype of the trace: kernels hand on parts of sums in float32."""
+    if not isinstance(val, Tensor) or (_strides(val) == _strides(value) and val.dtype == value.dtype):
         return value
     return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=value.device).copy_(value)
 
