@@ -49,7 +49,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("source", ["operators", "one_kernel", "narrow_models"])
 def test_all_gradients_are_those_of_fx(source: str, quiet: None) -> None:
-    """Not of random programs, of which many sum to nothing but rounding: `test_programs` has them in double."""
+    """Not of random programs: many sum to nothing but rounding, and `test_programs` has them in double."""
     faults, count = [], 0
     for program in SOURCES[source](1):
         try:
