@@ -23,11 +23,13 @@ _SMALL_SECONDS = 5e-6  # about what it takes to start a kernel: nothing to win
 def configurations(emitted: EmittedKernel) -> tuple[Config, ...]:
     """The ways in which a kernel may be cut: two to four, or one where there is nothing to win.
 
-    The first is the usual one, unless the model of costs clearly favours another.
+    The first is the usual one, unless the model of costs clearly favours another, or a thread would have too
+    few registers.
 
     Args:
         emitted: the kernel.
     """
+    emitted = replace(emitted, ways=(_fitting(emitted),))
     usual = emitted.config
     at_usual = estimate(emitted, usual).seconds
     if at_usual < _SMALL_SECONDS:
@@ -43,6 +45,29 @@ def configurations(emitted: EmittedKernel) -> tuple[Config, ...]:
     return tuple(ranked[:MOST])
 
 
+def _fitting(emitted: EmittedKernel) -> Config:
+    """The usual blocks; of a kernel of many tensors, such that a thread can hold its elements of all."""
+    config = emitted.config
+    while not estimate(emitted, config).fits:
+        others = [
+            other
+            for other in _neighbours(replace(emitted, ways=(config,)))
+            if other.num_warps >= config.num_warps and _num_elements(other) < _num_elements(config)
+        ]
+        if not others:
+            break
+        # Of more warps, each thread has fewer registers.
+        num_warps = min(other.num_warps for other in others)
+        costs = {other: estimate(emitted, other) for other in others if other.num_warps == num_warps}
+        config = min(costs, key=lambda other: (not costs[other].fits, costs[other].seconds))
+    return config
+
+
+def _num_elements(config: Config) -> int:
+    """Of a block, a thread."""
+    return config.xblock * config.rblock // (32 * config.num_warps)
+
+
 def _neighbours(emitted: EmittedKernel) -> Iterator[Config]:
     """Twice and half the places, and twice and half the warps, as far as the kernel's source allows."""
     usual, kernel = emitted.config, emitted.kernel
@@ -56,7 +81,7 @@ def _neighbours(emitted: EmittedKernel) -> Iterator[Config]:
         for xblock in xblocks:
             for rblock in rblocks:
                 config = replace(usual, xblock=xblock, rblock=rblock, num_warps=num_warps)
-                is_sound = num_warps in _WARPS and xblock * rblock // (32 * num_warps) in _ELEMENTS
+                is_sound = num_warps in _WARPS and _num_elements(config) in _ELEMENTS
                 if is_sound and config != usual:
                     yield config
 

@@ -21,7 +21,7 @@ from aotdist.kernels.polynomial import hint_of
 _LATENCY = 0.6e-6  # seconds from a load to its value, when memory is busy
 _REGISTERS = 2**16  # of a multiprocessor, 32 bits each
 _MAX_REGISTERS = 255  # of a thread
-_SURE = 0.8  # of them: the estimate is some 20% too low at times
+_SURE = 0.7  # of them: the estimate is some 30% too low at times
 _THREADS = 2048
 _BLOCKS = 32
 _OWN_REGISTERS = 24  # of a thread, for addresses and places

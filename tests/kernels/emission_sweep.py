@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import aotdist
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Target, compiled_for, usage_of
-from aotdist.kernels.costs import BANDWIDTH, estimate
+from aotdist.kernels.costs import estimate
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.program import Graph
 from benchmarks.kernels.graphs import graphs_of
@@ -74,7 +74,7 @@ class Sweep:
                     yield from (f"{fault}\n{way}\n{one.printed.source}" for fault in self._of_kernel(one))
 
     def _of_kernel(self, one: EmittedKernel) -> Iterator[str]:
-        seconds, moving = estimate(one, one.config).seconds, one.num_bytes / BANDWIDTH
+        seconds, moving = estimate(one, one.config).seconds, one.num_bytes / one.gpu.bandwidth
         if not (0 < seconds and (one.kernel.r or seconds < 3e-6 + 2 * moving)):
             yield f"should take {seconds} s to move what takes {moving} s"
         usage = usage_of(compiled_for(one, self.target), self.target)

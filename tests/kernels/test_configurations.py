@@ -179,6 +179,18 @@ def test_a_loop_has_registers_for_all_that_it_keeps():
     assert costs.estimate(emitted, replace(emitted.config, rblock=2048, num_warps=4)).fits
 
 
+def test_a_kernel_of_many_loads_has_blocks_that_fit():
+    """A thread cannot hold 16 elements of each of 24 rows."""
+
+    def program(x: Tensor) -> Tensor:
+        return sum(row * number for number, row in enumerate(x.unbind(1))).sum(1)
+
+    (emitted,) = as_on_a_gpu(program, torch.zeros(300, 24, 9216))
+    assert not costs.estimate(emitted, emitted.config).fits
+    first = configurations(emitted)[0]
+    assert costs.estimate(emitted, first).fits
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(MOST))
 @pytest.mark.parametrize("program", [F.gelu, norm, loss, columns, both_ways])
