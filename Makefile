@@ -64,7 +64,10 @@ test-all: $(STAMP) ## Run the tests and the long sweeps
 	$(PYTEST) -m "sweep or not sweep" --hypothesis-profile sweep $(ARGS)
 
 test-device: $(STAMP) ## Run the tests that need a GPU; they are skipped, with that reason, where there is none
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "device and not sweep" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v tests/device tests/launch/test_profiling.py -m "device and not sweep" $(ARGS)
+
+first-contact: $(STAMP) ## Check every launcher, recipe and kernel on the GPU that is here; ARGS="--dry-run" on a CPU
+	$(BIN)/python -m benchmarks.gpu.first_contact $(ARGS)
 
 test-other-torch: ## Run the single-process tests on TORCH, 2.11 or 2.14, or say why it can't be installed
 	.ci/other-torch $(TORCH) $(ARGS)

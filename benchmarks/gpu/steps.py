@@ -344,7 +344,7 @@ def _sparse(where: Where, backend: str) -> Mapping[str, Any]:
         found = call(x)
         found.square().mean().backward()
         seconds = where.seconds(lambda: call(x).square().mean().backward())
-    distance = _distance(found, eager)
+    distance = _distance(found.detach(), eager.detach())
     if not distance < 2e-2:
         raise AssertionError(f"{distance} from eager's")
     return {"from_eager": distance, "us": seconds * 1e6}
