@@ -20,7 +20,7 @@ runs on what its nodes gave, into memory filled with NaN, and is held to what th
 within 2 percent of their norm where they round to 16 bits, within 1e-4 in float32, or no further from
 float64 than four times what they are. Its time is the median of the best way to cut it, with an empty
 cache, beside the bandwidth of a copy. Kernels that differ in nothing but names are timed once. Slow ones
-take over {_SLOW_US:.0f} us at under {_SLOW_SHARE} of that bandwidth, with what they should take by the cost model.
+take over {_SLOW_US:.0f} us at under {_SLOW_SHARE} of that bandwidth; the cost model's estimate stands beside.
 """
 
 

@@ -261,7 +261,7 @@ def _optimizer(where: Where) -> None:
         def loss(model: nn.Module, x: Tensor) -> Tensor:
             return model(x).square().mean()
 
-        step: Callable[..., object] = functools.partial(_eager_step, model, loss, optimizer)
+        step = _eager_step(model, loss, optimizer)
         if compiles:
             step = aotdist.train_step(model, loss, optimizer, backend="triton")
         for _ in range(3):
@@ -271,11 +271,14 @@ def _optimizer(where: Where) -> None:
 
 
 def _eager_step(
-    model: nn.Module, loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, x: Tensor
-) -> None:
-    loss(model, x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    model: nn.Module, loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer
+) -> Callable[[Tensor], object]:
+    def step(x: Tensor) -> None:
+        loss(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def float8(where: Where, report: Reporter) -> None:
