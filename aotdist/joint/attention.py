@@ -1,10 +1,10 @@
 """Attention as the GPUs choose it that a program is traced for, on a machine that has none.
 
 On each device, `scaled_dot_product_attention` calls the first of its kernels that takes the arguments: on
-NVIDIA's GPUs cuDNN's, flash attention, memory-efficient attention, or else the formula. A trace on the CPU
-would choose for the CPU. The conditions here are those of PyTorch's `sdp_utils.cpp` (releases 2.11 to 2.14)
-for GPUs from sm_80, or narrower where releases differ: a kernel that is called here runs there. For GPUs of
-AMD it is the formula.
+NVIDIA's GPUs flash attention, memory-efficient attention, or else the formula; cuDNN's, which PyTorch puts
+first on some, if the program says so. A trace on the CPU would choose for the CPU. The conditions here are
+those of PyTorch's `sdp_utils.cpp` (releases 2.11 to 2.14) for GPUs from sm_80, or narrower where releases
+differ: a kernel that is called here runs there. For GPUs of AMD it is the formula.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def chosen_for(target: str | None) -> AbstractContextManager[Any]:
 
 
 def _attention(target: str, *args: Any, **kwargs: Any) -> Tensor:
-    call, kernels = _Call(*args, **kwargs), attention_kernels(target)
+    call, kernels = _Call(*args, **kwargs), attention_kernels()
     are_known = target.startswith("sm_") and _is_regular(call)
     for kernel in kernels:
         if kernel == SDPBackend.MATH:

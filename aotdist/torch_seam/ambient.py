@@ -3,7 +3,6 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import os
 import re
 import threading
 import warnings
@@ -41,11 +40,11 @@ def kernel_choices() -> tuple[bool, ...]:
     )
 
 
-def attention_kernels(target: str) -> list[SDPBackend]:
-    """The kernels that attention may choose from on GPUs of `target` (`sm_90`), in the order of preference.
+def attention_kernels() -> list[SDPBackend]:
+    """The kernels that attention may choose from, in this process's order of preference.
 
-    The order is that of this process. PyTorch puts cuDNN first when it meets a GPU that cuDNN is quickest on;
-    which cuDNN the GPU's machine has is taken to be the one that is here, if there is one.
+    PyTorch puts cuDNN first on some GPUs when it first meets one. Which cuDNN the machine of another GPU has
+    cannot be known, so here it is as before: cuDNN last, unless the program orders otherwise.
     """
     flash, efficient, formula, cudnn, *_ = kernel_choices()
     allowed = {
@@ -55,23 +54,7 @@ def attention_kernels(target: str) -> list[SDPBackend]:
         SDPBackend.CUDNN_ATTENTION: cudnn,
     }
     order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-    if order[:4] == list(_FLASH_FIRST) and _prefers_cudnn(target):
-        order.insert(0, SDPBackend.CUDNN_ATTENTION)
     return [kernel for kernel in order if allowed.get(kernel)]
-
-
-_FLASH_FIRST = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.CUDNN_ATTENTION,
-)
-"""The order while nobody has set one."""
-
-
-def _prefers_cudnn(target: str) -> bool:
-    is_quickest = target in ("sm_90", "sm_100") and (torch.backends.cudnn.version() or 0) > 91500
-    return is_quickest and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 
 
 def uses_onednn() -> bool:

@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[str | None, torch.dtype, dict[str, int], dict[str, Any]
     "long heads": (EFFICIENT, BF16, {"dim": 264}, {}),
     "double": (None, torch.float64, {}, {}),
 }
-"""Calls: the kernel that is chosen without cuDNN (None: the formula), dtype, sizes, and options."""
+"""Calls: the kernel that is chosen (None: the formula), dtype, sizes, and options."""
 
 
 def _weights(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:

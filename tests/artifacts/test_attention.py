@@ -27,11 +27,6 @@ from tests.artifacts.programs import Made, decoder
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
-    _has_cudnn(monkeypatch, None)
-
-
-def _has_cudnn(monkeypatch: pytest.MonkeyPatch, version: int | None) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
 
 
 def nodes(make: Callable[[], Made], target: str = "sm_90") -> Iterator[torch.fx.Node]:
@@ -81,19 +76,17 @@ def test_the_kernel_that_the_target_chooses_gives_what_the_formula_gives(name: s
     torch.testing.assert_close([found, *found_grads], [expected, *grads], **close)
 
 
-def test_cudnn_is_first_where_pytorch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_chosen_where_the_program_puts_it_first() -> None:
     kernels = ambient.attention_kernels
-    assert kernels("sm_90")[0] == SDPBackend.FLASH_ATTENTION
-    _has_cudnn(monkeypatch, 91900)
-    assert kernels("sm_90")[0] == SDPBackend.CUDNN_ATTENTION != kernels("sm_80")[0]
-    with chosen_for("sm_90"), FakeTensorMode():
+    assert kernels()[0] == SDPBackend.FLASH_ATTENTION
+    ordered = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(ordered, set_priority=True), chosen_for("sm_90"), FakeTensorMode():
+        assert kernels() == ordered
         result = torch.nn.functional.scaled_dot_product_attention(*heads(BF16), is_causal=True)
         assert result.grad_fn is not None and "Cudnn" in type(result.grad_fn).__name__
         assert result.stride() == (512, 16, 64, 1)
         wide = torch.nn.functional.scaled_dot_product_attention(*heads(BF16, 192))
         assert "Flash" in type(wide.grad_fn).__name__
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        assert kernels("sm_90") == [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 class Attending(nn.Module):
