@@ -45,18 +45,37 @@ class _Cut:
 
     Args:
         sizes: of the operand, one of its dimensions in two where that is cut.
-        first: dimensions that are reduced at first.
-        kept: where the others are in what that leaves.
+        order: its dimensions; those that are reduced at first stand last, the others as they lie in memory, so
+            that neighbours among results are neighbours there.
+        num_left: how many the others are.
+        kept: where those of them that are reduced stand.
     """
 
     sizes: tuple[int, ...]
-    first: tuple[int, ...]
+    order: tuple[int, ...]
+    num_left: int
     kept: tuple[int, ...]
 
     @property
     def left(self) -> list[int]:
         """Sizes of what the first half leaves."""
-        return [size for dim, size in enumerate(self.sizes) if dim not in self.first]
+        return [self.sizes[dim] for dim in self.order[: self.num_left]]
+
+    @property
+    def final(self) -> list[int]:
+        """Sizes of what the second half leaves."""
+        return [size for dim, size in enumerate(self.left) if dim not in self.kept]
+
+    @property
+    def back(self) -> list[int]:
+        """Where the dimensions of the result are in what the second half leaves."""
+        dims = [dim for at, dim in enumerate(self.order[: self.num_left]) if at not in self.kept]
+        return sorted(range(len(dims)), key=dims.__getitem__)
+
+    @property
+    def first(self) -> list[int]:
+        """What is reduced at first, in that order."""
+        return list(range(self.num_left, len(self.order)))
 
 
 def cut_few_results(graph: fx.Graph, gpu: Gpu) -> None:
@@ -92,7 +111,7 @@ def _cut(node: Node, rows: Collection[Any], num_processors: int) -> _Cut | None:
     wanted = min(-(-_BLOCKS * num_processors // blocks), MAX_PARTS, reduced // MIN_REDUCED)
     if blocks > num_processors or wanted < 2:
         return None
-    return _in_parts(whole, dims, val_of(node.all_input_nodes[0]).stride(), wanted)
+    return _in_parts(whole, dims, list(val_of(node.all_input_nodes[0]).stride()), wanted)
 
 
 def _picks(node: Node) -> list[Node]:
@@ -117,59 +136,67 @@ def _num_blocks(source: torch.Tensor, dims: Sequence[int], results: int) -> int:
     return results if nearest in dims else -(-results // MIN_COLUMNS)
 
 
-def _in_parts(sizes: list[int], dims: Sequence[int], strides: Sequence[int], wanted: int) -> _Cut | None:
+def _in_parts(sizes: list[int], dims: Sequence[int], strides: list[int], wanted: int) -> _Cut | None:
     """Keep dimensions at first, the outermost in memory before others, until there are as many parts."""
     kept, parts = list[int](), 1
-    for dim in sorted(dims, key=lambda dim: -int(strides[dim])):
+    for dim in sorted(dims, key=lambda dim: -strides[dim]):
         needed = -(-wanted // parts)
         size = next((part for part in range(needed, sizes[dim]) if sizes[dim] % part == 0), sizes[dim])
         if size < sizes[dim]:
-            sizes[dim : dim + 1] = [size, sizes[dim] // size]
+            inner = sizes[dim] // size
+            sizes[dim : dim + 1], strides[dim : dim + 1] = [size, inner], [strides[dim] * inner, strides[dim]]
             kept, dims = [k + (k > dim) for k in kept], [*(d + (d > dim) for d in dims), dim + 1]
         parts *= size
         kept.append(dim)
         if parts >= wanted:
             break
-    first = tuple(sorted(set(dims) - set(kept)))
+    first = sorted(set(dims) - set(kept))
     if not first:
         return None
-    left = [dim for dim in range(len(sizes)) if dim not in first]
-    return _Cut(tuple(sizes), first, tuple(left.index(dim) for dim in sorted(kept)))
+    left = sorted((dim for dim in range(len(sizes)) if dim not in first), key=lambda dim: -strides[dim])
+    where = tuple(at for at, dim in enumerate(left) if dim in kept)
+    return _Cut(tuple(sizes), (*left, *first), len(left), where)
 
 
 def _in_two(graph: fx.Graph, node: Node, cut: _Cut) -> None:
     source = node.all_input_nodes[0]
     if tuple(sizes_of(source)) != cut.sizes:
-        viewed = empty_like(val_of(source), cut.sizes)
+        viewed = val_of(source).unflatten(*_where_cut(sizes_of(source), cut.sizes))
         source = call_like(graph, node, aten.view.default, (source, list(cut.sizes)), viewed)
+    ordered = val_of(source).permute(cut.order)
+    source = call_like(graph, node, aten.permute.default, (source, list(cut.order)), ordered)
     if node.target is _MOMENTS:
         for pick in list(node.users):
             with graph.inserting_before(pick):
                 result = _moments(graph, pick, source, cut)[int(pick.args[1])]  # type: ignore[arg-type]
-                pick.replace_all_uses_with(_in_shape(graph, pick, result))
+                pick.replace_all_uses_with(_in_shape(graph, pick, result, cut))
             graph.erase_node(pick)
         return
     total = _summed_up(graph, node, source, cut)
     if node.target is _MEAN:
-        count = math.prod(cut.sizes) // math.prod(sizes_of(total))  # type: ignore[arg-type]
+        count = math.prod(cut.sizes) // math.prod(cut.final)
         total = call_like(graph, node, aten.div.Tensor, (total, count), val_of(total))
-    node.replace_all_uses_with(_in_shape(graph, node, total))
+    node.replace_all_uses_with(_in_shape(graph, node, total, cut))
+
+
+def _where_cut(sizes: Sequence[Any], cut: Sequence[int]) -> tuple[int, tuple[int, int]]:
+    """The dimension that is cut in two, and into what."""
+    dim = next(dim for dim, size in enumerate(sizes) if cut[dim] != size)
+    return dim, (cut[dim], cut[dim + 1])
 
 
 def _summed_up(graph: fx.Graph, node: Node, source: Node, cut: _Cut) -> Node:
     like = val_of(node)
     partial = empty_like(like, cut.left, held(like.dtype))
-    first = call_like(graph, node, _SUM, (source, list(cut.first)), partial)
-    final = [size for dim, size in enumerate(cut.left) if dim not in cut.kept]
-    return call_like(graph, node, _SUM, (first, list(cut.kept)), empty_like(like, final))
+    first = call_like(graph, node, _SUM, (source, cut.first), partial)
+    return call_like(graph, node, _SUM, (first, list(cut.kept)), empty_like(like, cut.final))
 
 
 def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node, Node]:
     """Variance and mean: that of the parts' means is added to the mean of the parts' variances."""
     both: Any = pick.args[0]
     like, given = val_of(pick), both.kwargs.get("correction")
-    final = [size for dim, size in enumerate(cut.left) if dim not in cut.kept]
-    count = math.prod(cut.sizes) // math.prod(final)
+    count = math.prod(cut.sizes) // math.prod(cut.final)
     correction = 1.0 if given is None else float(given)
 
     def moments(of: Node, dims: Sequence[int], sizes: Sequence[int]) -> list[Node]:
@@ -180,15 +207,18 @@ def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node
         return [call_like(graph, pick, operator.getitem, (pair, at), vals[at]) for at in range(2)]  # type: ignore[arg-type]
 
     inner, means = moments(source, cut.first, cut.left)
-    outer, mean = moments(means, cut.kept, final)
-    within = call_like(graph, pick, _MEAN, (inner, list(cut.kept)), empty_like(like, final))
-    variance = call_like(graph, pick, aten.add.Tensor, (within, outer), empty_like(like, final))
+    outer, mean = moments(means, cut.kept, cut.final)
+    within = call_like(graph, pick, _MEAN, (inner, list(cut.kept)), empty_like(like, cut.final))
+    variance = call_like(graph, pick, aten.add.Tensor, (within, outer), empty_like(like, cut.final))
     scaled = (variance, count / max(1e-30, count - correction))
-    return call_like(graph, pick, aten.mul.Tensor, scaled, empty_like(like, final)), mean
+    return call_like(graph, pick, aten.mul.Tensor, scaled, empty_like(like, cut.final)), mean
 
 
-def _in_shape(graph: fx.Graph, node: Node, result: Node) -> Node:
-    """`result` with the dimensions that the node keeps."""
+def _in_shape(graph: fx.Graph, node: Node, result: Node, cut: _Cut) -> Node:
+    """`result` with its dimensions in order, and with those that the node keeps."""
+    if cut.back != sorted(cut.back):
+        permuted = val_of(result).permute(cut.back)
+        result = call_like(graph, node, aten.permute.default, (result, cut.back), permuted)
     sizes = list(sizes_of(node))
     if sizes == list(sizes_of(result)):
         return result

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aotdist.kernels.access import fast_axis
 from tests.kernels.reference import Emissions, assert_same
 
 
@@ -26,6 +27,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "sum": (lambda x: x.sum((0, 2, 3)), (8, 16, 64, 64)),
     "sum that keeps its dimensions": (lambda x: x.sum((0, 2, 3), keepdim=True), (8, 16, 64, 64)),
     "mean": (lambda x: x.mean((0, 2, 3)), (8, 16, 64, 64)),
+    "sum to two dimensions": (lambda x: x.sum((0, 2)), (8, 16, 64, 64)),
     "sum of rows": (lambda x: (x * x).sum(0), (9999, 32)),
     "moments": (lambda x: torch.var_mean(x, (0, 2, 3), correction=1), (8, 16, 64, 64)),
     "moments without correction": (
@@ -54,6 +56,10 @@ def test_a_batch_norm_and_its_gradients(channels_last: bool, monkeypatch: pytest
     x = x.to(memory_format=torch.channels_last) if channels_last else x
     statistics = torch.zeros(16, dtype=torch.float64), torch.ones(16, dtype=torch.float64)
     assert_same(batch_norm, x.requires_grad_(), *statistics, rtol=1e-10, atol=1e-12)
+    wide = [
+        one for fused in emissions.made for one in fused.kernels if one.kernel.r and one.num_bytes > 2**20
+    ]
+    assert all(fast_axis(one.kernel) == ("x" if channels_last else "r") for one in wide)
     large = [one.kernel for fused in emissions.made for one in fused.kernels if one.num_bytes > 2**20]
     assert all(kernel.num_results >= 64 for kernel in large)
 
