@@ -45,16 +45,16 @@ class _Cut:
 
     Args:
         sizes: of the operand, one of its dimensions in two where that is cut.
-        order: its dimensions; those that are reduced at first stand last, the others as they lie in memory, so
-            that neighbours among results are neighbours there.
+        order: its dimensions: those that are reduced last, those of the result, those that are reduced first;
+            so neighbours among results are neighbours in memory, if they are in the operand.
         num_left: how many the others are.
-        kept: where those of them that are reduced stand.
+        num_kept: how many of these are reduced last.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     num_left: int
-    kept: tuple[int, ...]
+    num_kept: int
 
     @property
     def left(self) -> list[int]:
@@ -64,18 +64,17 @@ class _Cut:
     @property
     def final(self) -> list[int]:
         """Sizes of what the second half leaves."""
-        return [size for dim, size in enumerate(self.left) if dim not in self.kept]
-
-    @property
-    def back(self) -> list[int]:
-        """Where the dimensions of the result are in what the second half leaves."""
-        dims = [dim for at, dim in enumerate(self.order[: self.num_left]) if at not in self.kept]
-        return sorted(range(len(dims)), key=dims.__getitem__)
+        return self.left[self.num_kept :]
 
     @property
     def first(self) -> list[int]:
         """What is reduced at first, in that order."""
         return list(range(self.num_left, len(self.order)))
+
+    @property
+    def last(self) -> list[int]:
+        """What is reduced of what that leaves."""
+        return list(range(self.num_kept))
 
 
 def cut_few_results(graph: fx.Graph, gpu: Gpu) -> None:
@@ -123,6 +122,8 @@ def _is_split(node: Node, dims: Sequence[int]) -> bool:
     """Whether the halves give what the whole gives: moments of wide floating point, with a correction."""
     if not dims or not val_of(node.all_input_nodes[0]).is_floating_point():
         return False
+    if not all(val_of(pick).is_contiguous() for pick in _picks(node)):
+        return False
     if node.target is not _MOMENTS:
         return True
     return all(val_of(pick).dtype == held(val_of(node.all_input_nodes[0]).dtype) for pick in node.users)
@@ -153,9 +154,8 @@ def _in_parts(sizes: list[int], dims: Sequence[int], strides: list[int], wanted:
     first = sorted(set(dims) - set(kept))
     if not first:
         return None
-    left = sorted((dim for dim in range(len(sizes)) if dim not in first), key=lambda dim: -strides[dim])
-    where = tuple(at for at, dim in enumerate(left) if dim in kept)
-    return _Cut(tuple(sizes), (*left, *first), len(left), where)
+    result = [dim for dim in range(len(sizes)) if dim not in first and dim not in kept]
+    return _Cut(tuple(sizes), (*kept, *result, *first), len(kept) + len(result), len(kept))
 
 
 def _in_two(graph: fx.Graph, node: Node, cut: _Cut) -> None:
@@ -169,14 +169,14 @@ def _in_two(graph: fx.Graph, node: Node, cut: _Cut) -> None:
         for pick in list(node.users):
             with graph.inserting_before(pick):
                 result = _moments(graph, pick, source, cut)[int(pick.args[1])]  # type: ignore[arg-type]
-                pick.replace_all_uses_with(_in_shape(graph, pick, result, cut))
+                pick.replace_all_uses_with(_in_shape(graph, pick, result))
             graph.erase_node(pick)
         return
     total = _summed_up(graph, node, source, cut)
     if node.target is _MEAN:
         count = math.prod(cut.sizes) // math.prod(cut.final)
         total = call_like(graph, node, aten.div.Tensor, (total, count), val_of(total))
-    node.replace_all_uses_with(_in_shape(graph, node, total, cut))
+    node.replace_all_uses_with(_in_shape(graph, node, total))
 
 
 def _where_cut(sizes: Sequence[Any], cut: Sequence[int]) -> tuple[int, tuple[int, int]]:
@@ -189,7 +189,7 @@ def _summed_up(graph: fx.Graph, node: Node, source: Node, cut: _Cut) -> Node:
     like = val_of(node)
     partial = empty_like(like, cut.left, held(like.dtype))
     first = call_like(graph, node, _SUM, (source, cut.first), partial)
-    return call_like(graph, node, _SUM, (first, list(cut.kept)), empty_like(like, cut.final))
+    return call_like(graph, node, _SUM, (first, cut.last), empty_like(like, cut.final))
 
 
 def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node, Node]:
@@ -207,18 +207,15 @@ def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node
         return [call_like(graph, pick, operator.getitem, (pair, at), vals[at]) for at in range(2)]  # type: ignore[arg-type]
 
     inner, means = moments(source, cut.first, cut.left)
-    outer, mean = moments(means, cut.kept, cut.final)
-    within = call_like(graph, pick, _MEAN, (inner, list(cut.kept)), empty_like(like, cut.final))
+    outer, mean = moments(means, cut.last, cut.final)
+    within = call_like(graph, pick, _MEAN, (inner, cut.last), empty_like(like, cut.final))
     variance = call_like(graph, pick, aten.add.Tensor, (within, outer), empty_like(like, cut.final))
     scaled = (variance, count / max(1e-30, count - correction))
     return call_like(graph, pick, aten.mul.Tensor, scaled, empty_like(like, cut.final)), mean
 
 
-def _in_shape(graph: fx.Graph, node: Node, result: Node, cut: _Cut) -> Node:
-    """`result` with its dimensions in order, and with those that the node keeps."""
-    if cut.back != sorted(cut.back):
-        permuted = val_of(result).permute(cut.back)
-        result = call_like(graph, node, aten.permute.default, (result, cut.back), permuted)
+def _in_shape(graph: fx.Graph, node: Node, result: Node) -> Node:
+    """`result` with the dimensions that the node keeps."""
     sizes = list(sizes_of(node))
     if sizes == list(sizes_of(result)):
         return result
