@@ -149,6 +149,9 @@ def _merged(units: Units, one: Unit, other: Unit) -> Group | None:
         return None
     if not units.may_run_as_one(one, other):
         return None
+    passed = {*units.sources(one), *units.sources(other)} & {*one.nodes, *other.nodes}
+    if not units.uses.kept.isdisjoint(passed):
+        return None
     hosts = sorted((one, other), key=lambda unit: (_reduces(unit), units.last(unit)), reverse=True)
     for merge in (_placed, _absorbed):
         for host, guest in (hosts, reversed(hosts)):

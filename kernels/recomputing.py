@@ -43,7 +43,7 @@ def recompute(uses: Uses, groups: Sequence[Group]) -> list[Group]:
     read, stored = [uses.read_by(group) for group in chosen], stored_nodes(uses, chosen)
     for at, group in enumerate(groups):
         for node in group.places:
-            if node not in stored:
+            if node not in stored or node in uses.kept:
                 continue
             readers = {k: chosen[k] for k, sources in enumerate(read) if k != at and node in sources}
             changed = _recomputing(uses, chosen[at], node, readers, stored)

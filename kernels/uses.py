@@ -14,7 +14,7 @@ from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, Pointwise, View, val_of
 from aotdist.kernels.rules import is_reducing, obstacle, rule_of
 from aotdist.kernels.space import Group, Place
-from aotdist.torch_seam.symbols import SYMBOLIC, estimate
+from aotdist.torch_seam.symbols import SYMBOLIC, estimate, hint
 
 Reads: TypeAlias = list[tuple[Node, Point]]
 
@@ -35,6 +35,8 @@ class Uses:
         """Nodes that every kernel computes anew that reads them."""
         self.computed: dict[Node, None] = {}
         """Nodes that some kernel computes, in order."""
+        self.kept = set[Node]()
+        """Copies that bring side by side what others read again and again: no reader computes them."""
         self._reads: dict[tuple[Any, ...], Reads] = {}
         self.nodes: list[Node] = list(graph.nodes)
         for node in self.nodes:
@@ -59,6 +61,9 @@ class Uses:
                 self.reasons[node] = reason
         elif isinstance(rule, View):
             self.views.add(node)
+        elif node.target is torch.ops.aten.clone.default and self._is_worth_its_copy(node):
+            self.computed[node] = None
+            self.kept.add(node)
         elif isinstance(rule, Pointwise) and rule.is_cheap and self._is_close_to_memory(node):
             self.inlined.add(node)
         else:
@@ -68,6 +73,26 @@ class Uses:
         """Whether a node reads one tensor at most, and that lies in memory whatever is fused."""
         sources = set(self._behind(node, is_kernel=True))
         return len(sources) <= 1 and not any(source in self.computed for source in sources)
+
+    def _is_worth_its_copy(self, node: Node) -> bool:
+        """Whether a copy lies in the order of its dimensions, its operand otherwise, and much reads it.
+
+        The bias of T5's attention, looked up by position and then permuted, is read by every sample: at
+        strides of the number of heads, a kernel reached 8 percent of an H200's bandwidth.
+        """
+        own, source = val_of(node), val_of(node.all_input_nodes[0])
+        if own.dim() < 2 or hint(own.shape[-1]) == 1 or hint(own.stride(-1)) != 1:
+            return False
+        read = max((num_elements(reader) for reader in self._users(node)), default=0)
+        return hint(source.stride(-1)) > 1 and read > num_elements(node)
+
+    def _users(self, node: Node) -> Iterator[Node]:
+        """Who reads a node that gives a tensor, through views."""
+        for user in node.users:
+            if isinstance(rule_of(user), View):
+                yield from self._users(user)
+            elif isinstance(user.meta.get("val"), torch.Tensor):
+                yield user
 
     def is_transparent(self, node: Node) -> bool:
         """Whether everyone who reads a node reads what it is made of."""
