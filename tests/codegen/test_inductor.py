@@ -387,7 +387,7 @@ def test_gradients_of_convolutions_lie_as_the_weights_do():
     assert channels_last not in emitted.source
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_pool_is_the_first_thing_that_is_compiled():
     """Inductor's table of decompositions asks for a module that it does not import."""
     script = """

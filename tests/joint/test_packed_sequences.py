@@ -82,6 +82,7 @@ def test_lengths_that_come_with_the_call_are_refused_by_line() -> None:
         aotdist.compile(program, backend="fx")(torch.randn(5, 3, 4), torch.tensor([5, 3, 2]))
 
 
+@pytest.mark.sweep
 def test_inductor() -> None:
     reader = Reader(LAYERS["LSTM"](), [2, 5, 3])
     x = torch.randn(3, 5, 4)
