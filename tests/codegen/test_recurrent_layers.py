@@ -26,7 +26,7 @@ class Last(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
 def test_as_in_eager(layer):
     torch.manual_seed(0)
     model = Last(layer)
@@ -51,7 +51,7 @@ def test_as_in_eager(layer):
     ],
     ids=["compile", "aot_module"],
 )
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
 def test_a_compiler_of_the_users_may_run_the_graphs_as_they_are(layer, compiled):
     torch.manual_seed(0)
     model = Last(layer)
