@@ -24,6 +24,7 @@ from aotdist.kernels.launching import Launch
 from aotdist.kernels.polynomial import Values, names_in, number_at
 from aotdist.kernels.rule import val_of
 from aotdist.kernels.rules import rule_of
+from aotdist.kernels.running import copied
 from aotdist.kernels.sized import SizedLaunch
 from aotdist.kernels.symbols import natural
 from aotdist.program import Graph
@@ -125,9 +126,9 @@ class CheckedLaunch:
         if all(map(operator.is_, placed, tensors)):
             return returned
         results = returned if isinstance(returned, tuple) else (returned,)
-        copied = {id(copy): tensor for copy, tensor in zip(placed, tensors, strict=True)}
+        given_of = {id(copy): tensor for copy, tensor in zip(placed, tensors, strict=True)}
         strides = self._result_strides(tensors, values)
-        laid = [_laid(result, copied, to) for result, to in zip(results, strides, strict=True)]
+        laid = [_laid(result, given_of, to) for result, to in zip(results, strides, strict=True)]
         return laid[0] if len(laid) == 1 else tuple(laid)
 
     def _result_strides(self, tensors: Sequence[torch.Tensor], values: Values) -> Sequence[Strides | None]:
@@ -185,20 +186,17 @@ def _placed(node: Node, tensor: torch.Tensor, values: Values) -> torch.Tensor:
     if traced == tensor.stride():
         return tensor
     _found.get()[node.name] = Difference(node, tuple(tensor.shape), traced, tensor.stride())
-    return _copied(tensor, traced)
+    return copied(tensor, traced)
 
 
-def _laid(result: torch.Tensor, copied: Mapping[int, torch.Tensor], strides: Strides | None) -> torch.Tensor:
+def _laid(
+    result: torch.Tensor, given_of: Mapping[int, torch.Tensor], strides: Strides | None
+) -> torch.Tensor:
     """A result in the strides that it should have; or in the memory of the input that it is stored over."""
-    if id(result) in copied:
-        given = copied[id(result)]
+    if id(result) in given_of:
+        given = given_of[id(result)]
         return given if given is result else given.copy_(result)
-    return result if strides in (None, result.stride()) else _copied(result, strides)
-
-
-def _copied(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
-    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)
+    return result if strides in (None, result.stride()) else copied(result, strides)
 
 
 def _restrided(val: Any, sizes: Sequence[int], strides: Strides) -> Any:

@@ -26,6 +26,7 @@ from aotdist.kernels.reductions import reduced_dims
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import obstacle
 from aotdist.kernels.splitting import call_like, empty_like
+from aotdist.torch_seam.symbols import hint
 
 aten = torch.ops.aten
 
@@ -97,8 +98,8 @@ def _cut(node: Node, rows: Collection[Any], num_processors: int) -> _Cut | None:
     """How to cut a node; None to leave it as it is."""
     if node.target not in (_SUM, _MEAN, _MOMENTS) or any(obstacle(each) for each in _picks(node)):
         return None
-    sizes, dims = reduced_dims(node)
-    if not all(isinstance(size, int) for size in sizes) or not _is_split(node, dims):
+    source, (sizes, dims) = val_of(node.all_input_nodes[0]), reduced_dims(node)
+    if not all(isinstance(size, int) for size in sizes) or not _is_sum_of_parts(node, dims):
         return None
     whole = [int(size) for size in sizes]  # type: ignore[arg-type]
     reduced = math.prod(whole[dim] for dim in dims)
@@ -106,11 +107,12 @@ def _cut(node: Node, rows: Collection[Any], num_processors: int) -> _Cut | None:
     columns = [size for dim, size in enumerate(whole) if dim not in dims]
     if results == 1 or math.prod(whole) < MIN_ELEMENTS or (reduced, math.prod(columns)) in rows:
         return None
-    blocks = _num_blocks(val_of(node.all_input_nodes[0]), dims, results)
+    strides = [hint(stride) for stride in source.stride()]
+    blocks = _num_blocks(whole, strides, dims, results)
     wanted = min(-(-_BLOCKS * num_processors // blocks), MAX_PARTS, reduced // MIN_REDUCED)
     if blocks > num_processors or wanted < 2:
         return None
-    return _in_parts(whole, dims, list(val_of(node.all_input_nodes[0]).stride()), wanted)
+    return _in_parts(whole, dims, strides, wanted)
 
 
 def _picks(node: Node) -> list[Node]:
@@ -118,22 +120,17 @@ def _picks(node: Node) -> list[Node]:
     return list(node.users) if node.target is _MOMENTS else [node]
 
 
-def _is_split(node: Node, dims: Sequence[int]) -> bool:
-    """Whether the halves give what the whole gives: moments of wide floating point, with a correction."""
-    if not dims or not val_of(node.all_input_nodes[0]).is_floating_point():
+def _is_sum_of_parts(node: Node, dims: Sequence[int]) -> bool:
+    """Whether the halves give what the whole gives: moments are not rounded in between."""
+    source, picks = val_of(node.all_input_nodes[0]), [val_of(pick) for pick in _picks(node)]
+    if not dims or not source.is_floating_point() or not all(pick.is_contiguous() for pick in picks):
         return False
-    if not all(val_of(pick).is_contiguous() for pick in _picks(node)):
-        return False
-    if node.target is not _MOMENTS:
-        return True
-    return all(val_of(pick).dtype == held(val_of(node.all_input_nodes[0]).dtype) for pick in node.users)
+    return node.target is not _MOMENTS or all(pick.dtype == held(source.dtype) for pick in picks)
 
 
-def _num_blocks(source: torch.Tensor, dims: Sequence[int], results: int) -> int:
+def _num_blocks(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int], results: int) -> int:
     """How many blocks would reduce it: one for each result, or for some that lie side by side."""
-    nearest = min(
-        (dim for dim in range(source.dim()) if source.shape[dim] > 1), key=lambda dim: int(source.stride(dim))
-    )
+    nearest = min((dim for dim, size in enumerate(sizes) if size > 1), key=strides.__getitem__)
     return results if nearest in dims else -(-results // MIN_COLUMNS)
 
 

@@ -39,9 +39,9 @@ def rule_of(node: Node) -> Rule | None:
 
 def obstacle(node: Node) -> str | None:
     """Why a call of an operator that returns a tensor is not emitted; None if it is."""
-    rule = rule_of(node)
     if "on_host" in node.meta:
         return "on the CPU"
+    rule = rule_of(node)
     if rule is None:
         is_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         return "it draws eager's numbers, unless functional_rng=True" if is_draw else "no rule"

@@ -174,7 +174,8 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else copied(tensor)
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same strides."""
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def copied(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """A copy of these strides, or of the same."""
+    strides = tensor.stride() if strides is None else strides
+    copy = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

@@ -243,15 +243,15 @@ def _transposed(x: Float8Tensor) -> Float8Tensor:
 
 
 def _detached(x: Float8Tensor) -> Float8Tensor:
-    return Float8Tensor(x.float8.detach(), x.scale.detach(), x.dtype, x.block, _sizein_blocks(x))
+    return Float8Tensor(x.float8.detach(), x.scale.detach(), x.dtype, x.block, _size_in_blocks(x))
 
 
 def _cloned(x: Float8Tensor, *, memory_format: torch.memory_format | None = None) -> Float8Tensor:
     copy = x.float8.clone(memory_format=memory_format or torch.preserve_format)
-    return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block, _sizein_blocks(x))
+    return Float8Tensor(copy, x.scale.clone(), x.dtype, x.block, _size_in_blocks(x))
 
 
-def _sizein_blocks(x: Float8Tensor) -> torch.Size | None:
+def _size_in_blocks(x: Float8Tensor) -> torch.Size | None:
     return None if x.block is None else x.size()
 
 

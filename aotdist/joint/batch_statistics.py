@@ -19,6 +19,8 @@ from aotdist.torch_seam.operators import OpOverload, argument_names, schema_of
 _ATEN = torch.ops.aten
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 _RUNNING = ("running_mean", "running_var")
+_BROKEN_UP = _ATEN._native_batch_norm_legit_functional.default
+"""What compilers know how to break up; its results are those of MIOpen's twin."""
 
 
 def _twin(op: OpOverload) -> OpOverload:
@@ -77,19 +79,14 @@ def _write(twin: OpOverload, args: tuple[Any, ...], running: list[Tensor]) -> tu
     return tuple(results)
 
 
-def _natively(*args: Any) -> tuple[Tensor, ...]:
-    """What cuDNN's and MIOpen's compute, in the operator that compilers break up."""
-    out, mean, deviation, *new = _ATEN._native_batch_norm_legit_functional(*args)
-    return out, mean, deviation, *new
-
-
 def _as_cudnn(*args: Any) -> tuple[Tensor, ...]:
-    out, mean, deviation, *new = _natively(*args)
+    """The same, and the space that cuDNN's backward would ask for."""
+    out, mean, deviation, *new = _BROKEN_UP(*args)
     return out, mean, deviation, out.new_empty((0,), dtype=torch.uint8), *new
 
 
 MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
     _TWIN_OF[_ATEN.cudnn_batch_norm.default]: _as_cudnn,
-    _TWIN_OF[_ATEN.miopen_batch_norm.default]: _natively,
+    _TWIN_OF[_ATEN.miopen_batch_norm.default]: _BROKEN_UP,
 }
 """What compilers make of a batch norm; its backward is in PyTorch's own table."""

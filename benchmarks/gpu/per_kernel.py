@@ -68,7 +68,7 @@ def check_kernels(name: str, *, dry: bool, device: torch.device, copied: float, 
 
     def step() -> Mapping[str, Any]:
         program(**inputs).backward()
-        return {"graphs": checker.num_graphs[0], "kernels": len(checker.timed)}
+        return {"graphs": len(checker.labels), "kernels": len(checker.timed)}
 
     report.check("step", step)
 
@@ -82,14 +82,14 @@ class Checker:
         copied: bytes a second of a copy.
         dry: whether kernels are interpreted.
         timed: kernels that have been timed, see `likeness`.
-        num_graphs: how many graphs it was given.
+        labels: of the graphs that it was given.
     """
 
     report: Reporter
     copied: float
     dry: bool
     timed: set[str] = field(default_factory=set[str])
-    num_graphs: list[int] = field(default_factory=lambda: [0])
+    labels: list[str] = field(default_factory=list[str])
     name: str = "checker"
     partition: Literal["default", "min_cut"] = "min_cut"
     any_tangents: bool = False
@@ -108,8 +108,8 @@ class Checker:
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Emit kernels, and check them whenever the graph runs."""
-        self.num_graphs[0] += 1
-        label = f"{emission.kind} {self.num_graphs[0]}"
+        label = f"{emission.kind} {len(self.labels) + 1}"
+        self.labels.append(label)
         fused = with_kernels(graph, keeps_casts=False, label=label)
 
         def call(args: list[Any]) -> Sequence[Any]:
@@ -167,7 +167,7 @@ class _Values(fx.Interpreter):
         val = n.meta.get("val")
         if not isinstance(value, Tensor) or not isinstance(val, Tensor):
             return value
-        if _strides(val) != _strides(value):
+        if meaningful_strides(val) != meaningful_strides(value):
             self._otherwise[n.name] = f"{n.target}: traced {tuple(val.stride())}, is {tuple(value.stride())}"
         return _laid_out(value, val)
 
@@ -267,14 +267,16 @@ class _OneKernel:
         return inputs, [out for out, result in results if result.into is None], outs
 
 
-def _strides(tensor: Tensor) -> list[int]:
+def meaningful_strides(tensor: Tensor) -> list[int]:
     """Those that say where elements lie."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _laid_out(value: Tensor, val: Any) -> Tensor:
     """`value` with the strides and the dtype of the trace: kernels hand on parts of sums in float32."""
-    if not isinstance(val, Tensor) or (_strides(val) == _strides(value) and val.dtype == value.dtype):
+    if not isinstance(val, Tensor) or (
+        meaningful_strides(val) == meaningful_strides(value) and val.dtype == value.dtype
+    ):
         return value
     return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=value.device).copy_(value)
 

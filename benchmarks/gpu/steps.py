@@ -27,6 +27,7 @@ from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.trees import pytree
 from benchmarks.gpu.families import FAMILIES, LARGE, SMALL, loss_of
 from benchmarks.gpu.findings import NotHere, Reporter
+from benchmarks.gpu.per_kernel import meaningful_strides
 from benchmarks.gpu.place import Gpu, described
 
 _COPIED = 2**30
@@ -389,8 +390,7 @@ class Compared(TorchDispatchMode):
         real = func(*args, **(kwargs or {}))
         for ours, theirs in zip(self._fakes(func, args, kwargs or {}), _tensors(real), strict=False):
             self.seen.add(str(func))
-            sizes = zip(theirs.shape, ours.stride(), theirs.stride(), strict=True)
-            if any(size > 1 and a != b for size, a, b in sizes):
+            if meaningful_strides(ours) != meaningful_strides(theirs):
                 shapes = [(tuple(each.shape), each.stride()) for each in (theirs, *_tensors(args))]
                 self.wrong.setdefault(str(func), f"traced {ours.stride()}; real, and given: {shapes}")
         return real
