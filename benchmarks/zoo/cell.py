@@ -7,6 +7,7 @@ numbers; after each step, loss, gradients, parameters and buffers are held again
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +23,14 @@ from benchmarks.timing import Contender, Pace, take_turns
 from benchmarks.zoo.families import Size, make, make_batch
 from benchmarks.zoo.layouts import mesh_of, spread
 from benchmarks.zoo.precisions import convert, dtype_of
-from benchmarks.zoo.vocabulary import Compiler, Family, Found, Layout, Outcome, Precision
+from benchmarks.zoo.vocabulary import Compiler, Family, Found, Kernels, Layout, Outcome, Precision
 
+_OURS: Mapping[Kernels, Any] = {"operators": {"backend": "fx"}, "inductor": {"backend": "auto"}}
+# Inductor is told to draw eager's random numbers, as aotdist has it do of itself.
+_THEIRS: Mapping[Kernels, Any] = {
+    "operators": {"backend": "aot_eager"},
+    "inductor": {"options": {"fallback_random": True}},
+}
 _LONGEST = 240  # characters of a message
 
 
@@ -32,6 +39,7 @@ class Job:
     """What the ranks of one cell are asked.
 
     Args:
+        kernels: what compilers run: operators as captured, or what Inductor makes of them.
         family: which model.
         layout: how it is spread.
         precision: what it computes in.
@@ -41,6 +49,7 @@ class Job:
         pace: of the steps that are timed.
     """
 
+    kernels: Kernels
     family: Family
     layout: Layout
     precision: Precision
@@ -63,10 +72,9 @@ class Training:
         self._optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1, foreach=False)
         self._model: Any = self.plain
         if compiler == "aotdist":
-            self._model = aotdist.compile(self.plain, backend="fx")
+            self._model = aotdist.compile(self.plain, **_OURS[job.kernels])
         elif compiler == "torch.compile":
-            # Its backend that runs the captured graphs operator by operator, as `fx` does.
-            self._model = torch.compile(self.plain, backend="aot_eager", dynamic=False)
+            self._model = torch.compile(self.plain, dynamic=False, **_THEIRS[job.kernels])
 
     def clear(self) -> None:
         for parameter in self.plain.parameters():
@@ -128,6 +136,9 @@ def fill(job: Job) -> Found:
             steps = [training.train(number) for number in range(job.num_steps)]
             eager, expected = eager or training, expected or steps
             outcome.differs, outcome.where = difference(expected, steps)
+            outcome.loss_differs = max(
+                _apart(a["loss"], b["loss"]) for a, b in zip(expected, steps, strict=True)
+            )
             outcome.num_graphs = training.num_graphs()
             _measure(job, eager, training, outcome)
         except Exception as error:
@@ -195,4 +206,9 @@ def _worst_of_all_ranks(outcomes: dict[Compiler, Outcome]) -> dict[Compiler, Out
 def _worst(ranks: list[Outcome]) -> Outcome:
     furthest = max(ranks, key=lambda outcome: outcome.differs)
     failure = next((outcome.failure for outcome in ranks if outcome.failure), "")
-    return replace(furthest, failure=failure, peak=max(outcome.peak for outcome in ranks))
+    return replace(
+        furthest,
+        failure=failure,
+        loss_differs=max(outcome.loss_differs for outcome in ranks),
+        peak=max(outcome.peak for outcome in ranks),
+    )

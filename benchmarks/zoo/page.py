@@ -18,6 +18,7 @@ from benchmarks.zoo.vocabulary import (
     Compiler,
     Family,
     Found,
+    Kernels,
     Layout,
     Outcome,
     Precision,
@@ -28,7 +29,8 @@ _HEAD = """# Real models
 Six models of Hugging Face's transformers, from tiny configs with random weights, trained with their own loss:
 in each layout and each precision, eager, compiled by aotdist (`backend="fx"`), and by `torch.compile` with
 `backend="aot_eager", dynamic=False`. Both compilers run what they captured operator by operator: no kernels
-are made, so none are compared. Written by `make models` from `results/models.json`; do not edit.
+are made, so none are compared, but in the last table, where both have Inductor make them. Written by
+`make models` from `results/models.json`; do not edit.
 
 - **FSDP2**: 2 ranks, a unit for each block and one for the rest. **TP**: 2 ranks, transformers' own plan
   (Llama, Qwen3, Mixtral) or one of ours in the same words. **2-D**: 4 ranks, FSDP2 over one axis, TP over the
@@ -55,6 +57,9 @@ are made, so none are compared. Written by `make models` from `results/models.js
 _GLANCE = (
     "Time / eager of aotdist; **=** where it has eager's bits. Where it fails, its message stands below."
 )
+_INDUCTOR = """By aotdist's default, `backend="auto"`, and by `torch.compile(model, dynamic=False)`, which is
+told to draw eager's random numbers. **loss**: the largest relative difference of a loss from eager's, in
+three steps of SGD."""
 _MEMORY = "Peak of FP8 and of 2:4 against that of bf16, by the same contender."
 
 
@@ -68,15 +73,20 @@ def page(cells: Cells) -> str:
     lines += ["", "## Memory", "", _MEMORY, "", *_memory(cells)]
     for layout in LAYOUTS:
         ranks = NUM_RANKS[layout]
-        lines += ["", f"## {layout}, {ranks} ranks", "", *_cells(cells, layout), *_failures(cells, layout)]
+        lines += ["", f"## {layout}, {ranks} ranks", "", *_cells(cells, layout)]
+        lines += [*_failures(cells, "operators", layout), *_left_out(cells, layout)]
+    lines += ["", "## By Inductor's kernels", "", _INDUCTOR, "", *_by_inductor(cells)]
+    lines += _failures(cells, "inductor", *LAYOUTS)
     return "\n".join(lines) + "\n"
 
 
-def _places(cells: Cells, *layouts: Layout) -> Iterator[tuple[Layout, Family, Precision, Found | None]]:
+def _places(
+    cells: Cells, *layouts: Layout, kernels: Kernels = "operators"
+) -> Iterator[tuple[Layout, Family, Precision, Found | None]]:
     for layout in layouts or LAYOUTS:
         for family in FAMILIES:
             for precision in PRECISIONS:
-                yield layout, family, precision, cells.at(layout, family, precision)
+                yield layout, family, precision, cells.at(kernels, layout, family, precision)
 
 
 def _glance(cells: Cells) -> Iterator[str]:
@@ -84,7 +94,10 @@ def _glance(cells: Cells) -> Iterator[str]:
     columns = list(itertools.product(LAYOUTS, PRECISIONS))
     yield from header("model", *(f"{layout} {precision}" for layout, precision in columns))
     for family in FAMILIES:
-        yield row(family, *(_in_short(cells.at(layout, family, precision)) for layout, precision in columns))
+        yield row(
+            family,
+            *(_in_short(cells.at("operators", layout, family, precision)) for layout, precision in columns),
+        )
 
 
 def _in_short(found: Found | None) -> str:
@@ -130,9 +143,9 @@ def _memory(cells: Cells) -> Iterator[str]:
     yield from header("layout", "model", *(f"bf16, {name}" for name in names), *columns)
     for layout in LAYOUTS:
         for family in FAMILIES:
-            base = [_peak(cells.at(layout, family, "bf16"), name) for name in names]
+            base = [_peak(cells.at("operators", layout, family, "bf16"), name) for name in names]
             ratios = [
-                _peak(cells.at(layout, family, precision), name) / peak
+                _peak(cells.at("operators", layout, family, precision), name) / peak
                 for precision in ("fp8", "2:4")
                 for name, peak in zip(names, base, strict=True)
             ]
@@ -185,10 +198,30 @@ def _sameness(outcome: Outcome) -> str:
     return f"{outcome.differs:.0e}: `{outcome.where}`" if outcome.differs else "same bits"
 
 
-def _failures(cells: Cells, layout: Layout) -> Iterator[str]:
+def _by_inductor(cells: Cells) -> Iterator[str]:
+    yield from header(
+        "layout",
+        "model",
+        "precision",
+        *("aotdist loss", "time / eager"),
+        *("`torch.compile` loss", "time / eager"),
+    )
+    for layout, family, precision, found in _places(cells, kernels="inductor"):
+        if found is not None:
+            both = (_loss_and_time(found, name) for name in ("aotdist", "torch.compile"))
+            yield row(layout, family, precision, *itertools.chain(*both))
+
+
+def _loss_and_time(found: Found, name: Compiler) -> tuple[str, str]:
+    if not found.ran(name):
+        return "fails" if name in found.outcomes else "not run", "-"
+    return f"{found.outcomes[name].loss_differs:.0e}", f"{found.time_ratio(name):.2f}"
+
+
+def _failures(cells: Cells, kernels: Kernels, *layouts: Layout) -> Iterator[str]:
     """The messages of what failed, each once."""
     messages: dict[str, list[str]] = {}
-    for _, family, precision, found in _places(cells, layout):
+    for _, family, precision, found in _places(cells, *layouts, kernels=kernels):
         for name, outcome in found.outcomes.items() if found is not None else ():
             if outcome.failure:
                 said = re.sub(r" object at 0x[0-9a-f]+", "", outcome.failure)
@@ -199,7 +232,6 @@ def _failures(cells: Cells, layout: Layout) -> Iterator[str]:
         yield ""
     for message, places in messages.items():
         yield f"- {', '.join(places)}: {message}"
-    yield from _left_out(cells, layout)
 
 
 def _left_out(cells: Cells, layout: Layout) -> Iterator[str]:

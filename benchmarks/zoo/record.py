@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import machine, versions
-from benchmarks.zoo.vocabulary import Family, Found, Layout, Outcome, Precision
+from benchmarks.zoo.vocabulary import Family, Found, Kernels, Layout, Outcome, Place, Precision
 
 _FILE = "models.json"
 
@@ -23,6 +23,7 @@ _FILE = "models.json"
 class Cell:
     """A place in the table, and what was found there with which aotdist."""
 
+    kernels: Kernels
     layout: Layout
     family: Family
     precision: Precision
@@ -30,9 +31,9 @@ class Cell:
     found: Found
 
     @property
-    def place(self) -> tuple[Layout, Family, Precision]:
+    def place(self) -> Place:
         """Where it stands."""
-        return self.layout, self.family, self.precision
+        return self.kernels, self.layout, self.family, self.precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Cells:
     machine: Mapping[str, str] = field(default_factory=dict)
     cells: tuple[Cell, ...] = ()
 
-    def with_found(self, place: tuple[Layout, Family, Precision], found: Found) -> Cells:
+    def with_found(self, place: Place, found: Found) -> Cells:
         """The same with one cell filled anew, just now."""
         current = versions() | {"transformers": metadata.version("transformers")}
         others = tuple(cell for cell in self.cells if cell.place != place)
@@ -57,9 +58,8 @@ class Cells:
             cells=(*others, Cell(*place, current["aotdist"], found)),
         )
 
-    def at(self, layout: Layout, family: Family, precision: Precision) -> Found | None:
+    def at(self, *place: *Place) -> Found | None:
         """What stands at a place, if it was filled."""
-        place = (layout, family, precision)
         return next((cell.found for cell in self.cells if cell.place == place), None)
 
     def save(self, folder: Path) -> None:

@@ -25,19 +25,21 @@ from benchmarks.zoo.record import Cells
 from benchmarks.zoo.vocabulary import (
     COMPILERS,
     FAMILIES,
+    KERNELS,
     LAYOUTS,
     NUM_RANKS,
     PRECISIONS,
     Compiler,
     Family,
     Found,
+    Kernels,
     Layout,
     Outcome,
     Precision,
 )
 
 RESULTS = ROOT / "results"
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = {"operators": 300.0, "inductor": 900.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Options:
     """What to run.
 
     Args:
+        kernels: compilers run operators as captured, or what Inductor makes of them.
         families: some of the models.
         layouts: some of the ways to spread them.
         precisions: some of the precisions.
@@ -52,6 +55,7 @@ class Options:
         quick: smaller models, few rounds, into `results/quick/`: to see that everything runs.
     """
 
+    kernels: tuple[Kernels, ...] = KERNELS
     families: tuple[Family, ...] = FAMILIES
     layouts: tuple[Layout, ...] = LAYOUTS
     precisions: tuple[Precision, ...] = PRECISIONS
@@ -63,7 +67,7 @@ def main(options: Options) -> int:
     """Fill the cells; the number of those in which aotdist failed where eager did not."""
     folder = RESULTS / "quick" if options.quick else RESULTS
     cells = Cells.load(folder)
-    for place in itertools.product(options.layouts, options.families, options.precisions):
+    for place in itertools.product(options.kernels, options.layouts, options.families, options.precisions):
         cells = cells.with_found(place, _filled(*place, options))
         cells.save(folder)
     text = page(cells)
@@ -74,18 +78,21 @@ def main(options: Options) -> int:
     return sum(cell.found.ran("eager") and not cell.found.ran("aotdist") for cell in cells.cells)
 
 
-def _filled(layout: Layout, family: Family, precision: Precision, options: Options) -> Found:
+def _filled(
+    kernels: Kernels, layout: Layout, family: Family, precision: Precision, options: Options
+) -> Found:
     """The cell; without a contender that ends, or hangs, the processes."""
     size = Size(hidden=64, inner=128, sequence=16, batch=2) if options.quick else Size()
     pace = Pace(rounds=3, warmup=1) if options.quick else Pace(rounds=5, warmup=1)
-    label, lost = f"{layout}, {family}, {precision}", dict[Compiler, Outcome]()
+    label, lost = f"{kernels}, {layout}, {family}, {precision}", dict[Compiler, Outcome]()
+    timeout_s = _TIMEOUT_S[kernels]
     for num_compilers in range(len(options.compilers), 0, -1):
         compilers = options.compilers[:num_compilers]
-        job = Job(family, layout, precision, compilers, size, num_steps=3, pace=pace)
+        job = Job(kernels, family, layout, precision, compilers, size, num_steps=3, pace=pace)
         try:
-            found = workers.call(label, fill, job, num_ranks=NUM_RANKS[layout], timeout_s=_TIMEOUT_S)
+            found = workers.call(label, fill, job, num_ranks=NUM_RANKS[layout], timeout_s=timeout_s)
         except subprocess.TimeoutExpired:
-            lost[compilers[-1]] = Outcome(failure=f"came to no end in {_TIMEOUT_S:.0f} s")
+            lost[compilers[-1]] = Outcome(failure=f"came to no end in {timeout_s:.0f} s")
         except RuntimeError as error:
             print(error, file=sys.stderr)
             lost[compilers[-1]] = Outcome(failure=f"ended its process: {_reason(str(error))}")

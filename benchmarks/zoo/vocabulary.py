@@ -11,11 +11,14 @@ Family = Literal["Llama", "Qwen3", "Mixtral", "GPT2", "ViT", "T5"]
 Layout = Literal["FSDP2", "TP", "2-D"]
 Precision = Literal["fp32", "bf16", "fp8", "2:4"]
 Compiler = Literal["eager", "aotdist", "torch.compile"]
+Kernels = Literal["operators", "inductor"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
+KERNELS: tuple[Kernels, ...] = get_args(Kernels)
+Place = tuple[Kernels, Layout, Family, Precision]
 
 NUM_RANKS: Mapping[Layout, int] = {"FSDP2": 2, "TP": 2, "2-D": 4}
 
@@ -29,6 +32,7 @@ class Outcome:
         differs: largest relative difference from eager, in loss, gradients, parameters and buffers of all
             steps; 0.0 if they are equal bit for bit.
         where: what differs most.
+        loss_differs: largest relative difference of a step's loss; infinite if one is no number.
         num_graphs: graphs that the forward was cut into, as its compiler counts them; 0 for eager.
         seconds: of forward and backward, one a round.
         eager_seconds: of eager, which took turns with it.
@@ -38,6 +42,7 @@ class Outcome:
     failure: str = ""
     differs: float = 0.0
     where: str = ""
+    loss_differs: float = 0.0
     num_graphs: int = 0
     seconds: tuple[float, ...] = ()
     eager_seconds: tuple[float, ...] = ()

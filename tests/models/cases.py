@@ -22,7 +22,9 @@ SMALL = Size(hidden=64, inner=128, sequence=16, batch=2)
 
 def same_bits_case(family: Family, layout: Layout, precision: Precision) -> None:
     """Two steps of SGD: loss, gradients, parameters and buffers."""
-    job = Job(family, layout, precision, ("eager", "aotdist"), SMALL, num_steps=2, pace=Pace(rounds=0))
+    job = Job(
+        "operators", family, layout, precision, ("eager", "aotdist"), SMALL, num_steps=2, pace=Pace(rounds=0)
+    )
     mesh = mesh_of(layout)
     trainings = [Training(job, mesh, compiler) for compiler in job.compilers]
     assert trainings[0].num_converted > 0 or precision in ("fp32", "bf16")
