@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,20 @@ def refuse_unwritable(path: Path) -> None:
         raise BadSettings(f"the folder of `{path}` does not exist", fix="make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise BadSettings(f"`{path}` may not be written", fix="name a file that may")
+
+
+def is_owners_alone(known: os.stat_result) -> bool:
+    """Whether something belongs to this user, and nobody else may write it."""
+    return known.st_uid == os.geteuid() and not known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether there is a file, and no link, that belongs to this user and that nobody else may write."""
+    try:
+        known = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(known.st_mode) and is_owners_alone(known)
 
 
 def write_whole(path: Path, chunks: Iterable[bytes], *, mode: int = OWNER_ONLY) -> None:

@@ -316,6 +316,13 @@ another run ([checkpoints.md](checkpoints.md)).
 The last checkpoint of a run of the trainer could not be written, because the disk is full, say; the message
 names the one before it, which is whole. Make room, and resume the run with `--resume FOLDER`.
 
+## RunInUse
+
+Another process trains in the folder of the run that was to be resumed; the message names it. Wait for its
+end, or end its launcher (it saves first). A process that is gone holds nothing: its run is taken over, at
+once on its own machine, and on another one after a minute without a sign of it. A run that was silent for so
+long and finds that it was taken over ends with the same error ([checkpoints.md](checkpoints.md)).
+
 ## TrainingDiverged
 
 The loss of a run of the trainer is no longer a number. Resume from the last checkpoint with a lower

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from aotdist.errors import BadSettings
-from aotdist.files import write_whole
+from aotdist.files import is_own_file, write_whole
+from aotdist.launch.checkpoints.manifest import facts_of
 from aotdist.launch.config import DataOptions
 from aotdist.settings import default_cache_folder
 
@@ -43,7 +44,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Training and validation text.
+    """Training and validation text; `sha256` is that of one and then the other.
 
     Shapes: one dimension each, uint8, backed by a mapped file.
     """
@@ -52,6 +53,7 @@ class Corpus:
     validation: Tensor
     root: Path
     num_files: int
+    sha256: str
 
 
 def source_files(root: Path) -> list[Path]:
@@ -75,18 +77,20 @@ def load_corpus(options: DataOptions) -> Corpus:
     Ranks may race here: each writes a file of its own and renames it, so a cached file is always whole.
 
     Raises:
-        BadSettings: there is too little text, or the cache folder cannot be written.
+        BadSettings: there is too little text, or it cannot be read, or kept in the cache folder.
     """
     root = options.root or Path(sysconfig.get_paths()["stdlib"])
     paths = source_files(root)
     cache = _cache_folder(options)
-    halves: dict[bool, Tensor] = {}
+    halves, digest = dict[bool, Tensor](), hashlib.sha256()
     for held_out in (False, True):
         half = [path for path in paths if is_held_out(path, options.validation_percent) == held_out]
-        halves[held_out] = _mapped(_joined_file(root, half, cache))
+        joined = _joined_file(root, half, cache)
+        halves[held_out] = _mapped(joined)
+        digest.update(facts_of(joined).sha256.encode())
     for held_out, text in halves.items():
         _require_a_window(text, root, options.seq_len, "validation" if held_out else "training")
-    return Corpus(training=halves[False], validation=halves[True], root=root, num_files=len(paths))
+    return Corpus(halves[False], halves[True], root, len(paths), digest.hexdigest())
 
 
 def _require_a_window(text: Tensor, root: Path, seq_len: int, purpose: str) -> None:
@@ -109,9 +113,20 @@ def _cache_folder(options: DataOptions) -> Path:
 
 
 def _joined_file(root: Path, paths: list[Path], cache: Path) -> Path:
-    joined = cache / f"text-{_listing_hash(root, paths)}.bin"
-    if not joined.exists():
-        _write_joined(root, paths, joined)
+    """The file of a text; one that others have made, or may write, is made anew.
+
+    Raises:
+        BadSettings: a source cannot be read, or the file cannot be written.
+    """
+    try:
+        joined = cache / f"text-{_listing_hash(root, paths)}.bin"
+        if not is_own_file(joined):
+            _write_joined(root, paths, joined)
+    except OSError as error:
+        raise BadSettings(
+            f"the text of {root} cannot be joined in {cache}: {error}",
+            fix="make room, or name another folder with --data.cache-folder",
+        ) from error
     return joined
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aotdist.errors import BadSettings
 from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, read_options
-from aotdist.launch.run_folder import folder_of_run
+from aotdist.launch.parallel import Place
+from aotdist.launch.run_folder import folder_of_run, read_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,32 @@ class Before:
     batch_ranks: int
 
 
-def run_before(options: JobOptions) -> Before | None:
+def run_before(options: JobOptions, place: Place) -> Before | None:
     """The run that is to go on, as it was; None for a new one.
 
     Raises:
         BadSettings: there is no such run, or what it wrote down cannot be read.
     """
-    folder = folder_of_run(options)
+    folder = folder_of_run(options, place)
     if folder is None:
         return None
     before = read_options(folder / CONFIG_FILE)
-    environment = json.loads((folder / CONFIG_FILE).read_text()).get("environment", {})
-    return Before(before, environment.get("ranks", 1), environment.get("batch_ranks", 0))
+    environment = read_environment(folder / CONFIG_FILE)
+    ranks, batch_ranks = environment.get("ranks", 1), environment.get("batch_ranks", 0)
+    if not (type(ranks) is type(batch_ranks) is int and ranks > 0 and batch_ranks >= 0):
+        raise BadSettings(
+            f"--resume: {folder / CONFIG_FILE} is damaged: ranks {ranks!r}, batch_ranks {batch_ranks!r}",
+            fix="give it the numbers that it had",
+        )
+    return Before(before, ranks, batch_ranks)
+
+
+def says_batch_anew(words: Sequence[str], options: JobOptions, place: Place) -> bool:
+    """Whether a command line says how many sequences a step is to take from now on.
+
+    With `--resume auto`, and when torchrun starts the ranks again, it is the command that began the run.
+    """
+    return options.resume != AUTO and not place.restarts and names_batch(words)
 
 
 def names_batch(words: Sequence[str]) -> bool:
@@ -51,7 +65,7 @@ def names_batch(words: Sequence[str]) -> bool:
     return finder.parse_known_args(words)[0].batch is not None
 
 
-def batch_ranks(options: JobOptions, before: Before | None, num_dp_ranks: int, *, is_named: bool) -> int:
+def batch_ranks(options: JobOptions, before: Before | None, num_dp_ranks: int, *, is_anew: bool) -> int:
     """The data-parallel ranks that the options of the batch are meant for.
 
     These are the ranks of now, unless a run goes on whose batch nobody has changed.
@@ -60,10 +74,9 @@ def batch_ranks(options: JobOptions, before: Before | None, num_dp_ranks: int, *
         options: as they were asked for.
         before: the run that goes on.
         num_dp_ranks: of now.
-        is_named: whether the command line says what the batch is. With `--resume auto` it always does: it is
-            the same command each time.
+        is_anew: whether somebody says what the batch is, see `says_batch_anew`.
     """
-    if before is None or (is_named and options.resume != AUTO) or _batch(options) != _batch(before.options):
+    if before is None or is_anew or _batch(options) != _batch(before.options):
         return num_dp_ranks
     return before.batch_ranks or num_dp_ranks
 

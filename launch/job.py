@@ -9,7 +9,8 @@ from contextlib import closing
 import torch
 
 import aotdist
-from aotdist.launch.checkpoints.manifest import CHECKPOINTS_FOLDER
+from aotdist.errors import BadSettings
+from aotdist.launch.checkpoints.manifest import CHECKPOINTS_FOLDER, TextFacts
 from aotdist.launch.checkpoints.resume import resume
 from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.compiling import compile_model
@@ -17,6 +18,7 @@ from aotdist.launch.config import JobOptions
 from aotdist.launch.conversion import convert_model
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.going_on import batch_ranks, other_ranks, run_before, with_same_batch
+from aotdist.launch.lease import Lease, unwritable
 from aotdist.launch.loggers import make_loggers, require_loggers
 from aotdist.launch.loop import Trainer
 from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
@@ -32,7 +34,9 @@ from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
 from aotdist.launch.state import NEVER, TrainState
 
 
-def run_job(asked: JobOptions, place: Place, stop: StopRequest, *, names_batch: bool = False) -> None:
+def run_job(
+    asked: JobOptions, place: Place, stop: StopRequest, lease: Lease, *, is_batch_anew: bool = False
+) -> None:
     """Trains as the options say; leaves the process group, if any, to the caller.
 
     Args:
@@ -40,10 +44,12 @@ def run_job(asked: JobOptions, place: Place, stop: StopRequest, *, names_batch: 
             another batch for each rank than is asked for.
         place: of this process.
         stop: asks for an early end.
-        names_batch: whether the command line says what the batch is.
+        lease: not yet taken; given back by the caller.
+        is_batch_anew: whether the command line says what the batch is to be from now on.
 
     Raises:
         BadSettings: the options do not fit the machine, the ranks or the text.
+        RunInUse: another process trains in the folder of the run.
         TrainingDiverged: the loss is no longer finite.
         Interrupted: a signal asked for an early end, and everything was written.
     """
@@ -52,9 +58,9 @@ def run_job(asked: JobOptions, place: Place, stop: StopRequest, *, names_batch: 
     torch.use_deterministic_algorithms(asked.run.deterministic)
     require_loggers(asked)
     world = join(asked.parallel, place)
-    before = world.from_rank_0(lambda: run_before(asked))
+    before = world.from_rank_0(lambda: run_before(asked, place))
     num_dp_ranks = world.layout.num_dp_ranks
-    meant_for = batch_ranks(asked, before, num_dp_ranks, is_named=names_batch)
+    meant_for = batch_ranks(asked, before, num_dp_ranks, is_anew=is_batch_anew)
     options = with_same_batch(asked, meant_for, num_dp_ranks)
     require_gpu_for_snapshots(options.profile, world.device)
     corpus = load_corpus(options.data)
@@ -64,12 +70,12 @@ def run_job(asked: JobOptions, place: Place, stop: StopRequest, *, names_batch: 
     spread(model, world, options)
     compile_model(model, options.compile)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
-    text = _text_facts(options, corpus)
-    run = world.from_rank_0(lambda: claim_run_folder(options, place))
+    text = _text_facts(options, world, corpus)
+    run = world.from_rank_0(lambda: claim_run_folder(options, place, lease))
     checkpoints = run.path / CHECKPOINTS_FOLDER
     resumed = None if run.is_new else resume(state, checkpoints, world, text)
     if resumed is not None:
-        facts["going on"] = str(resumed) + _left_out(options, resumed.step)
+        facts["going on"] = str(resumed) + _left_out(options, resumed.step) + run.left
     if before is not None:
         facts["going on"] += other_ranks(before, place.world_size, options, num_dp_ranks)
     saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
@@ -81,7 +87,7 @@ def run_job(asked: JobOptions, place: Place, stop: StopRequest, *, names_batch: 
         held_out = Windows(corpus.validation, options.data.seq_len)
         profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank)
         with closing(profiler):
-            finished = Trainer(options, world, held_out, stop, reporter, saver, profiler).run(state)
+            finished = Trainer(options, world, held_out, stop, lease, reporter, saver, profiler).run(state)
         if finished and options.run.sample_bytes:
             # Inductor takes longer to compile the logits (8 s) than eager does to write 240 bytes (5 s).
             with aotdist.disable():
@@ -103,13 +109,18 @@ def _left_out(options: JobOptions, step: int) -> str:
     return ""
 
 
-def _text_facts(options: JobOptions, corpus: Corpus) -> dict[str, int]:
-    """What a position in the text counts in: the same position means the same bytes where these are equal."""
-    return {
-        "seq_len": options.data.seq_len,
-        "num_bytes": len(corpus.training),
-        "seed": options.run.seed,
-    }
+def _text_facts(options: JobOptions, world: World, corpus: Corpus) -> TextFacts:
+    """What a position in the text counts in.
+
+    Raises:
+        BadSettings: on every rank, when they read different texts.
+    """
+    hashes = world.gather(corpus.sha256)
+    for rank, found in enumerate(hashes):
+        if found != hashes[0]:
+            what = f"rank {rank} reads another text than rank 0, below {corpus.root} of its own machine"
+            raise BadSettings(what, fix="give all machines the same files: --data.root")
+    return TextFacts(seq_len=options.data.seq_len, seed=options.run.seed, sha256=corpus.sha256)
 
 
 def _training_stream(options: JobOptions, world: World, corpus: Corpus) -> ByteStream:
@@ -132,10 +143,15 @@ def _reporter(
 ) -> Reporter:
     if world.place.rank != 0:
         return SilentReporter()
-    if not run.is_new:
-        cut_metrics(run.path / METRICS_FILE, state.step, state.validated)
-    write_config(run.path, options, world, batch_ranks)
-    reporter = RecordingReporter(run.path, [make_reporter(), *make_loggers(options, run.path, state.step)])
+    try:
+        if not run.is_new:
+            cut_metrics(run.path / METRICS_FILE, state.step, state.validated)
+        write_config(run.path, options, world, batch_ranks)
+        reporter = RecordingReporter(
+            run.path, [make_reporter(), *make_loggers(options, run.path, state.step)]
+        )
+    except OSError as error:
+        raise unwritable(run.path, error) from error
     reporter.start({**facts, "run folder": str(run.path)}, options.optim.steps)
     return reporter
 

@@ -17,6 +17,7 @@ from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.compiling import compile_summary
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
+from aotdist.launch.lease import Lease
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
 from aotdist.launch.parallel import World, sync_gradients
@@ -57,6 +58,7 @@ class Trainer:
         world: the ranks.
         held_out: the validation text.
         stop: asks for an early end.
+        lease: of the run's folder, on rank 0.
         reporter: is told of everything that is measured.
         saver: makes the checkpoints.
         profiler: looks at some steps closely.
@@ -66,6 +68,7 @@ class Trainer:
     world: World
     held_out: Windows
     stop: StopRequest
+    lease: Lease
     reporter: Reporter
     saver: Saver
     profiler: StepProfiler
@@ -76,6 +79,7 @@ class Trainer:
         Raises:
             TrainingDiverged: the loss is no longer finite.
             CheckpointFailed: the last checkpoint could not be written.
+            RunInUse: another process has taken the folder over.
         """
         finished = self._train(state)
         if self.saver.has_save:
@@ -148,12 +152,19 @@ class Trainer:
         """Records the steps, and returns whether any rank was asked to stop.
 
         The answer travels with the losses, so that all ranks stop after the same step at no cost; and so
-        does whether their save is done, so that all hear of its end, or its failure, after the same step.
+        do whether their save is done, so that all hear of its end, or its failure, after the same step, and
+        whether the run's folder is still theirs.
         """
-        asks = [float(self.stop.signal_number is not None), float(self.saver.is_writing)]
+        asks = [
+            float(self.stop.signal_number is not None),
+            float(self.saver.is_writing),
+            float(self.lease.is_lost),
+        ]
         told = torch.stack([tensors.loss for tensors in unreported.steps])
         told = torch.cat([told, torch.tensor(asks, device=self.world.device)])
-        *losses, stopping, writing = self.world.mean(told).tolist()
+        *losses, stopping, writing, lost = self.world.mean(told).tolist()
+        if lost:
+            raise self.lease.lost()
         seconds = (time.perf_counter() - unreported.since) / len(unreported.steps)
         first = state.step - len(unreported.steps) + 1
         for step, (loss, tensors) in enumerate(zip(losses, unreported.steps, strict=True), start=first):

@@ -6,6 +6,7 @@ Floats are written so that they read back as the same bits (`repr`), so two runs
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from aotdist.errors import BadSettings
+from aotdist.files import AS_USUAL, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -126,18 +128,27 @@ def _finite(value: Any) -> Any:
 
 
 class MetricsLog:
-    """Appends records to a file.
+    """Appends records to a file, whose only writer it is.
 
-    Each line is a single unbuffered write in append mode: a killed process leaves whole lines. What a
-    power failure may take is everything since the last validation, when the file is synced.
+    Each line is a single unbuffered write in append mode: a killed process leaves whole lines, and so does a
+    disk that has room for half of one. What a power failure may take is everything since the last validation,
+    when the file is synced.
     """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def record(self, record: Record) -> None:
-        """Writes one line."""
-        os.write(self._descriptor, (to_line(record) + "\n").encode())
+        """Writes one line.
+
+        Raises:
+            OSError: it cannot be written; nothing of it is in the file.
+        """
+        line, length = (to_line(record) + "\n").encode(), os.fstat(self._descriptor).st_size
+        written = os.write(self._descriptor, line)
+        if written < len(line):
+            os.ftruncate(self._descriptor, length)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if not isinstance(record, StepRecord):
             os.fsync(self._descriptor)
 
@@ -152,20 +163,26 @@ def read_metrics(path: Path) -> list[Record]:
     Raises:
         BadSettings: there is something else in its place, or it may not be read.
     """
-    try:
-        *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or was cut short
-    except (IsADirectoryError, PermissionError) as error:
-        raise BadSettings(
-            f"{path} cannot be read: {error.strerror}",
-            stage="launch",
-            fix="move it away: a run goes on from its checkpoint without what it recorded before",
-        ) from error
+    lines, _ = _lines(path)
     found = [_record_or_none(line) for line in lines]
     records = [record for record in found if record is not None]
     if len(records) < len(lines):
         first, count = found.index(None) + 1, len(lines) - len(records)
         warnings.warn(f"aotdist: {path}: {count} damaged, the first in line {first}: left out", stacklevel=2)
     return records
+
+
+def _lines(path: Path) -> tuple[list[bytes], bytes]:
+    """The whole lines of a file, and what stands after them: nothing, or a line that was cut short."""
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except (IsADirectoryError, PermissionError) as error:
+        raise BadSettings(
+            f"{path} cannot be read: {error.strerror}",
+            stage="launch",
+            fix="move it away: a run goes on from its checkpoint without what it recorded before",
+        ) from error
+    return lines, rest
 
 
 def _record_or_none(line: bytes) -> Record | None:
@@ -176,15 +193,19 @@ def _record_or_none(line: bytes) -> Record | None:
 
 
 def cut_metrics(path: Path, step: int, validated: int) -> None:
-    """Leaves out what will be recorded again, in one move.
+    """Leaves out what will be recorded again, and a last line that was cut short, in one move.
 
     Args:
         path: of the records.
         step: steps after it are.
         validated: validations after this step are, too.
+
+    Raises:
+        BadSettings: there is something else in its place, or it may not be read.
+        OSError: it cannot be written.
     """
     records = read_metrics(path) if path.exists() else []
+    if path.exists() and _lines(path)[1]:
+        warnings.warn(f"aotdist: {path}: its last line was cut short: left out", stacklevel=2)
     kept = [r for r in records if r.step <= (validated if isinstance(r, ValidationRecord) else step)]
-    shorter = path.with_suffix(".tmp")
-    shorter.write_text("".join(to_line(record) + "\n" for record in kept))
-    os.replace(shorter, path)
+    write_whole(path, ((to_line(record) + "\n").encode() for record in kept), mode=AS_USUAL)

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from aotdist.files import AS_USUAL, write_whole
 from aotdist.launch.curve import draw_curve
 from aotdist.launch.metrics import METRICS_FILE, MetricsLog, Record
 from aotdist.launch.progress import Reporter
@@ -38,7 +39,7 @@ class RecordingReporter:
 
     def section(self, title: str, text: str) -> None:
         with _warning(f"{title}.txt"):
-            (self._folder / f"{title}.txt").write_text(text + "\n")
+            write_whole(self._folder / f"{title}.txt", [text.encode(), b"\n"], mode=AS_USUAL)
         self._tell(title, text)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import time
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 
 from aotdist.errors import BadSettings
+from aotdist.files import AS_USUAL, write_whole
 from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, RunOptions
+from aotdist.launch.lease import LEASE_FILE, Lease, is_held, refuse_held
 from aotdist.launch.parallel import Place, World
 
 CURVE_FILE = "loss.png"
-_UNFINISHED_CONFIG = f"{CONFIG_FILE}.tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +28,42 @@ class RunFolder:
     Args:
         path: the folder.
         is_new: whether this process made it; otherwise the run that began there goes on.
+        left: who had left its lease behind, in words; empty if nobody had.
     """
 
     path: Path
     is_new: bool
+    left: str = ""
 
 
-def claim_run_folder(options: JobOptions, place: Place) -> RunFolder:
-    """The folder of the run that the options mean: a new one, or that of a run that is to go on.
+def claim_run_folder(options: JobOptions, place: Place, lease: Lease) -> RunFolder:
+    """Takes the folder of the run that the options mean: a new one, or that of a run that is to go on.
 
-    That is the one that `--resume` names, or the one that this torchrun made before it started the ranks
-    again. Only rank 0 may do this.
+    Only rank 0 may do this.
 
     Raises:
-        BadSettings: the name is taken, the folder cannot be made, or there is no such run.
+        BadSettings: the name is taken, the folder cannot be made or written, or there is no such run.
+        RunInUse: another process trains in it.
     """
-    before = folder_of_run(options)
-    if before is None and place.restarts:
-        before = _folder_of_launch(options.run, place.launch_id)
-    if before is not None:
-        return RunFolder(before, is_new=False)
-    return RunFolder(_new_folder(options.run), is_new=True)
+    before = folder_of_run(options, place)
+    folder = before or _new_folder(options.run)
+    return RunFolder(folder, is_new=before is None, left=lease.take(folder))
 
 
-def folder_of_run(options: JobOptions) -> Path | None:
-    """The folder of the run that `--resume` means; None for a new run.
+def folder_of_run(options: JobOptions, place: Place) -> Path | None:
+    """The folder of the run that is to go on; None for a new run.
+
+    That is the one that `--resume` names, or the one that this torchrun made before it started the ranks
+    again.
 
     Raises:
         BadSettings: it says that there may be one, and not which.
     """
+    named = _folder_named(options)
+    return _folder_of_launch(options.run, place.launch_id) if named is None and place.restarts else named
+
+
+def _folder_named(options: JobOptions) -> Path | None:
     run = options.run
     if options.resume != AUTO:
         return None if options.resume is None else Path(options.resume)
@@ -67,12 +74,15 @@ def folder_of_run(options: JobOptions) -> Path | None:
 
 
 def refuse_taken(options: JobOptions) -> None:
-    """Refuse the name of a run that is there, before anything is started; nothing is made.
+    """Refuse the name of a run that is there or that others train, before ranks are started; nothing is made.
 
     Raises:
         BadSettings: it is taken.
+        RunInUse: another process of this machine trains in its folder.
     """
-    run = options.run
+    run, before = options.run, _folder_named(options)
+    if before is not None:
+        refuse_held(before)
     if options.resume is None and run.name is not None and (run.folder / run.name).exists():
         if not _died_at_birth(run.folder / run.name):
             raise _taken(run, run.name)
@@ -90,9 +100,17 @@ def _folder_of_launch(options: RunOptions, launch_id: str) -> Path | None:
     """The latest folder that this torchrun has made, of the run's name if it has one."""
     configs = options.folder.glob(f"{options.name or '*'}/{CONFIG_FILE}")
     for config in sorted(configs, key=lambda path: path.stat().st_mtime, reverse=True):
-        if json.loads(config.read_text())["environment"].get("launch_id") == launch_id:
+        if read_environment(config).get("launch_id") == launch_id:
             return config.parent
     return None
+
+
+def read_environment(config: Path) -> dict[str, Any]:
+    """Where a run took place, as `write_config` wrote it; empty when that cannot be read."""
+    try:
+        return dict(json.loads(config.read_bytes())["environment"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _new_folder(options: RunOptions) -> Path:
@@ -115,7 +133,13 @@ def _new_folder(options: RunOptions) -> Path:
 
 def _died_at_birth(folder: Path) -> bool:
     """Whether a process made the folder and was gone before it had written down its options."""
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {_UNFINISHED_CONFIG}
+    if not folder.is_dir() or any(not _is_of_birth(path.name) for path in folder.iterdir()):
+        return False
+    return not is_held(folder)
+
+
+def _is_of_birth(name: str) -> bool:
+    return name == LEASE_FILE or name.startswith((f".{LEASE_FILE}.", f".{CONFIG_FILE}."))
 
 
 def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: int) -> None:
@@ -139,9 +163,8 @@ def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: i
         "launch_id": world.place.launch_id,
     }
     document = {"options": dataclasses.asdict(options), "environment": environment}
-    written = folder / _UNFINISHED_CONFIG
-    written.write_text(json.dumps(document, indent=2, default=_jsonable) + "\n")
-    os.replace(written, folder / CONFIG_FILE)  # a run can go on only if this file is whole
+    text = json.dumps(document, indent=2, default=_jsonable) + "\n"
+    write_whole(folder / CONFIG_FILE, [text.encode()], mode=AS_USUAL)  # a run can go on only if it is whole
 
 
 def _device_name(device: torch.device) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
@@ -26,6 +28,12 @@ FIRST_WORD_S = 5.0
 torchrun ends the others within 0.1 s of rank 0's exit, so this time is waited out only where rank 0
 does not have the fault.
 """
+
+LAUNCHER_POLL_S = 0.5
+"""How often a rank looks whether its launcher is there."""
+
+ORPHAN_S = 30.0
+"""How long a rank whose launcher is gone may take to save: as long as torchrun leaves it after SIGTERM."""
 
 GRACE_S = 3.0
 """How long a rank whose collective broke looks for the one that is gone."""
@@ -65,10 +73,45 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def ask(self, number: int) -> None:
+        """Asks as a first signal would; does nothing where one was received."""
+        if self.signal_number is None:
+            self.signal_number = number
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.signal_number is not None:
             raise KeyboardInterrupt
         self.signal_number = number
+
+
+@contextmanager
+def watching_launcher(stop: StopRequest) -> Generator[None]:
+    """Inside, a rank whose torchrun is gone stops as if it had been asked to, or is killed after `ORPHAN_S`.
+
+    torchrun starts each rank in a session of its own, so nothing else ends them when torchrun is killed.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # no launcher that outlives its ranks
+        yield
+        return
+    ended = threading.Event()
+    arguments = (os.getppid(), stop, ended)
+    threading.Thread(target=_watch_launcher, args=arguments, name="launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _watch_launcher(launcher: int, stop: StopRequest, ended: threading.Event) -> None:
+    while not ended.wait(LAUNCHER_POLL_S):
+        if os.getppid() != launcher:
+            rank = os.environ.get("RANK")
+            say = f"[rank {rank}] its torchrun, process {launcher}, is gone: it saves and ends"
+            print(say, file=sys.stderr, flush=True)
+            stop.ask(signal.SIGTERM)
+            if not ended.wait(ORPHAN_S):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
 
 
 def end(error: BaseException, place: Place, stop: StopRequest) -> int:

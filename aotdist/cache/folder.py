@@ -16,7 +16,7 @@ from pathlib import Path
 from aotdist.cache.entry import Entry
 from aotdist.cache.turns import Turn, turn
 from aotdist.errors import CacheCorrupt
-from aotdist.files import write_whole
+from aotdist.files import is_owners_alone, write_whole
 
 _SUFFIX = ".entry"
 _NUM_LOCKS = 64
@@ -87,7 +87,7 @@ class Folder:
             known = os.fstat(file.fileno())
             if not stat.S_ISREG(known.st_mode):
                 raise CacheCorrupt("it is no file", stage="cache")
-            if not _is_owners_alone(known):
+            if not is_owners_alone(known):
                 raise CacheCorrupt("others than you may have written it", stage="cache")
             return Entry.unpacked(key, file.read())
 
@@ -142,7 +142,7 @@ class Folder:
             return f"the cache folder {self.path} is {'a file' if is_file else 'no folder'}"
         if known.st_uid != os.geteuid():
             return f"the cache folder {self.path} belongs to another user"
-        if not _is_owners_alone(known):
+        if not is_owners_alone(known):
             return f"the cache folder {self.path} can be written by others than you (`chmod 700` it)"
         return None
 
@@ -190,10 +190,6 @@ class Folder:
 def _no_link(path: str, flags: int) -> int:
     """Open a file as `open` asks to, at once and not through a link."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _is_owners_alone(known: os.stat_result) -> bool:
-    return known.st_uid == os.geteuid() and not known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _what(error: OSError | CacheCorrupt) -> str:

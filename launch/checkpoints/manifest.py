@@ -1,6 +1,7 @@
 """What makes a folder a checkpoint: a name, a manifest that was written last, and files that are as it says.
 
-Everything that is not a tensor stands in the manifest, where a person can read it.
+Everything that is not a tensor stands in the manifest, where a person can read it. It has the checksums of
+the files, and its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +21,40 @@ import torch
 
 from aotdist.errors import AotdistError
 
-FORMAT = 1
+FORMAT = 2
 """Version of the manifest's format, and of what it describes; another one is not read."""
 
 MANIFEST_FILE = "manifest.json"
+INDEX_FILE = ".metadata"
+"""PyTorch's own index of the tensors."""
+
 CHECKPOINTS_FOLDER = "checkpoints"
-_COMPLETE = re.compile(r"step-(\d{8,})")
+_COMPLETE = re.compile(r"step-([0-9]{8,18})")
 _PARTIAL_PREFIX = "partial-"
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"\.?[A-Za-z0-9_]([A-Za-z0-9_.-])*")
+_TENSOR = re.compile(r"[a-z0-9_]+\[([0-9]+(, [0-9]+)*)?\]")
+_LARGEST = 2**63 - 1
 
 
 class BadCheckpoint(AotdistError):
     """A checkpoint cannot be used: it is damaged, or of another model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """What a position counts in: the same position means the same bytes where these are equal.
+
+    Args:
+        seq_len: bytes of a window.
+        seed: decides the order of the windows.
+        sha256: of the text.
+    """
+
+    seq_len: int
+    seed: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +66,14 @@ class Heading:
         position: windows of the text that all ranks together have consumed.
         validated: the step after which the model was last validated.
         layout: sizes of the mesh axes: replicas, shards, tensor parallel.
-        text: what a position counts in: `--data.seq-len`, the bytes of training text, `--run.seed`.
+        text: what a position counts in.
     """
 
     step: int
     position: int
     validated: int
     layout: tuple[int, int, int]
-    text: dict[str, int]
+    text: TextFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +108,10 @@ class Manifest:
         return sum(file.num_bytes for file in self.files.values())
 
     def text(self) -> str:
-        """As it stands in its file."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        """As it stands in its file, with the checksum of the rest at its end."""
+        document = dataclasses.asdict(self)
+        digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+        return json.dumps({**document, "sha256": digest}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -93,38 +121,73 @@ def read_manifest(folder: Path) -> Manifest:
         BadCheckpoint: there is none, it is damaged, or it is of another format.
     """
     try:
-        document: Any = json.loads((folder / MANIFEST_FILE).read_bytes())
-        if document["format"] != FORMAT:
-            raise BadCheckpoint(f"it has format {document['format']}, and this version reads {FORMAT}")
-        heading: dict[str, Any] = document["heading"]
-        heading["layout"] = tuple(heading["layout"])
-        manifest = Manifest(
-            Heading(**heading),
-            tensors=document["tensors"],
-            files={name: FileFacts(**facts) for name, facts in document["files"].items()},
-            versions=document["versions"],
-        )
-        _require_types(manifest)
-        return manifest
+        return parse_manifest((folder / MANIFEST_FILE).read_bytes())
     except OSError as error:
         raise BadCheckpoint(f"its {MANIFEST_FILE} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+
+
+def parse_manifest(written: bytes) -> Manifest:
+    """The manifest that was written so.
+
+    Raises:
+        BadCheckpoint: it is damaged, or of another format.
+    """
+    try:
+        document: Any = json.loads(written)
+        if document["format"] != FORMAT:
+            raise BadCheckpoint(f"it has format {document['format']!r}, and this version reads {FORMAT}")
+        manifest = _manifest(document)
+        if manifest.text().encode() != written:  # so its checksum is right, and nothing else stands there
+            raise ValueError("it is not as it was written")
+        return manifest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"its {MANIFEST_FILE} is damaged") from error
 
 
-def _require_types(manifest: Manifest) -> None:
-    """Refuse what JSON could say as well: dataclasses take values of any type.
+def _manifest(document: Any) -> Manifest:
+    """The manifest that a document says; what else it has is left out.
 
     Raises:
-        TypeError: a number is none, or a text is none.
+        ValueError: something is not what it must be, or (KeyError, TypeError, AttributeError) is not there.
     """
-    heading, files = manifest.heading, manifest.files.values()
-    numbers = [heading.step, heading.position, heading.validated, *heading.layout, *heading.text.values()]
-    texts = [*manifest.tensors.values(), *manifest.versions.values(), *(file.sha256 for file in files)]
-    if len(heading.layout) != 3 or any(type(one) is not int for one in numbers):
-        raise TypeError("a number of the heading is none")
-    if any(type(file.num_bytes) is not int for file in files) or any(type(one) is not str for one in texts):
-        raise TypeError("a file or a tensor is described otherwise")
+    heading, files = document["heading"], document["files"]
+    text = heading["text"]
+    return Manifest(
+        Heading(
+            step=_number(heading["step"]),
+            position=_number(heading["position"]),
+            validated=_number(heading["validated"], least=-1),
+            layout=_layout(heading["layout"]),
+            text=TextFacts(
+                seq_len=_number(text["seq_len"], least=1),
+                seed=_number(text["seed"], least=-_LARGEST),
+                sha256=_word(text["sha256"], _SHA256),
+            ),
+        ),
+        tensors={name: _word(spelled, _TENSOR) for name, spelled in document["tensors"].items()},
+        files={
+            _word(name, _FILE_NAME): FileFacts(_number(facts["num_bytes"]), _word(facts["sha256"], _SHA256))
+            for name, facts in files.items()
+        },
+        versions={name: _word(version, re.compile(".*")) for name, version in document["versions"].items()},
+    )
+
+
+def _number(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= _LARGEST:
+        raise ValueError(f"{value!r} is no number from {least}")
+    return value
+
+
+def _word(value: Any, grammar: re.Pattern[str]) -> str:
+    if type(value) is not str or not grammar.fullmatch(value):
+        raise ValueError(f"{value!r} is no {grammar.pattern}")
+    return value
+
+
+def _layout(value: Any) -> tuple[int, int, int]:
+    replicas, shards, tp = (_number(size, least=1) for size in value)
+    return replicas, shards, tp
 
 
 def spell_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -163,12 +226,39 @@ def partial_folder(root: Path, step: int) -> Path:
     return root / f"{_PARTIAL_PREFIX}{step:08}"
 
 
+def step_of(folder: Path) -> int:
+    """The step that a complete checkpoint is of, by its name."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints that were written to the end, the latest first."""
-    found = [path for path in root.glob("step-*") if _COMPLETE.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    """Checkpoints that were written to the end, the latest first; what else lies there is none.
+
+    Raises:
+        BadCheckpoint: nobody can tell which there are.
+    """
+    try:
+        found = [path for path in root.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise BadCheckpoint(
+            f"the checkpoints in {root} cannot be listed: {error.strerror}",
+            stage="launch",
+            fix="give the folder back as it was, or begin a new run",
+        ) from error
+    return sorted(found, key=step_of, reverse=True)
 
 
 def partial_checkpoints(root: Path) -> list[Path]:
     """What a run that was cut short has left."""
     return list(root.glob(f"{_PARTIAL_PREFIX}*"))
+
+
+def discard(path: Path) -> None:
+    """Removes what lies there, a folder or a file, as far as that can be done: it is in nobody's way."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

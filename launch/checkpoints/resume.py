@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,18 +9,21 @@ from aotdist.errors import BadSettings
 from aotdist.launch.checkpoints.manifest import (
     BadCheckpoint,
     Manifest,
+    TextFacts,
     complete_checkpoints,
     first_damage,
     read_manifest,
+    step_of,
 )
+from aotdist.launch.checkpoints.reader import CheckedReader
 from aotdist.launch.checkpoints.snapshot import load_tensors
 from aotdist.launch.parallel import World
 from aotdist.launch.state import NEVER, TrainState
 
 _TEXT_FLAGS = {
     "seq_len": "--data.seq-len",
-    "num_bytes": "--data.root and --data.validation-percent",
     "seed": "--run.seed",
+    "sha256": "--data.root and --data.validation-percent, and no file of it changed",
 }
 
 
@@ -42,7 +44,7 @@ class Resumed:
         return "; ".join([where, *self.refused])
 
 
-def resume(state: TrainState, root: Path, world: World, text: Mapping[str, int]) -> Resumed:
+def resume(state: TrainState, root: Path, world: World, text: TextFacts) -> Resumed:
     """Loads the latest checkpoint that is as it was written; every rank must take part.
 
     Args:
@@ -58,9 +60,9 @@ def resume(state: TrainState, root: Path, world: World, text: Mapping[str, int])
     refused: list[str] = []
     for folder in world.from_rank_0(lambda: complete_checkpoints(root)):
         found = _checked(folder, world)
-        if isinstance(found, Manifest):
-            _restore(state, folder, found, world, text)
-            return Resumed(found.heading.step, tuple(refused))
+        if isinstance(found, _Good):
+            _restore(state, found, world, text)
+            return Resumed(found.manifest.heading.step, tuple(refused))
         refused.append(f"{folder.name} is refused: {found}")
     if refused:
         raise BadCheckpoint(
@@ -71,30 +73,41 @@ def resume(state: TrainState, root: Path, world: World, text: Mapping[str, int])
     return Resumed(NEVER, ())
 
 
-def _checked(folder: Path, world: World) -> Manifest | str:
-    """The manifest of a checkpoint, or why it is not as it was written; each rank looks at a share."""
+@dataclass(frozen=True, slots=True)
+class _Good:
+    """A checkpoint that is as it was written."""
+
+    manifest: Manifest
+    reader: CheckedReader
+
+
+def _checked(folder: Path, world: World) -> _Good | str:
+    """A checkpoint, or why it is not as it was written; each rank looks at a share of its files."""
+    good = None
     try:
         manifest = read_manifest(folder)
+        if manifest.heading.step != step_of(folder):
+            raise BadCheckpoint(f"it is of step {manifest.heading.step}, by its manifest")
         share = sorted(manifest.files)[world.place.rank :: world.place.world_size]
         damage = first_damage(folder, manifest.files, share)
+        if damage is None:
+            good = _Good(manifest, CheckedReader(folder))
     except BadCheckpoint as error:
-        manifest, damage = None, error.what
+        damage = error.what
     found = [reason for reason in world.gather(damage) if reason is not None]
-    if found or manifest is None:
+    if found or good is None:
         return found[0]
-    return manifest
+    return good
 
 
-def _restore(
-    state: TrainState, folder: Path, manifest: Manifest, world: World, text: Mapping[str, int]
-) -> None:
-    heading = manifest.heading
+def _restore(state: TrainState, good: _Good, world: World, text: TextFacts) -> None:
+    heading = good.manifest.heading
     for name, flag in _TEXT_FLAGS.items():
-        before = heading.text.get(name)
-        if before != text[name]:
+        before, now = getattr(heading.text, name), getattr(text, name)
+        if before != now:
             raise BadSettings(
-                f"the run's place in its text is lost: {name} was {before} and is {text[name]}",
+                f"the run's place in its text is lost: {name} was {before} and is {now}",
                 fix=f"give it the text that it began with: {flag}",
             )
-    load_tensors(state, folder, manifest, rank=world.place.rank, layout=world.layout.sizes)
+    load_tensors(state, good.reader, good.manifest, rank=world.place.rank, layout=world.layout.sizes)
     state.step, state.stream.position, state.validated = heading.step, heading.position, heading.validated

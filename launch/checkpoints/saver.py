@@ -20,7 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from aotdist.errors import AotdistError, RankLost
-from aotdist.launch.checkpoints.manifest import Heading, checkpoint_folder, read_manifest
+from aotdist.launch.checkpoints.manifest import (
+    Heading,
+    TextFacts,
+    checkpoint_folder,
+    read_manifest,
+)
 from aotdist.launch.checkpoints.snapshot import tensors_of
 from aotdist.launch.checkpoints.writer import AtomicWriter
 from aotdist.launch.config import CheckpointOptions
@@ -66,7 +71,7 @@ class Saver:
     """
 
     def __init__(
-        self, root: Path, options: CheckpointOptions, world: World, text: dict[str, int], saved: int = NEVER
+        self, root: Path, options: CheckpointOptions, world: World, text: TextFacts, saved: int = NEVER
     ) -> None:
         self._root = root
         self._options = options

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from aotdist.launch.checkpoints.manifest import BadCheckpoint, Manifest, spell_tensor
+from aotdist.launch.checkpoints.reader import CheckedReader
 from aotdist.launch.state import TrainState
 from aotdist.torch_seam.dtensor import local_part
 from aotdist.torch_seam.trees import pytree
@@ -46,7 +45,7 @@ def _generators() -> dict[str, Tensor]:
 
 
 def load_tensors(
-    state: TrainState, folder: Path, manifest: Manifest, *, rank: int, layout: tuple[int, int, int]
+    state: TrainState, reader: CheckedReader, manifest: Manifest, *, rank: int, layout: tuple[int, int, int]
 ) -> None:
     """Writes the tensors of a checkpoint into a state, each rank its shards; every rank must take part.
 
@@ -62,7 +61,7 @@ def load_tensors(
     if layout == manifest.heading.layout:
         # Copies, because the model's own buffers are filled from what all ranks share as well.
         wanted[_OWN] = {str(rank): pytree.tree_map_only(Tensor, torch.clone, own)}
-    load(wanted, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+    load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     groups = get_state_dict(state.model, state.optimizer)[1]["param_groups"]
     set_state_dict(
         state.model,
@@ -116,5 +115,5 @@ def _give_back(saved: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
 
 def _new_seed(manifest: Manifest) -> int:
     heading = manifest.heading
-    digest = hashlib.sha256(f"{heading.text['seed']} {heading.step}".encode()).digest()
+    digest = hashlib.sha256(f"{heading.text.seed} {heading.step}".encode()).digest()
     return int.from_bytes(digest[:7], "big")

@@ -7,7 +7,7 @@ the manifest and renames the folder: that rename is the moment from which on the
 from __future__ import annotations
 
 import os
-import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -22,21 +22,21 @@ from torch.futures import Future
 
 import aotdist
 from aotdist.launch.checkpoints.manifest import (
+    INDEX_FILE,
     MANIFEST_FILE,
     FileFacts,
     Heading,
     Manifest,
     checkpoint_folder,
     complete_checkpoints,
+    discard,
     facts_of,
     partial_checkpoints,
     partial_folder,
     spell_tensor,
+    step_of,
 )
 from aotdist.torch_seam.trees import pytree
-
-_METADATA_FILE = ".metadata"
-"""PyTorch's own index of the tensors, which its `finish` writes."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,19 @@ class AtomicWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder; one that a save was cut short in is no checkpoint, and nothing to warn of."""
-        (self._partial / _METADATA_FILE).unlink(missing_ok=True)
+        if not self._partial.is_dir():
+            with suppress(OSError):  # nothing is there, or another rank has made the folder meanwhile
+                self._partial.unlink()
+        discard(self._partial / INDEX_FILE)
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0, when every rank has made the folder and none has written: sweeps out what is old."""
         for leftover in partial_checkpoints(self._root):
             if leftover != self._partial:
-                shutil.rmtree(leftover)
+                discard(leftover)
         for leftover in self._partial.iterdir():
-            leftover.unlink()
+            discard(leftover)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -101,7 +104,7 @@ class AtomicWriter(FileSystemWriter):
         """On rank 0, when all files are on disk: makes them a checkpoint, and drops the oldest."""
         super().finish(metadata, results)
         files = {result.file: result.facts for part in cast("_Results", results) for result in part}
-        files[_METADATA_FILE] = facts_of(self._partial / _METADATA_FILE)
+        files[INDEX_FILE] = facts_of(self._partial / INDEX_FILE)
         self._require_shared(files)
         manifest = Manifest(
             self._heading,
@@ -111,10 +114,8 @@ class AtomicWriter(FileSystemWriter):
         )
         _write_durably(self._partial / MANIFEST_FILE, manifest.text())
         _sync(self._partial)
-        target = checkpoint_folder(self._root, self._heading.step)
-        if target.exists():  # it was refused, or training would not have come to this step again
-            shutil.rmtree(target)
-        self._partial.rename(target)
+        self._drop_later()
+        self._partial.rename(checkpoint_folder(self._root, self._heading.step))
         _sync(self._root)
         self._drop_oldest()
 
@@ -126,13 +127,25 @@ class AtomicWriter(FileSystemWriter):
                     "lie in a file system that all machines share"
                 )
 
+    def _drop_later(self) -> None:
+        """What training has not come to yet, or again, was refused: the run took another course since."""
+        target = checkpoint_folder(self._root, self._heading.step)
+        later = [old for old in complete_checkpoints(self._root) if step_of(old) > self._heading.step]
+        for old in (*later, target):
+            self._drop(old)
+
     def _drop_oldest(self) -> None:
         if not self._keep:
             return
         for old in complete_checkpoints(self._root)[self._keep :]:
-            doomed = self._root / f"{self._partial.name}-{old.name}"
-            old.rename(doomed)  # a crash in the midst of what follows leaves no half of a checkpoint
-            shutil.rmtree(doomed)
+            self._drop(old)
+
+    def _drop(self, old: Path) -> None:
+        """Takes a name away first: a crash in the midst of what follows leaves no half of a checkpoint."""
+        doomed = self._root / f"{self._partial.name}-{old.name}"
+        with suppress(FileNotFoundError):
+            old.rename(doomed)
+        discard(doomed)
 
 
 def _checked(result: WriteResult, facts: dict[str, FileFacts]) -> WriteResult:

@@ -71,7 +71,8 @@ def _ranks_before(words: list[str]) -> int | None:
     with _naming_what_is_missing():
         from aotdist.launch.config import parse_options
         from aotdist.launch.going_on import run_before
-    before = run_before(parse_options(words, speaks=True, program=_PROGRAM))
+        from aotdist.launch.parallel import Place
+    before = run_before(parse_options(words, speaks=True, program=_PROGRAM), Place())
     if before is None or before.ranks == 1:
         return None
     print(f"going on with {before.ranks} ranks, as the run had; --ranks says otherwise", flush=True)
@@ -84,17 +85,19 @@ def _require_sound(words: list[str], ranks: int) -> None:
     Raises:
         SystemExit: an option is unknown or does not parse, or help was asked for.
         BadSettings: the options contradict each other, do not fit the ranks, or name a run that is there.
+        RunInUse: the run that is to go on is under way.
     """
     with _naming_what_is_missing():
         from aotdist.launch.config import parse_options
-        from aotdist.launch.going_on import batch_ranks, names_batch, run_before, with_same_batch
-        from aotdist.launch.parallel import Layout, require_even_split
+        from aotdist.launch.going_on import batch_ranks, run_before, says_batch_anew, with_same_batch
+        from aotdist.launch.parallel import Layout, Place, require_even_split
         from aotdist.launch.run_folder import refuse_taken
     options = parse_options(words, speaks=True, program=_PROGRAM)
-    layout, before = Layout.of(options.parallel, ranks), run_before(options)
+    layout, before = Layout.of(options.parallel, ranks), run_before(options, Place())
     require_even_split(options, layout.tp)
     refuse_taken(options)
-    meant_for = batch_ranks(options, before, layout.num_dp_ranks, is_named=names_batch(words))
+    is_anew = says_batch_anew(words, options, Place())
+    meant_for = batch_ranks(options, before, layout.num_dp_ranks, is_anew=is_anew)
     with_same_batch(options, meant_for, layout.num_dp_ranks)
 
 

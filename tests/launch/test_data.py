@@ -1,14 +1,18 @@
 """The text is the same everywhere, and no byte of it is where it should not be."""
 
+import errno
 import itertools
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from aotdist import BadSettings
-from aotdist.launch.config import DataOptions
+from aotdist.launch import data, job
+from aotdist.launch.config import DataOptions, JobOptions
 from aotdist.launch.data import (
     ByteStream,
     Windows,
@@ -80,6 +84,60 @@ def test_the_text_is_joined_once_and_again_when_a_file_changes(tmp_path):
     changed = next(path for path in source_files(root) if not is_held_out(path, 20))
     (root / changed).write_text("y = 1\n")
     assert not torch.equal(load_corpus(options).training, first.training)
+
+
+@pytest.mark.parametrize("how", ["mode", "link", "owner"])
+def test_a_text_that_others_may_have_written_is_joined_anew(options, how):
+    right = load_corpus(options).training.clone()
+    joined = max(options.cache_folder.iterdir(), key=lambda path: path.stat().st_size)
+    text = joined.read_bytes()
+    forged = text.replace(b"return", b"import")
+    match how:
+        case "mode":
+            joined.write_bytes(forged)
+            joined.chmod(0o620)
+        case "link":
+            target = joined.with_name("elsewhere")
+            target.write_bytes(forged)
+            joined.unlink()
+            joined.symlink_to(target)
+        case "owner":
+            if os.geteuid() != 0:
+                pytest.skip("only root gives a file away")
+            joined.write_bytes(forged)
+            os.chown(joined, 12345, -1)
+    assert torch.equal(load_corpus(options).training, right)
+    assert joined.read_bytes() == text and not joined.is_symlink()
+    assert (joined.stat().st_uid, joined.stat().st_mode & 0o777) == (os.geteuid(), 0o600)
+
+
+def test_a_text_is_known_by_its_bytes_and_not_by_its_length(text, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(text, root)
+    options = DataOptions(root=root, cache_folder=tmp_path / "cache", seq_len=32, validation_percent=20)
+    first = load_corpus(options)
+    for path in source_files(root)[0], next(p for p in source_files(root) if is_held_out(p, 20)):
+        (root / path).write_bytes((root / path).read_bytes().replace(b"+", b"-"))
+        second = load_corpus(options)
+        assert (len(second.training), len(second.validation)) == (len(first.training), len(first.validation))
+        assert second.sha256 != first.sha256
+        first = second
+    assert load_corpus(options).sha256 == first.sha256
+
+
+def test_a_text_that_cannot_be_kept_is_an_error(options, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(data, "write_whole", full)
+    with pytest.raises(BadSettings, match="cannot be joined in .*: .*No space left"):
+        load_corpus(options)
+
+
+def test_ranks_that_read_different_texts_are_told(options):
+    corpus, world = load_corpus(options), SimpleNamespace(gather=lambda value: [value, value, "another"])
+    with pytest.raises(BadSettings, match="rank 2 reads another text than rank 0"):
+        job._text_facts(JobOptions(data=options), world, corpus)
 
 
 def test_the_standard_library_is_the_default_text(tmp_path):

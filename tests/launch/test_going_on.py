@@ -1,13 +1,23 @@
 """What a run keeps when it goes on, on as many ranks or on others."""
 
+import dataclasses
 import json
 
 import pytest
 
 from aotdist import BadSettings
 from aotdist.launch import train
-from aotdist.launch.config import DataOptions, JobOptions, OptimOptions, RunOptions
-from aotdist.launch.going_on import Before, batch_ranks, names_batch, sequences, with_same_batch
+from aotdist.launch.config import DataOptions, JobOptions, OptimOptions, RunOptions, parse_options
+from aotdist.launch.going_on import (
+    Before,
+    batch_ranks,
+    names_batch,
+    run_before,
+    says_batch_anew,
+    sequences,
+    with_same_batch,
+)
+from aotdist.launch.parallel import Place
 from tests.launch.harness import losses, step_records
 
 
@@ -36,20 +46,51 @@ def test_a_step_that_does_not_split_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("before", "resume", "is_named", "meant_for"),
+    ("before", "is_anew", "meant_for"),
     [
-        (None, None, False, 3),
-        (Before(options(), 2, 2), "runs/first", False, 2),
-        (Before(options(), 2, 2), "runs/first", True, 3),
-        (Before(options(4), 2, 2), "runs/first", True, 3),
-        (Before(options(), 2, 2), "auto", True, 2),
-        (Before(options(4), 2, 2), "auto", True, 3),
-        (Before(options(), 1, 2), "auto", False, 2),
-        (Before(options(), 2, 0), "runs/first", False, 3),
+        (None, False, 3),
+        (Before(options(), 2, 2), False, 2),
+        (Before(options(), 2, 2), True, 3),
+        (Before(options(4), 2, 2), False, 3),
+        (Before(options(), 1, 2), False, 2),
+        (Before(options(), 2, 0), False, 3),
     ],
 )
-def test_whom_a_batch_is_meant_for(before, resume, is_named, meant_for):
-    assert batch_ranks(options(resume=resume), before, 3, is_named=is_named) == meant_for
+def test_whom_a_batch_is_meant_for(before, is_anew, meant_for):
+    assert batch_ranks(options(), before, 3, is_anew=is_anew) == meant_for
+
+
+@pytest.mark.parametrize(
+    ("resume", "restarts", "is_anew"),
+    [("runs/first", 0, True), ("runs/first", 1, False), ("auto", 0, False), (None, 1, False)],
+)
+def test_the_command_that_began_a_run_says_nothing_anew(resume, restarts, is_anew):
+    place, words = Place(launched=True, restarts=restarts), ["--data.batch-size=8"]
+    assert says_batch_anew(words, options(resume=resume), place) is is_anew
+    assert not says_batch_anew([], options(resume=resume), place)
+
+
+def test_ranks_that_are_started_again_in_another_number_keep_the_batch(job):
+    """What torchrun does when a machine is gone: the same command, which resumes nothing that it names."""
+    command = job.arguments("first", "--data.batch-size=4")
+    asked = parse_options(command, speaks=False)
+    began = {"ranks": 2, "batch_ranks": 2, "launch_id": "a"}
+    (job.folder / "first").mkdir()
+    document = {"options": dataclasses.asdict(asked), "environment": began}
+    (job.folder / "first" / "config.json").write_text(json.dumps(document, default=str))
+    place = Place(launched=True, launch_id="a", restarts=1)
+    before = run_before(asked, place)
+    assert before is not None and run_before(asked, Place(launched=True, launch_id="a")) is None
+    is_anew = says_batch_anew(command, asked, place)
+    found = with_same_batch(asked, batch_ranks(asked, before, 1, is_anew=is_anew), 1)
+    assert (found.data.batch_size, found.optim.accumulate) == (4, 2)
+
+
+def test_a_number_of_ranks_that_is_none_is_named(job, capsys):
+    config = job.folder / "config.json"
+    config.write_text(json.dumps({"options": {}, "environment": {"ranks": 1, "batch_ranks": "2"}}))
+    assert train.main(["--resume", str(job.folder)]) == 2
+    assert "config.json is damaged: ranks 1, batch_ranks '2'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

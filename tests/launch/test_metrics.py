@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,37 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(to_line(STEP) + "\n" + to_line(STEP)[:20])
     assert read_metrics(path) == [STEP]
+
+
+def test_what_is_recorded_again_does_not_stand_behind_half_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_line(STEP) + "\n" + to_line(STEP)[:20])
+    with pytest.warns(UserWarning, match="its last line was cut short: left out"):
+        cut_metrics(path, 1, 0)
+    assert path.read_text() == to_line(STEP) + "\n"
+
+
+@pytest.fixture
+def room():
+    """Sets how large a file may grow, as on a disk that is nearly full: what fits of a write is written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_has_no_room_is_not_written_by_half(tmp_path, room):
+    path, line = tmp_path / "metrics.jsonl", to_line(STEP) + "\n"
+    log = MetricsLog(path)
+    log.record(STEP)
+    for size in (len(line), len(line) + 1, 2 * len(line) - 1):
+        room(size)
+        with pytest.raises(OSError):
+            log.record(replace(STEP, step=2))
+        room(resource.RLIM_INFINITY)
+        assert path.read_text() == line
+    log.record(replace(STEP, step=3))
+    log.close()
+    assert [record.step for record in read_metrics(path)] == [1, 3]
 
 
 @pytest.mark.parametrize(

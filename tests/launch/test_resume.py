@@ -1,18 +1,21 @@
 """Checkpoints and going on from them, in one process: a resumed run is the uninterrupted one."""
 
+import dataclasses
 import errno
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from aotdist.launch import loop, recorder, train
+from aotdist.launch import lease, loop, metrics, recorder, train
 from aotdist.launch.checkpoints import writer
-from aotdist.launch.checkpoints.manifest import read_manifest
+from aotdist.launch.checkpoints.manifest import facts_of, read_manifest
 from aotdist.launch.metrics import CheckpointRecord, EndRecord
 from tests.launch.harness import losses, step_records
 
@@ -203,6 +206,96 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(job, capsys, damage):
     assert checkpoints(job, "torn") == ["step-00000004", "step-00000006"]
 
 
+def test_what_lies_about_is_in_the_way_of_no_save_and_of_no_going_on(job, capsys):
+    run(job, "whole", steps=8)
+    run(job, "strewn", "--checkpoint.keep=0", steps=8)
+    folder = job.folder / "strewn" / "checkpoints"
+    for step in (6, 8):
+        shutil.rmtree(folder / f"step-0000000{step}")
+    for name in ("step-00000008", "step-00000099", "partial-00000006", "partial-x", "step-abc", "notes"):
+        (folder / name).write_text("a file")
+    for name in ("step-98", "step-99999999", "partial-y"):
+        (folder / name).mkdir()
+    (folder / "partial-00000008" / "deep").mkdir(parents=True)
+    (folder / "step-00000009").symlink_to(folder / "nowhere")
+    assert resume(job, "strewn", "--checkpoint.keep=1") == 0
+    printed = capsys.readouterr().out
+    assert "from step 4; step-99999999 is refused" in " ".join(printed.split())
+    assert "FAILED" not in printed
+    left = {"notes", "step-00000008", "step-00000009", "step-00000099", "step-98", "step-abc"}
+    assert set(checkpoints(job, "strewn")) == left
+    assert (folder / "step-00000008").is_dir()
+    assert job.numbers("whole") == job.numbers("strewn")
+    assert resume(job, "strewn", "--optim.steps=9") == 0
+
+
+def test_checkpoints_that_were_refused_push_out_no_good_one_and_end_with_the_next(job, capsys):
+    run(job, "left", "--checkpoint.keep=0", steps=8)
+    for step in (6, 8):
+        (job.folder / "left" / "checkpoints" / f"step-0000000{step}" / "manifest.json").write_text("{")
+    assert resume(job, "left", "--checkpoint.keep=1", "--optim.steps=5") == 0
+    assert checkpoints(job, "left") == ["step-00000005"]
+    capsys.readouterr()
+    assert resume(job, "left", "--optim.steps=6") == 0
+    assert "from step 5" in capsys.readouterr().out
+
+
+def test_a_folder_in_place_of_another_step_is_refused(job, capsys):
+    run(job, "renamed", steps=4)
+    folder = job.folder / "renamed" / "checkpoints"
+    (folder / "step-00000004").rename(folder / "step-00000009")
+    assert resume(job, "renamed", "--optim.steps=4") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "from step 2; step-00000009 is refused: it is of step 4, by its manifest" in said
+
+
+class Runs:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["a function", "bytes"])
+def test_the_index_of_a_checkpoint_runs_nothing(job, tmp_path, capsys, kind):
+    """With right checksums, as who wants that it runs would write them; bytes are a pickle of their own."""
+    run(job, "evil", steps=2)
+    folder, ran = job.folder / "evil" / "checkpoints" / "step-00000002", str(tmp_path / "ran")
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    if kind == "a function":
+        index.planner_data = Runs(ran)
+    else:
+        index.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+        at = next(at for key, at in index.storage_data.items() if key.fqn == "model.norm.weight")
+        at.offset, at.length = 0, len(pickle.dumps(Runs(ran)))
+        (folder / at.relative_path).write_bytes(pickle.dumps(Runs(ran)))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    manifest = read_manifest(folder)
+    files = {name: facts_of(folder / name) for name in manifest.files}
+    (folder / "manifest.json").write_text(dataclasses.replace(manifest, files=files).text())
+    assert resume(job, "evil", "--optim.steps=3") == 1
+    assert not os.path.exists(ran)
+    assert "step-00000002 is refused: its index, .metadata, is not PyTorch's: " in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_written_is_named(job, capsys, monkeypatch):
+    run(job, "locked", steps=2)
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for module in (lease, metrics):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_whole", read_only)
+            assert resume(job, "locked", "--optim.steps=3") == 2
+        message = capsys.readouterr().err
+        assert "BadSettings: the run folder" in message and "cannot be written: Read-only" in message
+    assert len(step_records(job.records("locked"))) == 2
+
+
 def test_damaged_records_are_in_nobodys_way(job):
     run(job, "torn", steps=4)
     file = job.folder / "torn" / "metrics.jsonl"
@@ -247,8 +340,13 @@ def test_a_checkpoint_of_another_model_names_the_first_difference(job, capsys, o
     assert f"the checkpoint is of another model: {named}" in capsys.readouterr().err
 
 
-def test_another_text_is_refused(job, capsys):
+def test_another_text_is_refused(job, capsys, tmp_path):
     run(job, "text", steps=2)
+    other = shutil.copytree(job.text, tmp_path / "other")
+    for file in other.iterdir():
+        file.write_text(file.read_text().replace("+", "-"))
+    assert resume(job, "text", f"--data.root={other}") == 2
+    assert "the run's place in its text is lost: sha256 was " in capsys.readouterr().err
     assert resume(job, "text", "--data.seq-len=16") == 2
     assert "seq_len was 32 and is 16" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -34,6 +35,34 @@ def test_the_handlers_before_are_put_back():
     with StopRequest():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize("launcher", ["there", "gone", "gone, and the rank hangs"])
+def test_a_rank_whose_launcher_is_gone_stops_or_is_killed(stop, monkeypatch, capsys, launcher):
+    killed, parent = threading.Event(), os.getppid()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setattr(shutdown, "LAUNCHER_POLL_S", 0.01)
+    monkeypatch.setattr(shutdown, "ORPHAN_S", 0.01 if "hangs" in launcher else 30)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.set())
+    with shutdown.watching_launcher(stop):
+        if launcher != "there":
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert killed.wait(20 if "hangs" in launcher else 0.2) == ("hangs" in launcher)
+    assert stop.signal_number == (None if launcher == "there" else signal.SIGTERM)
+    assert (f"its torchrun, process {parent}, is gone" in capsys.readouterr().err) == (launcher != "there")
+
+
+def test_only_a_launcher_that_outlives_its_ranks_is_watched(stop, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before = threading.active_count()
+    with shutdown.watching_launcher(stop):
+        assert threading.active_count() == before
+
+
+def test_a_launcher_that_is_gone_asks_no_second_time(stop):
+    stop.ask(signal.SIGINT)
+    stop.ask(signal.SIGTERM)
+    assert stop.signal_number == signal.SIGINT
 
 
 @pytest.mark.parametrize(
