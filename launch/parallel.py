@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
 
 from aotdist.errors import AotdistError, BadSettings
 from aotdist.launch.config import JobOptions, ParallelOptions
+from aotdist.launch.corner import own_corner
 from aotdist.launch.model import Decoder
 from aotdist.torch_seam.dtensor import flatten_axes
-from aotdist.torch_seam.groups import PrefixStore
 
 T = TypeVar("T")
 
@@ -209,7 +209,7 @@ def join(options: ParallelOptions, place: Place) -> World:
         dp_mesh = tp_mesh = None
         dp_rank = 0
     else:
-        _join_group(device, options.timeout_s, place)
+        _join_group(device, options.timeout_s)
         dp_mesh, tp_mesh = _meshes(layout, device)
         dp_rank = place.rank // layout.tp  # the TP axis is the innermost one
     return World(
@@ -243,7 +243,7 @@ def _device(options: ParallelOptions, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _join_group(device: torch.device, timeout_s: float, place: Place) -> None:
+def _join_group(device: torch.device, timeout_s: float) -> None:
     """Joins the process group, in a corner of the store that is this start's own.
 
     torchrun keeps the store when it starts the ranks again: they would meet the addresses, and the notices,
@@ -251,13 +251,14 @@ def _join_group(device: torch.device, timeout_s: float, place: Place) -> None:
 
     Raises:
         BadSettings: the variables do not say where the ranks meet.
+        RankLost: some of the ranks did not come.
     """
     _require_meeting_place(os.environ)
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(f"start-{place.restarts}", store),
+        store=own_corner(store, rank, world_size, timeout_s),
         rank=rank,
         world_size=world_size,
         timeout=timeout,

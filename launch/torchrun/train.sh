@@ -5,8 +5,12 @@
 #
 # HEAD is an address of one of them, on which they meet; NODES how many there are. When a rank dies, those
 # that are left end, and torchrun starts all again from the last checkpoint; a machine that comes back joins
-# by running the line once more. The run folder (RUNS, by default `runs`) must lie where all machines see it.
+# by running the line once more. With NODES=2:8 the run goes on with as many machines as there are. The run
+# folder (RUNS, by default `runs`) must lie where all machines see it.
 set -euo pipefail
+
+# torch 2.13: a torchrun that joins others waits for ever for the address of a store that they share.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec torchrun \
   --nnodes "$NODES" --nproc-per-node "${NPROC:-gpu}" --max-restarts 3 \
