@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
@@ -25,6 +26,7 @@ from aotdist.codegen.tensor_text import tensor_text
 from aotdist.codegen.unbind import rejoin_selects
 from aotdist.errors import InternalError
 from aotdist.program import Graph, Slot
+from aotdist.torch_seam.functions import function_of, num_function_modes
 from aotdist.torch_seam.operators import OpOverload, inference_rnn, native_callable, training_rnn
 from aotdist.torch_seam.profiling import RecordFunctionFast
 
@@ -55,7 +57,7 @@ class FxBackend:
             graph = with_reshapes(graph)
         graph, label = rejoin_selects(graph), f"{emission.name} {emission.kind}"
         printed = print_graph(graph)
-        call = load_function(printed.source, "forward", printed.bound, label)
+        call = load_graph(printed, graph, label)
         modules = functools.partial(marked_call, graph, label)
         return Emitted(call, printed.source, counts_writes=False, with_modules=modules)
 
@@ -71,6 +73,42 @@ class PrintedGraph:
 
     source: str
     bound: Mapping[str, Any]
+
+
+def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
+    """What runs a printed graph: by PyTorch's own functions, which are quicker than its dispatcher.
+
+    A mode that hears of functions was not told of those that are compiled; while there is one, the operators
+    themselves run.
+
+    Args:
+        printed: the graph as text.
+        graph: the graph.
+        label: a word for the file name that tracebacks show.
+    """
+    functions = _functions(graph)
+    quick = {name: functions.get(id(value), value) for name, value in printed.bound.items()}
+    run = load_function(printed.source, "forward", quick, label)
+    if not functions:
+        return run
+    by_operators = functools.cache(lambda: load_function(printed.source, "forward", printed.bound, label))
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        return by_operators()(args) if num_function_modes() else run(args)
+
+    return call
+
+
+def _functions(graph: Graph) -> dict[int, Callable[..., Any]]:
+    """The functions for operators, by the identity of what is bound for these."""
+    found: dict[OpOverload, Callable[..., Any] | None] = {}
+    inner = (module for module in graph.gm.modules() if isinstance(module, torch.fx.GraphModule))
+    for node in (node for gm in inner for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
+        function = function_of(node.target, args, kwargs)
+        if found.setdefault(node.target, function) != function:
+            found[node.target] = None  # another operator is meant in one of the calls
+    return {id(native_callable(op)): function for op, function in found.items() if function is not None}
 
 
 def marked_call(graph: Graph, label: str) -> BoxedCall:

@@ -20,7 +20,7 @@ from torch.fx import Node
 from aotdist.codegen.checked_call import CheckedCall, Form
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Fusion, KernelSummary
 from aotdist.codegen.decompose import decompose
-from aotdist.codegen.fx import marked_call, print_graph
+from aotdist.codegen.fx import load_graph, marked_call, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
@@ -142,7 +142,7 @@ def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusi
         return load_function(printed.source, "forward", bound, f"{label} that looks")
 
     return Form(
-        load_function(printed.source, "forward", printed.bound, label),
+        load_graph(printed, kernels, label),
         bool(launching(kernels)),
         lambda args: checked(looking(), args),
         cache(lambda: marked_call(kernels, label)),

@@ -33,6 +33,7 @@ from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam.modes import class_functions_off
 
 
 class Parts(Protocol):
@@ -151,7 +152,8 @@ class Backward:
             args += [ctx.written[position] for position in plan.backward_writes.read.values()]
             args += ctx.rng if plan.rng.draw else ()
         let_go(ctx, plan)
-        results = iter(call(args))
+        with class_functions_off():  # wrappers may come for plain tensors
+            results = iter(call(args))
         grads = in_turn(plan.grads if chosen is None else chosen.grads, results, put)
         self._write(ctx, results, chosen)
         self.after()
@@ -208,7 +210,9 @@ class Backward:
         if torch.is_grad_enabled():
             return self.pieces_differentiably(ctx, gate, arrived)
         call, args = self._part(ctx, self.plan.piece_slots(gate), arrived, {})
-        return in_turn(self._plan(ctx).pieces(gate), iter(call(args)), Joining())
+        with class_functions_off():
+            results = iter(call(args))
+        return in_turn(self._plan(ctx).pieces(gate), results, Joining())
 
     def takes(self, ctx: Any, arrived: Grads) -> bool:
         """Whether there are gradients in `arrived`, and a graph (not autograd) computes with them."""
@@ -284,4 +288,5 @@ class Backward:
             tangents.update(zip(expected.slots(), expected.with_history(grad), strict=True))
         part = self.differentiable_parts(outs, frozenset(tangents), in_parts=in_parts)
         given = held_by_name(ctx, plan, apart, part.sources) | tangents
-        return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
+        with class_functions_off():
+            return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])

@@ -145,39 +145,7 @@ def native_callable(op: OpOverload) -> Callable[..., Any]:
     1.52 us a call where `OpOverload.__call__` takes 1.97 (`mm` of 4x4). Script-object operators
     choose in Python whether to dispatch there, so they keep their own `__call__`.
     """
-    if type(op).__call__ is not OpOverload.__call__:
-        return op
-    function = _function_of_list(op)
-    return op._op if function is None else _out_of_modes(function, op._op)
-
-
-_BY_NAMES = frozenset({"names", "Dimname"})
-"""Overloads that take a dimension's name, which no graph has."""
-
-
-def _function_of_list(op: OpOverload) -> Callable[..., Any] | None:
-    """PyTorch's own function for an operator that takes or makes a list, if it is of no other operator.
-
-    It reads lists where they lie: 11.2 us for `stack` of 100 tensors, and 16.9 by the operator.
-    """
-    namespace, _, name = op._schema.name.partition("::")
-    types = [str(each.type) for each in (*op._schema.arguments, *op._schema.returns)]
-    if namespace != "aten" or "List[Tensor]" not in types:
-        return None
-    packet = getattr(torch.ops.aten, name)
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    alike = [o for o in overloads if not out_names(o) and o._overloadname not in _BY_NAMES]
-    return getattr(torch._C._VariableFunctions, name, None) if alike == [op] else None
-
-
-def _out_of_modes(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, but `entry` while a mode hears of functions: it was not told of those that are compiled."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        hears = torch._C._len_torch_function_stack()
-        return entry(*args, **kwargs) if hears else function(*args, **kwargs)
-
-    return call
+    return op._op if type(op).__call__ is OpOverload.__call__ else op
 
 
 def dense_rule(op: HigherOrderOperator) -> Callable[..., Any]:
