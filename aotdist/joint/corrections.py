@@ -19,6 +19,7 @@ from aotdist.joint import (
     linear_algebra,
     packed_sequences,
     padded_encoders,
+    resizing,
     sparse_embedding,
     unknown_sizes,
 )
@@ -82,6 +83,12 @@ CORRECTIONS = (
         "lengths that are Python numbers are read from a tensor that has no memory",
         "2.13",
         "tests/joint/test_packed_sequences.py",
+    ),
+    Correction(
+        resizing.INSTEAD,
+        "sizes that are symbols are asked for their numbers, in C++",
+        "2.13",
+        "tests/semantics/test_dynamic_sizes.py",
     ),
     Correction(
         {torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss},

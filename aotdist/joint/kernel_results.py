@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from aotdist.joint.gpu_results import as_on_gpu
+from aotdist.joint.unknown_sizes import INTERPOLATIONS, like_resized
+from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.modes import python_kernels
 from aotdist.torch_seam.operators import OpOverload, suggest_memory_format
 
@@ -73,6 +75,8 @@ def fake_result(
     """
     if func is _GROUPED_MM and (args[0].device.type == "cpu" or args[0].dtype != torch.bfloat16):
         return _grouped_product(*args, **kwargs)
+    if symbolic and func in INTERPOLATIONS and is_symbolic((tuple(args[0].shape), args[1])):
+        return like_resized(args[0], args[1])
     if func is _BAG_BACKWARD:
         args = _with_map_to_bags(*args)
     with python_kernels() if symbolic and func in _SETTLE_SIZES else nullcontext():

@@ -1,10 +1,11 @@
-"""Operators some of whose results have sizes that depend on data, though most programs never look.
+"""Operators whose results have sizes that PyTorch cannot tell: they depend on data, or follow from symbols.
 
 - The forward of a CTC loss keeps for the backward as much as the longest target needs. The fake result has
   the size that the targets' own allows, and only the backward's kernel looks at it; PyTorch's has no fake
   kernel.
 - `linalg.lstsq` leaves residuals out where a matrix is not of full rank, with the drivers that find out. The
   fake result has them; who looks at them gets what eager gives.
+- The fakes of interpolations, and of their gradients, are made in C++, which wants numbers for sizes.
 
 In the graph each is an operator of our own.
 """
@@ -12,14 +13,14 @@ In the graph each is an operator of our own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aotdist.torch_seam.operators import OpOverload, schema_of
+from aotdist.torch_seam.operators import OpOverload, schema_of, suggest_memory_format
 
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 _ATEN = torch.ops.aten
@@ -55,6 +56,26 @@ def _like_lstsq(
     return solution, residuals, rank, values
 
 
+def like_resized(tensor: Tensor, size: Sequence[int]) -> Tensor:
+    """Shapes: (batch, channels, *), of the rest or all -> (batch, channels, *size)."""
+    full = size if len(size) == tensor.dim() else (*tensor.shape[:2], *size)
+    kept = torch.contiguous_format if tensor.dim() == 3 else suggest_memory_format(tensor)
+    return torch.empty(tuple(full), dtype=tensor.dtype, device=tensor.device, memory_format=kept)
+
+
+def _like_resized_backward(grad: Tensor, _size: Any, size: Sequence[int], *_rest: Any) -> Tensor:
+    return like_resized(grad, size)
+
+
+_INTERPOLATIONS = (
+    *("upsample_nearest1d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact3d"),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+    "_upsample_bicubic2d_aa",
+)
+INTERPOLATIONS = frozenset(getattr(_ATEN, name).default for name in _INTERPOLATIONS)
+"""Those whose fakes want numbers."""
+
+
 def _of_our_own(op: OpOverload, like: Callable[..., Any]) -> OpOverload:
     """An operator that runs `op`, and whose fake results are those of `like`."""
     name = op.name().removeprefix("aten::").removeprefix("_").replace(".", "_")
@@ -72,6 +93,7 @@ OF_OUR_OWN: Mapping[OpOverload, OpOverload] = {
         (_ATEN._ctc_loss_backward.default, _like_loss_backward),
         (_ATEN._ctc_loss_backward.Tensor, _like_loss_backward),
         (_ATEN.linalg_lstsq.default, _like_lstsq),
+        *((getattr(_ATEN, f"{n}_backward").default, _like_resized_backward) for n in _INTERPOLATIONS),
     )
 }
 """What stands in a graph for PyTorch's operators."""

@@ -45,6 +45,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "sizes that are returned": (lambda x: (x * 2, x.shape[0], x.numel() // 2), lambda n: (leaf(n, 4),)),
     "made of a size": (lambda x: x.new_zeros(x.shape[0] // 2 + 1) + 1, lambda n: (leaf(n, 4),)),
     "made of a shape": (lambda x: x.new(x.shape).zero_() + x, lambda n: (leaf(n, 4),)),
+    "interpolation": (
+        lambda x, y: (
+            F.interpolate(x, size=y.shape[2:]),
+            F.interpolate(x, y.shape[-2:], mode="bilinear", align_corners=True),
+            F.interpolate(y.flatten(2), scale_factor=1.5, mode="linear"),
+            F.interpolate(y[..., None], scale_factor=(2.0, 2.0, 3.0), recompute_scale_factor=True),
+        ),
+        lambda n: (leaf(2, 2, 4, 3), leaf(2, 2, n + 1, 2 * n)),
+    ),
     "views of an input": (lambda x: (x.t(), x[1:], x.view(-1), x[..., ::2]), lambda n: (leaf(n, 4) * 1.5,)),
     "views of an intermediate": (lambda x: (x * 2).t().reshape(-1)[1:], lambda n: (leaf(n, 4),)),
     "several views": (lambda x: (x * 1).chunk(2, -1), lambda n: (leaf(n, 4),)),
