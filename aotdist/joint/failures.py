@@ -168,7 +168,8 @@ def _chooses_by_data(error: Exception) -> UnsupportedProgram:
         where=raised_at(error.__traceback__),
         stage="joint",
         fix="choose by `torch.where` or `torch.cond`, say what always holds (`torch._check(count > 0)`), "
-        f"keep the number itself (`float()` and `int()` need its value at once), {_elsewhere()}",
+        "keep the number itself (`.item()`; `float`, `int` and `bool` need its value at once), "
+        + _elsewhere(),
     )
 
 

@@ -80,6 +80,21 @@ def _listed(tensor: torch.Tensor) -> Any:
     return tensor.item() if tensor.dim() == 0 else [_listed(part) for part in tensor]
 
 
+def _unbind(tensor: torch.Tensor, dim: int = 0) -> Any:
+    """`tensor.unbind(dim)`, which iteration, unpacking and `tolist` come to.
+
+    Raises:
+        UnsupportedProgram: how many parts there are depends on data.
+    """
+    if -tensor.dim() <= dim < tensor.dim() and _is_unbacked(tensor.shape[dim]):
+        raise refusal(
+            "a tensor is taken apart (`tolist`, `for`, `unbind`), and into how many parts depends on data",
+            fix="take as many elements as there are in any case, "
+            "`torch.bincount(i, minlength=num)[:num].tolist()`; or keep it a tensor",
+        )
+    return torch.unbind(tensor, dim)
+
+
 def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """`tensor[index]`, an unbacked integer in it by `select`."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -109,6 +124,7 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     _GET_ITEM: _item,
     _SET_ITEM: _set_item,
     torch.Tensor.tolist: _to_list,
+    **dict.fromkeys((torch.unbind, torch.Tensor.unbind), _unbind),
     torch.Tensor.__float__: _converted(torch.Tensor.__float__, "float"),
     torch.Tensor.__int__: _converted(torch.Tensor.__int__, "int"),
 }

@@ -310,7 +310,7 @@ CHOICES: dict[str, Callable[..., Any]] = {
     "of a tensor": lambda x: x if x.sum() > 0 else -x,
     "how often": lambda x: sum(x * k for k in range(x.sum().long().item())),
     "a float of Python's": lambda x: x * float(x.sum().item()),
-    "how many results": lambda x: x.unique().tolist(),
+    "a truth of Python's": lambda x: x * bool(x.sum() > 0),
 }
 
 
@@ -320,6 +320,29 @@ def test_choices_by_data_are_refused_by_name(choice: str) -> None:
         aotdist.compile(CHOICES[choice], backend="fx")(torch.ones(3))
     assert "depends on a number, or a size, that is read off a tensor" in refused.value.what
     assert refused.value.where is not None and "test_numbers_of_data.py" in refused.value.where
+
+
+COUNTED: dict[str, Callable[[torch.Tensor], list[Any]]] = {
+    "tolist": lambda counts: counts.tolist(),
+    "a loop": lambda counts: [count.item() for count in counts],
+    "unbind": lambda counts: [count.item() for count in counts.unbind(-1)],
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parts_of_unknown_number_are_refused_with_the_way_that_works(name: str) -> None:
+    def fn(x: torch.Tensor, i: torch.Tensor, num: int | None) -> list[torch.Tensor]:
+        counts = torch.bincount(i, minlength=4)[:num]
+        return [part.sum() * k for k, part in enumerate(x[i.argsort()].split(COUNTED[name](counts)))]
+
+    compiled = aotdist.compile(fn, backend="fx")
+    x, choices = torch.randn(5, 2), [[0, 2, 1, 0, 2], [3, 3, 3, 3, 1]]
+    with pytest.raises(UnsupportedProgram, match=r"into how many parts depends on data") as refused:
+        compiled(x, torch.tensor(choices[0]), None)
+    assert "[:num].tolist()" in (refused.value.fix or "")
+    for chosen in map(torch.tensor, choices):
+        assert all(map(torch.equal, compiled(x, chosen, 4), fn(x, chosen, 4)))
+    assert len(compiled_call(compiled).artifacts) == 1
 
 
 @pytest.mark.parametrize("name", ["a mask of rows", "how many there are", "a loss of some rows"])
