@@ -48,7 +48,7 @@ class Communication:
 
 
 class MarkedCall:
-    """A compiled graph, which tells a profiler that it runs.
+    """A compiled graph as it runs while a profiler records: it tells the profiler so.
 
     Args:
         run: the compiled graph.
@@ -76,8 +76,6 @@ class MarkedCall:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph."""
-        if not is_profiling():
-            return self._run(args)
         if self._shown is None:
             self._shown = self._run if self._with_modules is None else self._with_modules()
         with RecordFunctionFast(self._mark):
@@ -101,7 +99,12 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
     """
     nodes = graph.gm.graph.nodes
     communications = tuple(_communication(node) for node in nodes if is_collective(node) or is_wait(node))
-    return replace(emitted, call=MarkedCall(emitted.call, emitted.with_modules, name, communications))
+    run, marked = emitted.call, MarkedCall(emitted.call, emitted.with_modules, name, communications)
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        return marked(args) if is_profiling() else run(args)
+
+    return replace(emitted, call=call)
 
 
 def module_mark(node: Node) -> str:

@@ -176,7 +176,7 @@ def backward_of(
     tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(
         plan=node,
-        whole=without_autocast(pointing_at_the_forward(region.backward, region.split.backward)),
+        whole=guarded(pointing_at_the_forward(region.backward, region.split.backward)),
         reduced=reduced,
         parts=parts,
         differentiable_parts=region.differentiable_parts,

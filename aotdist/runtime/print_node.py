@@ -100,7 +100,7 @@ def print_node(
         backward: what runs in the backward; called itself where a tangent is missing.
         after_backward: functions to call, each with its argument, once the gradients are computed.
         changes: what the backward changes in Python.
-        watch: a context for every run of a graph, if any.
+        watch: a context for every run of the forward graph, if any.
         versions: what version counters of outputs to set, see `aotdist.runtime.results.versions_to_set`.
         has_classes: whether inputs have a `__torch_function__`, which must not be called.
     """
@@ -110,9 +110,7 @@ def print_node(
         quiet = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
         with _static(printer, f"def backward(ctx, {', '.join(tangents)}):"), quiet:
-            _print_backward(
-                printer, tangents, [*symbols, *told], plan, backward, after_backward, changes, watch
-            )
+            _print_backward(printer, tangents, [*symbols, *told], plan, backward, after_backward, changes)
     printer.line()
 
 
@@ -319,7 +317,6 @@ def _print_backward(
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
     changes: BackwardChanges,
-    watch: Watch,
 ) -> None:
     _print_check(printer, plan.saved.wrappers)
     if plan.backward_writes.once:
@@ -341,14 +338,15 @@ def _print_backward(
     _print_other_ways(printer, names, symbols, plan, returned_of_some)
     given = ["*ctx.saved_tensors"] if plan.saved.frees else []
     given += [print_size(printer, size) for size in plan.backward_sizes]
+    pairs = list(zip(arrived, plan.tangents, strict=True))
     given += [
-        f"*{_tangent(printer, tangent)}({names[idx]})"
-        for idx, tangent in zip(plan.differentiable(), plan.tangents, strict=True)
+        name if tangent.is_any_plain() else f"*{_tangent(printer, tangent)}({name})"
+        for name, tangent in pairs
     ]
     given += [f"ctx.written[{position}]" for position in plan.backward_writes.read.values()]
     given += ["*ctx.rng"] if plan.rng.draw is not None else []
     args = f"args = [{', '.join(given)}]"
-    if backward.other_kinds is None:
+    if backward.other_kinds is None or all(tangent.is_any_plain() for _, tangent in pairs):
         printer.line(args)
     else:
         with printer.block("try:"):
@@ -357,8 +355,7 @@ def _print_backward(
             printer.line(returned_of_some)
     printer.line(f"del {', '.join(names)}")
     _print_letting_go(printer, plan)
-    with _watched(printer, watch):
-        printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
+    printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
     for offset, (_, num_bytes) in enumerate(plan.backward_writes.storages):
@@ -390,7 +387,7 @@ def _print_other_ways(
 ) -> None:
     """Print when the backward is not that of all results, run in one go for gradients as they are assumed."""
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
-    missing = [f"{name} is None" for name, _ in pairs]
+    missing = [_differs(printer, name, tangent) for name, tangent in pairs]
     if plan.on_the_way.passages.waypoints:
         missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
     with printer.block(f"if {' or '.join(missing)}:"):
@@ -404,6 +401,15 @@ def _print_other_ways(
     if as_assumed:
         with printer.block(f"if not ({' and '.join(as_assumed)}):"):
             printer.line(returned)
+
+
+def _differs(printer: Printer, name: str, tangent: Tangent) -> str:
+    """Whether a gradient is missing, or is known not to be as the graph takes it."""
+    recipe = tangent.recipe
+    if not isinstance(recipe, Plain) or not tangent.is_any_plain():
+        return f"{name} is None"
+    is_lazy = [f"{name}.is_neg()", *([f"{name}.is_conj()"] if recipe.dtype.is_complex else [])]
+    return " or ".join([f"type({name}) is not {printer.bind('Tensor', torch.Tensor)}", *is_lazy])
 
 
 def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:

@@ -54,6 +54,10 @@ class Tangent:
         """The same, but what can be converted is."""
         return replace(self, as_it_is=False)
 
+    def is_any_plain(self) -> bool:
+        """Whether the graph takes a plain tensor as it is, however it lies."""
+        return isinstance(self.recipe, Plain) and self.strides == (None,)
+
     def slots(self) -> list[Slot]:
         """The names of its plain tensors among the backward graph's arguments."""
         return [Slot(self.role, self.path, inner) for inner, _ in leaves(self.recipe)]

@@ -3,10 +3,11 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -23,21 +24,25 @@ def fills_uninitialized_memory() -> bool:
     return bool(torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
 
 
-def kernel_choices() -> tuple[bool, ...]:
-    """Whether operators may choose each of these kernels.
+KERNEL_CHOICES: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    functools.partial(getattr, torch.backends.mha, "_is_fastpath_enabled"),
+)
+"""What tells whether operators may choose each of these kernels.
 
-    For attention: flash, memory-efficient, math, cuDNN. For convolutions and recurrent layers: oneDNN, cuDNN.
-    For attention layers in evaluation: the fast path, one kernel for the whole layer.
-    """
-    return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch.backends.mha.get_fastpath_enabled(),
-    )
+For attention: flash, memory-efficient, math, cuDNN. For convolutions and recurrent layers: oneDNN, cuDNN.
+For attention layers in evaluation: the fast path, one kernel for the whole layer.
+"""
+
+
+def kernel_choices() -> tuple[bool, ...]:
+    """Whether operators may choose each of the kernels; see `KERNEL_CHOICES`."""
+    return tuple(choice() for choice in KERNEL_CHOICES)
 
 
 def attention_kernels() -> list[SDPBackend]:
@@ -90,9 +95,8 @@ def device_of_context() -> torch.device | None:
     return None
 
 
-def any_autocast() -> bool:
-    """Whether autocast is on for any device."""
-    return torch._C._is_any_autocast_enabled()
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device."""
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import threading
 import types
@@ -293,8 +294,13 @@ def hooks_of_gradient(tensor: torch.Tensor) -> Any:
     return tensor._backward_hooks
 
 
+_HOOKS = (operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks"))
+
+
 def with_hooks(positions: Iterable[int], tensors: Sequence[Any]) -> list[int]:
-    """Those of the positions whose tensors have hooks of either kind; 0.06 us each."""
+    """Those of the positions whose tensors have hooks of either kind; 0.06 us for each tensor."""
+    if not any(map(_HOOKS[0], tensors)) and not any(map(_HOOKS[1], tensors)):
+        return []
     return [k for k in positions if tensors[k]._backward_hooks or tensors[k]._post_accumulate_grad_hooks]
 
 
@@ -348,9 +354,8 @@ def node_base() -> type[Any]:
     return _Node
 
 
-def keeps_graph() -> bool:
-    """Whether the running backward was asked to keep what it saved (`retain_graph=True`)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward was asked to keep what it saved (`retain_graph=True`)."""
 
 
 def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:

@@ -3,7 +3,9 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,9 +14,8 @@ RecordFunctionFast = torch._C._profiler._RecordFunctionFast
 """A mark around what a block runs, in C++: `record_function` takes twenty times as long."""
 
 
-def is_profiling() -> bool:
-    """Whether a profiler of PyTorch's records in this process."""
-    return torch.autograd.profiler._is_profiler_enabled
+is_profiling: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+"""Whether a profiler of PyTorch's records in this process."""
 
 
 def quiet_kineto() -> None:
