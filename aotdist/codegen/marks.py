@@ -1,6 +1,7 @@
 """Marks in a trace of PyTorch's profiler: which graph runs, and which module an operator belongs to.
 
-Nothing is marked, and no other code runs, while nobody profiles.
+Nothing is marked, and no other code runs, while nobody profiles; but what runs a graph also says more of a
+bad index than the kernel that meets it (`bad_indices.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from torch.fx import Node
 
+from aotdist.codegen.bad_indices import lines_with_indices, raise_if_of_an_index
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.passes.collectives import group_name
@@ -55,9 +57,19 @@ class MarkedCall:
         with_modules: makes the same with a mark around the operators of each module, if the backend can.
         name: of the graph: `Llama forward`.
         communications: what starts a collective or waits for one, in the order of the graph.
+        index_lines: the lines of the program that pick elements by tensors.
     """
 
-    __slots__ = ("__weakref__", "_mark", "_run", "_shown", "_with_modules", "communications")
+    __slots__ = (
+        "__weakref__",
+        "_index_lines",
+        "_mark",
+        "_name",
+        "_run",
+        "_shown",
+        "_with_modules",
+        "communications",
+    )
 
     def __init__(
         self,
@@ -65,8 +77,11 @@ class MarkedCall:
         with_modules: Callable[[], BoxedCall] | None,
         name: str,
         communications: tuple[Communication, ...],
+        index_lines: tuple[str, ...],
     ) -> None:
         self._run = run
+        self._name = name
+        self._index_lines = index_lines
         self._with_modules = with_modules
         self._shown: BoxedCall | None = None
         self.communications = communications
@@ -76,8 +91,13 @@ class MarkedCall:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph."""
-        if not is_profiling():
-            return self._run(args)
+        try:
+            return self._called(args) if is_profiling() else self._run(args)
+        except RuntimeError as error:
+            raise_if_of_an_index(error, self._index_lines, self._name)
+            raise
+
+    def _called(self, args: list[Any]) -> Sequence[Any]:
         if self._shown is None:
             self._shown = self._run if self._with_modules is None else self._with_modules()
         with RecordFunctionFast(self._mark):
@@ -101,7 +121,8 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
     """
     nodes = graph.gm.graph.nodes
     communications = tuple(_communication(node) for node in nodes if is_collective(node) or is_wait(node))
-    return replace(emitted, call=MarkedCall(emitted.call, emitted.with_modules, name, communications))
+    lines = lines_with_indices(graph)
+    return replace(emitted, call=MarkedCall(emitted.call, emitted.with_modules, name, communications, lines))
 
 
 def module_mark(node: Node) -> str:
