@@ -89,7 +89,11 @@ def script_of(
     """
     layouts = list(program.layouts())
     parts = [_HEAD, *_functions(program), *(_inputs(program, k) for k in range(len(layouts)))]
-    parts += [program.source(), inspect.getsource(leaves_behind), _check(program, around, settings or {}, backend)]
+    parts += [
+        program.source(),
+        inspect.getsource(leaves_behind),
+        _check(program, around, settings or {}, backend),
+    ]
     if found:
         parts.append("# Seen:\n" + textwrap.indent(found, "# ") + "\n")
     return "\n\n".join(parts)
