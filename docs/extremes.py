@@ -1,16 +1,17 @@
 """Writes `docs/extremes.md`: where Inductor's results on extreme numbers are not eager's.
 
 `python docs/extremes.py` prints the page. Each operator runs on infinities, NaN and the largest and smallest
-numbers, in eager, by `backend="inductor"` and by `torch.compile`, on a CPU; and so does its gradient. A row is
-an operator and numbers for which one of the two is not eager's.
+numbers, in eager, by `backend="inductor"` and by `torch.compile`, on a CPU; so does its gradient. A row is an
+operator for which one of the two is not eager's.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,69 +38,47 @@ NUMBERS = (
     ),
     *(1.0, -1.0, 0.5, 0.0, -0.0, 1.2e-38, -1.2e-38, 1e-45, -1e-45, 1e-30),
 )
-"""float32: the largest is 3.4e38, the smallest normal one 1.2e-38, the smallest 1e-45; exp of 89 overflows."""
+"""The largest of float32 is 3.4e38, its smallest normal one 1.2e-38, its smallest 1e-45; exp(89) is inf."""
+
+
+def _of(module: Any, names: str, **options: Any) -> dict[str, Op]:
+    return {name: functools.partial(getattr(module, name), **options) for name in names.split()}
+
 
 UNARY: Mapping[str, Op] = {
-    **{
-        name: getattr(torch, name)
-        for name in (
-            "abs acos acosh asin asinh atan atanh ceil cos cosh digamma erf erfc erfinv exp exp2 expm1 floor frac"
-            " i0 lgamma log log10 log1p log2 logit neg reciprocal round rsqrt sigmoid sign sin sinc sinh sqrt"
-            " square tan tanh trunc isinf isnan isfinite signbit nan_to_num"
-        ).split()
-    },
-    **{
-        name: getattr(F, name)
-        for name in (
-            "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu"
-            " silu softplus softshrink softsign tanhshrink"
-        ).split()
-    },
+    **_of(torch, "abs acos acosh asin asinh atan atanh ceil cos cosh digamma erf erfc erfinv exp exp2 expm1"),
+    **_of(torch, "floor frac i0 isfinite isinf isnan lgamma log log10 log1p log2 logit nan_to_num neg"),
+    **_of(torch, "reciprocal round rsqrt sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc"),
+    **_of(F, "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6"),
+    **_of(F, "selu silu softplus softshrink softsign tanhshrink"),
+    **_of(torch.special, "erfcx i1 log_ndtr ndtr"),
     "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "pow 2": lambda x: x**2,
-    "pow 3": lambda x: x**3,
-    "pow 0.5": lambda x: x**0.5,
-    "pow -0.5": lambda x: x**-0.5,
-    "pow of 2": lambda x: 2**x,
+    "x ** 2": lambda x: x**2,
+    "x ** 3": lambda x: x**3,
+    "x ** 0.5": lambda x: x**0.5,
+    "x ** -0.5": lambda x: x**-0.5,
+    "2 ** x": lambda x: 2**x,
     "clamp": lambda x: x.clamp(-2, 2),
-    "special.erfcx": torch.special.erfcx,
-    "special.i1": torch.special.i1,
-    "special.log_ndtr": torch.special.log_ndtr,
-    "special.ndtr": torch.special.ndtr,
-    "to bfloat16": lambda x: x.bfloat16().float(),
-    "to float16": lambda x: x.half().float(),
-    "to float64": lambda x: x.double().mul(3).float(),
+    "to bfloat16 and back": lambda x: x.bfloat16().float(),
+    "to float16 and back": lambda x: x.half().float(),
+    "3 x in float64, back": lambda x: x.double().mul(3).float(),
 }
 BINARY: Mapping[str, Op] = {
-    **{
-        name: getattr(torch, name)
-        for name in (
-            "add sub mul div atan2 copysign fmax fmin fmod hypot logaddexp logaddexp2 maximum minimum nextafter"
-            " pow remainder xlogy ldexp eq lt ge floor_divide heaviside"
-        ).split()
-    },
+    **_of(torch, "add sub mul div atan2 copysign eq fmax fmin fmod ge hypot ldexp"),
+    **_of(torch, "logaddexp logaddexp2 lt maximum minimum pow remainder xlogy"),
+    **_of(F, "mse_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits", reduction="none"),
     "div, floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "div, trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
     "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.5),
     "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
     "lerp": lambda x, y: torch.lerp(x, y, 0.75),
-    "mse_loss": lambda x, y: F.mse_loss(x, y, reduction="none"),
-    "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y, reduction="none"),
-    "huber_loss": lambda x, y: F.huber_loss(x, y, reduction="none"),
-    "bce with logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"),
 }
 ROWS: Mapping[str, Op] = {
-    **{
-        name: lambda x, op=getattr(torch, name): op(x, -1)
-        for name in (
-            "amax amin argmax argmin cumsum cumprod logsumexp logcumsumexp mean nansum nanmean prod std sum var"
-            " log_softmax softmax"
-        ).split()
-    },
+    **_of(torch, "amax amin argmax argmin cumprod cumsum logcumsumexp log_softmax logsumexp mean", dim=-1),
+    **_of(torch, "nanmean nansum norm prod softmax std sum var", dim=-1),
     "cummax": lambda x: x.cummax(-1).values,
-    "norm": lambda x: x.norm(dim=-1),
-    "norm, inf": lambda x: x.norm(float("inf"), dim=-1),
     "norm, 1": lambda x: x.norm(1, dim=-1),
+    "norm, inf": lambda x: x.norm(float("inf"), dim=-1),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
     "normalize": lambda x: F.normalize(x, dim=-1),
@@ -140,22 +119,80 @@ Results: TypeAlias = Mapping[str, Tensor]
 """Of each operator, and of its gradients."""
 
 
-def results(
-    ops: Mapping[str, Op], inputs: Sequence[Tensor], compiler: Callable[[Op], Callable[..., Tensor]]
-) -> Results:
-    """What the operators give, compiled one by one."""
+def results(ops: Mapping[str, Op], inputs: Sequence[Tensor], compiler: Callable[[Any], Any]) -> Results:
+    """What the operators give in one program, each on inputs of its own."""
+
+    def program(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        return [op(*group) for op, group in zip(ops.values(), groups, strict=True)]
+
+    groups = [[x.clone().requires_grad_() for x in inputs] for _ in ops]
+    outs = compiler(program)(groups)
+    ends = [out for out in outs if out.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     found: dict[str, Tensor] = {}
-    for name, op in ops.items():
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out = compiler(op)(*leaves)
+    for name, out, group in zip(ops, outs, groups, strict=True):
         found[name] = out.detach()
-        if out.requires_grad:
-            gradients = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
-            found |= {f"{name}, gradient {k}": g for k, g in enumerate(gradients) if g is not None}
+        which = ("",) if len(group) == 1 else (" by x", " by y")
+        found |= {
+            f"{name}, gradient{by}": x.grad for by, x in zip(which, group, strict=True) if x.grad is not None
+        }
     return found
 
 
 def differ(expected: Tensor, found: Tensor) -> Tensor:
-    """Where numbers are not the same but for rounding."""
-    same = torch.isclose(found.double(), expected.double(), rtol=1e-3, atol=1e-37, equal_nan=True)
-    return ~same
+    """Where numbers are not the same but for rounding, and for what is below the smallest normal number."""
+    return ~torch.isclose(found.double(), expected.double(), rtol=1e-3, atol=1.2e-38, equal_nan=True)
+
+
+COMPILERS: Mapping[str, Callable[[Any], Any]] = {
+    "eager": lambda fn: fn,
+    "inductor": lambda fn: aotdist.compile(fn, backend="inductor"),
+    "torch.compile": torch.compile,
+}
+
+
+def lines() -> Iterator[str]:
+    """A row of the table for each operator of which one compiled result is not eager's; then a count."""
+    num_results = num_rows = 0
+    for ops, inputs in cases():
+        found = {name: results(ops, inputs, compiler) for name, compiler in COMPILERS.items()}
+        for name, eager in found["eager"].items():
+            num_results += 1
+            wrong = differ(eager, found["inductor"][name]) | differ(eager, found["torch.compile"][name])
+            if wrong.any():
+                num_rows += 1
+                yield _row(name, inputs, [each[name] for each in found.values()], wrong)
+    yield ""
+    yield f"{num_rows} of {num_results} results and gradients of operators are in the table."
+
+
+def _row(name: str, inputs: Sequence[Tensor], found: Sequence[Tensor], wrong: Tensor) -> str:
+    at = tuple(wrong.nonzero()[0].tolist())
+    given = ", ".join(map(_given, (x[at[: x.dim()]] if x.shape == wrong.shape else x[at[0]] for x in inputs)))
+    numbers = (f"{each[at].item():.6g}" for each in found)
+    return f"| {name} | {int(wrong.sum())} of {wrong.numel()} | {given} | {' | '.join(numbers)} |"
+
+
+def _given(x: Tensor) -> str:
+    """A number, or what is no ordinary one in a row."""
+    if x.dim() == 0:
+        return f"{x.item():.6g}"
+    extreme = [number for number in x.unique().tolist() if abs(number) > 2 or number != number]
+    return "a row with " + " and ".join(f"{number:.6g}" for number in extreme)
+
+
+HEAD = """\
+# Extreme numbers under Inductor
+
+Where Inductor's code for a CPU does not compute what eager does with infinities, NaN and the largest and
+smallest numbers of float32. `docs/extremes.py` writes this page (`make docs`): it runs operators on every
+number of a list, on every pair, or in rows among ordinary numbers, and differentiates them. `fx` gives
+eager's bits for all of these. `torch.compile` generates its code by Inductor, too, and stands beside it.
+
+| operator | differs for | for example for | eager | `inductor` | `torch.compile` |
+|---|---|---|---|---|---|"""
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print("\n".join((HEAD, *lines())))
