@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.convolution_backwards import keep_sizes_symbolic
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.exact_strides import tell_strides
@@ -144,9 +145,11 @@ class InductorBackend:
             products_by_onednn(gm)
             keep_for_backward(gm)
             tell_strides(gm)
+            keeps_layouts = _keeps_layouts(gm)
+            keep_sizes_symbolic(gm)
             with (
                 inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext(),
-                inductor_config(layout_optimization=False) if _keeps_layouts(gm) else nullcontext(),
+                inductor_config(layout_optimization=False) if keeps_layouts else nullcontext(),
             ):
                 compiled = compile_with_inductor(
                     gm,
