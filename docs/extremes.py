@@ -140,8 +140,8 @@ def results(ops: Mapping[str, Op], inputs: Sequence[Tensor], compiler: Callable[
 
 
 def differ(expected: Tensor, found: Tensor) -> Tensor:
-    """Where numbers are not the same but for rounding, and for what is below the smallest normal number."""
-    return ~torch.isclose(found.double(), expected.double(), rtol=1e-3, atol=1.2e-38, equal_nan=True)
+    """Where numbers are neither within a thousandth of each other, nor within a millionth of 1."""
+    return ~torch.isclose(found.double(), expected.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 COMPILERS: Mapping[str, Callable[[Any], Any]] = {
@@ -188,6 +188,8 @@ Where Inductor's code for a CPU does not compute what eager does with infinities
 smallest numbers of float32. `docs/extremes.py` writes this page (`make docs`): it runs operators on every
 number of a list, on every pair, or in rows among ordinary numbers, and differentiates them. `fx` gives
 eager's bits for all of these. `torch.compile` generates its code by Inductor, too, and stands beside it.
+Not listed is what lies within a thousandth of eager's result, or within a millionth of 1.
+How often `var`, `std` and `layer_norm` differ of rows that overflow is not the same in every run.
 
 | operator | differs for | for example for | eager | `inductor` | `torch.compile` |
 |---|---|---|---|---|---|"""
