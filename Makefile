@@ -102,7 +102,7 @@ format: $(STAMP) ## Fix what ruff can fix
 	$(BIN)/ruff format
 
 docs: $(STAMP) ## Build the site into build/docs, and write anew the pages that programs write (docs/*.py)
-	for page in semantics emitter troubleshooting; do $(BIN)/python docs/$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md; done
+	for page in semantics emitter extremes troubleshooting; do $(BIN)/python docs/$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md; done
 	@# The theme warns of mkdocs 2, which pyproject.toml keeps out.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -78,5 +78,9 @@ class BadArtifact(AotdistError):
     """An artifact in a file cannot be used: it is damaged, or made by, or for, something else."""
 
 
+class IndexOutOfBounds(AotdistError, IndexError):
+    """An index, or a label, is none of the dimension that it picks from: an `IndexError`, as in eager."""
+
+
 class InternalError(AotdistError):
     """A bug of ours: something that an earlier stage promised does not hold."""

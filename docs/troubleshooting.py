@@ -286,6 +286,13 @@ show your lines, those of `torch.nn`, and one of aotdist's; `AOTDIST_TRACEBACK=f
 """
 
 REST = """\
+## IndexOutOfBounds
+
+An index or a label lies outside of its dimension, in a graph that runs as C++ kernels. It is an `IndexError`,
+as in eager, and lists the lines of the program that pick elements in that graph; the kernel does not tell the
+index. With `backend="fx"` the message is eager's. On a GPU kernels assert, as everywhere. Code that
+`torch.compile` made ends the process instead where several threads compute (torch 2.13).
+
 ## RankDivergence
 
 The ranks of a process group compiled different sequences of collectives, which would have hung. It is

@@ -30,6 +30,7 @@ ONE_OF: Mapping[str, int] = {
     "op_db/test_op_db.py": 40,
     "op_db/test_rounding.py": 240,
     "semantics/test_aliased_inputs.py": 8,
+    "semantics/test_generated_inductor.py": 8,
     "semantics/test_kinds_of_outputs.py": 4,
     "semantics/test_kinds_of_writes.py": 6,
     "semantics/test_metadata_writes.py": 4,

@@ -140,6 +140,8 @@ class Emitted:
             tensor); None altogether where every out has the strides of the graph's own `val`.
         finish: waits until `call` may be used, and raises if compiling failed. A compiler that
             works in the background returns early, so that the next graph is emitted meanwhile.
+        else_fx: whether the program is to be emitted by `fx`, with a warning, if `finish` raises an
+            `UnsupportedProgram`.
         fusion: tells which kernels there are, from a backend that writes its own.
         recordings: tells what was recorded until now, of a graph that is.
         portable: makes it something for another process, once `finish` is done; None where that cannot be.
@@ -157,6 +159,7 @@ class Emitted:
     source: str
     output_strides: tuple[Strides | None, ...] | None = None
     finish: Callable[[], None] = _nothing_pending
+    else_fx: bool = False
     fusion: Callable[[], Fusion] | None = None
     recordings: Callable[[], Recordings] | None = None
     portable: Callable[[], Portable | None] | None = None

@@ -14,11 +14,12 @@ import torch
 from aotdist.codegen.any_strides import takes_any_strides
 from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
-from aotdist.codegen.fx import FxBackend
+from aotdist.codegen.fx import FxBackend, warn_of_fx
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.marks import with_marks
 from aotdist.codegen.numbers import numbers_apart
+from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
 from aotdist.torch_seam.functional import FakeTensorMode
@@ -64,8 +65,7 @@ class Emitter:
     def inference(self, graph: Graph) -> Emitted:
         """Compile a program that is never differentiated."""
         emitted = self._emit(graph, "inference", graph.ins)
-        emitted.finish()
-        return emitted
+        return emitted if self._finish(emitted) else self.of_reference().inference(graph)
 
     def halves(self, split: Split) -> EmittedHalves:
         """Compile both halves; the second is generated while the first is still being built."""
@@ -78,8 +78,8 @@ class Emitter:
         }
         saved = {slot: chosen[slot] for slot in split.saved if slot in chosen}
         backward = self._emit_backward(split, split.backward, {**saved, **tangents})
-        forward.finish()
-        backward.finish()
+        if not self._finish(forward, backward):
+            return self.of_reference().halves(split)
         loose = self.takes_any_strides(split.backward)
         return EmittedHalves(forward, backward, {} if loose else tangents, saved)
 
@@ -92,6 +92,20 @@ class Emitter:
         backward = self._emit_backward(split, graph, {**halves.saved_strides, **halves.tangent_strides})
         backward.finish()
         return backward
+
+    def _finish(self, *emitted: Emitted) -> bool:
+        """Wait for graphs; whether they may be used, or `fx` is to emit the program instead."""
+        failures: list[UnsupportedProgram] = []
+        for each in emitted:
+            try:
+                each.finish()
+            except UnsupportedProgram as failure:
+                failures.append(failure)
+        if failures and not any(each.else_fx for each in emitted):
+            raise failures[0]
+        for failure in failures[:1]:
+            warn_of_fx(failure)
+        return not failures
 
     def of_reference(self) -> Emitter:
         """One that runs graphs operator by operator."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -24,11 +25,16 @@ from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function
 from aotdist.codegen.tensor_text import tensor_text
 from aotdist.codegen.unbind import rejoin_selects
-from aotdist.errors import InternalError
+from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes
 from aotdist.torch_seam.operators import OpOverload, inference_rnn, native_callable, training_rnn
 from aotdist.torch_seam.profiling import RecordFunctionFast
+
+
+def warn_of_fx(failure: UnsupportedProgram) -> None:
+    """Say that `fx` emits what another backend does not compile."""
+    warnings.warn(f"aotdist: {failure.what}; it runs operator by operator, by `fx`", stacklevel=3)
 
 
 @dataclass(frozen=True, slots=True)

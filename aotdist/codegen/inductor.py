@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,10 +13,11 @@ from typing import Any, Literal
 import torch
 
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.convolution_backwards import keep_sizes_symbolic
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.exact_strides import tell_strides
-from aotdist.codegen.fx import FxBackend, print_graph
+from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.codegen.onednn_products import products_by_onednn
@@ -125,9 +125,9 @@ class InductorBackend:
         except UnsupportedProgram as failure:
             if not self.else_fx:
                 raise
-            warnings.warn(f"aotdist: {failure.what}; it runs operator by operator, by `fx`", stacklevel=2)
+            warn_of_fx(failure)
             return FxBackend().emit(graph, emission)
-        return replace(emitted, finish=failing_by_name()(emitted.finish))
+        return replace(emitted, finish=failing_by_name()(emitted.finish), else_fx=self.else_fx)
 
     def _emit(self, gm: torch.fx.GraphModule, graph: Graph, emission: Emission) -> Emitted:
         visible = [position for position, slot in enumerate(graph.outs) if slot.role in _VISIBLE]
@@ -145,9 +145,11 @@ class InductorBackend:
             products_by_onednn(gm)
             keep_for_backward(gm)
             tell_strides(gm)
+            keeps_layouts = _keeps_layouts(gm)
+            keep_sizes_symbolic(gm)
             with (
                 inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext(),
-                inductor_config(layout_optimization=False) if _keeps_layouts(gm) else nullcontext(),
+                inductor_config(layout_optimization=False) if keeps_layouts else nullcontext(),
             ):
                 compiled = compile_with_inductor(
                     gm,
@@ -203,8 +205,8 @@ def _refuse_use_of_sparse(gm: torch.fx.GraphModule) -> None:
             )
 
 
-_EXECUTED = re.compile(r"While executing %(\w+) ")
-"""Finds the node that Inductor was at in the text of an error of its."""
+_EXECUTED = re.compile(r"While executing %(\w+) |^ *target: (\S+)", re.MULTILINE)
+"""Finds the node that Inductor was at, or its operator, in the text of an error of its."""
 
 
 @contextmanager
@@ -220,9 +222,10 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
         raise
     except Exception as error:
         reason, found = str(error).partition("\n")[0] or type(error).__name__, _EXECUTED.search(str(error))
-        at = [node for node in gm.graph.nodes if found is not None and node.name == found[1]]
+        name, target = (None, None) if found is None else found.groups()
+        at = [node for node in gm.graph.nodes if node.name == name or str(node.target) == target]
         raise UnsupportedProgram(
-            f"Inductor does not compile {what}: {reason}",
+            f"Inductor does not compile {f'`{at[0].target}` in ' if at else ''}{what}: {reason}",
             where=at[0].meta.get("source") if at else None,
             stage="codegen",
             fix=_USE_FX,

@@ -1,6 +1,7 @@
 """Marks in a trace of PyTorch's profiler: which graph runs, and which module an operator belongs to.
 
-Nothing is marked, and no other code runs, while nobody profiles.
+Nothing is marked, and no other code runs, while nobody profiles; but what runs a graph also says more of a
+bad index than the kernel that meets it (`bad_indices.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from torch.fx import Node
 
+from aotdist.codegen.bad_indices import lines_with_indices, raise_if_of_an_index
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.passes.collectives import group_name
@@ -57,7 +59,14 @@ class MarkedCall:
         communications: what starts a collective or waits for one, in the order of the graph.
     """
 
-    __slots__ = ("__weakref__", "_mark", "_run", "_shown", "_with_modules", "communications")
+    __slots__ = (
+        "__weakref__",
+        "_mark",
+        "_run",
+        "_shown",
+        "_with_modules",
+        "communications",
+    )
 
     def __init__(
         self,
@@ -100,9 +109,14 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
     nodes = graph.gm.graph.nodes
     communications = tuple(_communication(node) for node in nodes if is_collective(node) or is_wait(node))
     run, marked = emitted.call, MarkedCall(emitted.call, emitted.with_modules, name, communications)
+    lines = lines_with_indices(graph)
 
     def call(args: list[Any]) -> Sequence[Any]:
-        return marked(args) if is_profiling() else run(args)
+        try:
+            return marked(args) if is_profiling() else run(args)
+        except RuntimeError as error:
+            raise_if_of_an_index(error, lines, name)
+            raise
 
     return replace(emitted, call=call)
 

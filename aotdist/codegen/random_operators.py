@@ -40,6 +40,7 @@ def _ordered(op: OpOverload) -> OpOverload:
 
     name = "_".join(str(op).split(".")[1:])
     arguments, _, results = schema_of(op).partition("(")[2].rpartition(") -> ")
+    arguments = arguments.replace(" from", " low")  # Inductor makes Python parameters of these names
     only_by_name = "" if "*" in arguments else ", *"
     schema = f"{name}({arguments}{only_by_name}, Tensor? after=None) -> {results}"
     _LIBRARY.define(schema, tags=torch.Tag.nondeterministic_seeded)  # so that what nobody reads is drawn, too

@@ -1,5 +1,6 @@
 """Several kernels in one translation unit."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -118,3 +119,46 @@ def test_large_batches_are_spread_over_the_cores(monkeypatch: pytest.MonkeyPatch
     batch_of([scale(i) for i in range(KERNELS_PER_UNIT * 4)])
     assert len(units) == min(4, compile_threads())
     assert sum(source.count("namespace unit_") for source in units) == 2 * 4 * KERNELS_PER_UNIT
+
+
+LOOKUP = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const int64_t* in_ptr0, float* out_ptr0, const int64_t ks0)
+{
+    #pragma omp parallel num_threads(2)
+    {
+        {
+            #pragma omp for
+            for(int64_t x0=0; x0<ks0; x0+=1)
+            {
+                { TORCH_CHECK(in_ptr0[x0] < 5, "index out of bounds: 0 <= tmp1 < 5L"); }
+                out_ptr0[x0] = 1;
+            }
+        }
+        {
+            #pragma omp for schedule(static) collapse(2)
+            for(int64_t x0=0; x0<1; x0+=1)
+            {
+                for(int64_t x1=0; x1<ks0; x1+=1)
+                {
+                    TORCH_CHECK(in_ptr0[x1] != 3, "index out of bounds: 0 <= tmp2 < 3L");
+                    out_ptr0[x1] += 1;
+                }
+            }
+        }
+    }
+}
+"""
+
+
+def test_a_bad_index_in_a_loop_of_several_threads_is_an_error():
+    """And not the end of the process; the other turns are done."""
+    batch, scope = batch_of([CppKernel(("const int64_t*", "float*", "const int64_t"), LOOKUP)])
+    batch.finish()
+    kernel: Any = scope["kernel_0"]
+    for bad, found in ((9, "tmp1 < 5L"), (3, "tmp2 < 3L"), (0, None)):
+        indices, result = torch.zeros(100, dtype=torch.int64), torch.zeros(100)
+        indices[90] = bad
+        with nullcontext() if found is None else pytest.raises(RuntimeError, match=found):
+            kernel(indices, result, 100)
+        assert result.sum() == (200 if found is None else 199)

@@ -400,14 +400,14 @@ with torch.no_grad():
     assert done.stdout.strip() == "(1, 1, 2, 2)", done.stderr
 
 
-@pytest.fixture
-def failing_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(
+    params=["While executing %{0.name} : [num_users=1] = call_function[]", "  target: {0.target}"]
+)
+def failing_backwards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_or_fail(gm: torch.fx.GraphModule, *args: Any, backward: bool, **options: Any) -> Any:
         if backward:
             at = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.cos.default)
-            raise ValueError(
-                f"no such kernel\n\nWhile executing %{at.name} : [num_users=1] = call_function[]"
-            )
+            raise ValueError(f"no such kernel\n\n{request.param.format(at)}")
         return compile_with_inductor(gm, *args, backward=backward, **options)
 
     monkeypatch.setattr("aotdist.codegen.inductor.compile_with_inductor", compile_or_fail)
@@ -439,7 +439,9 @@ def test_what_inductor_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch
 def test_auto_runs_by_fx_what_inductor_does_not_compile(cache_bytes: int, tmp_path: Path):
     settings = {"cache_bytes": cache_bytes, "cache_folder": str(tmp_path)}
     compiled = aotdist.compile(waves, backend="auto", settings=settings)
-    with pytest.warns(UserWarning, match="does not compile the backward graph .* by `fx`"):
+    with pytest.warns(
+        UserWarning, match="does not compile `aten.cos.default` in the backward graph .* by `fx`"
+    ):
         found = gradient(compiled)
     torch.testing.assert_close(found, gradient(waves))
 
@@ -483,12 +485,19 @@ def test_filters_of_warnings_decide_nothing_about_compilers(monkeypatch: pytest.
                 call(torch.ones(3))
 
 
-@pytest.mark.parametrize("backend", ["inductor", "auto"])
-def test_a_kernel_that_does_not_build_is_an_error_of_ours(backend: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_kernel_that_does_not_build(needs_grad: bool, monkeypatch: pytest.MonkeyPatch):
+    """Is an error of ours; `auto` runs the program by `fx`, and says so once."""
+
     def finish(batches: KernelBatches) -> None:
         raise RuntimeError("C++ compile error")
 
     monkeypatch.setattr(KernelBatches, "finish", finish)
-    compiled = aotdist.compile(waves, backend=backend, settings={"cache_bytes": 0})
+    x, settings = torch.arange(4.0, requires_grad=needs_grad), {"cache_bytes": 0}
     with pytest.raises(UnsupportedProgram, match="C\\+\\+ compile error"):
-        compiled(torch.ones(3))
+        aotdist.compile(waves, backend="inductor", settings=settings)(x)
+    compiled = aotdist.compile(waves, backend="auto", settings=settings)
+    with pytest.warns(UserWarning, match="C\\+\\+ compile error; .* by `fx`") as told:
+        found = [compiled(x), *([gradient(compiled)] if needs_grad else [])]
+    assert len(told) == 1
+    assert_close(found, [waves(x), *([gradient(waves)] if needs_grad else [])])

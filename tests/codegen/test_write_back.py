@@ -35,9 +35,11 @@ def test_values_are_copied_at_the_end_and_arguments_returned() -> None:
 
 
 @pytest.mark.parametrize(
-    "x", [torch.zeros(3, 1).expand(3, 4), torch.zeros(6, 4)[::2]], ids=["an element twice", "gaps"]
+    "x",
+    [torch.zeros(3, 1).expand(3, 4), torch.zeros(6, 4)[::2], torch.zeros(3, dtype=torch.complex64)],
+    ids=["an element twice", "gaps", "complex numbers"],
 )
-def test_what_is_no_whole_is_left_alone(x: torch.Tensor) -> None:
+def test_what_no_kernel_stores_is_left_alone(x: torch.Tensor) -> None:
     graph = writing(lambda x: [x + 1], [x], [0])
     gm = copied(graph)
     write_back(gm, graph)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.op_db.exceptions import FLOAT
+from tests.op_db.exceptions import FLOAT, KNOWN, Kind
 from tests.op_db.rounding import beyond_rounding
 from tests.op_db.samples import Case, Scene, operator_cases, operator_names
 
@@ -20,13 +20,18 @@ pytestmark = pytest.mark.skipif(
 CHUNKS = 60
 
 
+def is_defined(case: Case) -> bool:
+    """Whether eager says what its result is: not if it returns new memory as it is."""
+    return all(known.kind is not Kind.UNDEFINED for known in KNOWN.get(case.program, ()))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_first_sample(chunk: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tensors in beta state, which some samples are made of
         cases = (next(iter(operator_cases(name, FLOAT)), None) for name in operator_names()[chunk::CHUNKS])
-        found = [beyond_rounding(case, "inductor") for case in cases if case is not None]
+        found = [beyond_rounding(case, "inductor") for case in cases if case is not None and is_defined(case)]
     assert found
     assert list(filter(None, found)) == []
 

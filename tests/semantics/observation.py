@@ -131,8 +131,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @class_functions_are_off
-def look(tensor: torch.Tensor) -> Sight:
-    """What one tensor shows of itself."""
+def look(tensor: torch.Tensor, *, rounded: bool = False) -> Sight:
+    """What one tensor shows of itself; if `rounded`, its numbers but for rounding."""
     seen: Sight = {
         "type": type(tensor),
         "dtype": tensor.dtype,
@@ -143,8 +143,8 @@ def look(tensor: torch.Tensor) -> Sight:
         "has_grad_fn": tensor.grad_fn is not None,
         "is_view": tensor._is_view(),
         "is_inference": tensor.is_inference(),
-        "numbers": str([plain.detach().tolist() for plain in plain_tensors(tensor)]),
-        "bits": bits(tensor),
+        "numbers": Rounded(tensor) if rounded else str([p.detach().tolist() for p in plain_tensors(tensor)]),
+        "bits": None if rounded else bits(tensor),
     }
     if is_wrapper(tensor):
         return seen | {"context": str(tensor.__tensor_flatten__()[1])}  # type: ignore[attr-defined]
@@ -181,9 +181,9 @@ def relations(named: Mapping[str, torch.Tensor]) -> Sight:
     return seen
 
 
-def observe(named: Mapping[str, torch.Tensor]) -> Sight:
-    """Everything that the user can see of these tensors."""
-    return {name: look(tensor) for name, tensor in named.items()} | relations(named)
+def observe(named: Mapping[str, torch.Tensor], *, rounded: bool = False) -> Sight:
+    """Everything that the user can see of these tensors; if `rounded`, their numbers but for rounding."""
+    return {name: look(tensor, rounded=rounded) for name, tensor in named.items()} | relations(named)
 
 
 @class_functions_are_off
@@ -216,6 +216,8 @@ class Rounded:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
     largest = a.abs().nan_to_num(0, 0, 0).amax().item() if a.numel() else 0.0
     bound = 16 * torch.finfo(a.dtype).eps
     return torch.allclose(a, b, rtol=bound, atol=bound * largest, equal_nan=True)
@@ -233,10 +235,8 @@ def gradients(named: Mapping[str, torch.Tensor], *, rounded: bool = False) -> Si
         rounded: say what the numbers are but for rounding.
     """
     leaves = {name: t for name, t in named.items() if t.is_leaf}
-    seen = {f"{name}.grad": None if t.grad is None else look(t.grad) for name, t in leaves.items()}
-    if rounded:
-        grads = {f"{name}.grad": t.grad for name, t in leaves.items() if t.grad is not None}
-        seen |= {name: seen[name] | {"numbers": Rounded(t), "bits": None} for name, t in grads.items()}
+    grads = {f"{name}.grad": t.grad for name, t in leaves.items()}
+    seen = {name: None if grad is None else look(grad, rounded=rounded) for name, grad in grads.items()}
     return {name: one | {"stride": None} if one and 0 in one["size"] else one for name, one in seen.items()}
 
 
@@ -302,8 +302,9 @@ def play(
     calls: int = 1,
     backward: bool = True,
     around: Around = nullcontext,
+    rounded: bool = False,
 ) -> list[Sight]:
-    """Call, look, differentiate, look; as often as asked."""
+    """Call, look, differentiate, look; as often as asked; if `rounded`, see numbers but for rounding."""
     sights: list[Sight] = []
     for _ in range(calls):
         arguments = list(scene.arguments().values())
@@ -317,20 +318,20 @@ def play(
             result = call(*scene.args, **scene.kwargs)
         outputs = dict(tensors_in("out", result))
         everything = scene.tensors() | outputs
-        sights.append(observe(everything) | shape_of(result))
+        sights.append(observe(everything, rounded=rounded) | shape_of(result))
         if counts_writes:
             sights.append(versions(counted | outputs))
         if backward:
             ends = differentiable(outputs | scene.arguments())
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
-            rounded = scene.lenient and (
+            outside = scene.lenient and (
                 meet_outside(arguments, history) or scene.mixes and any(end._base is not None for end in ends)
             )
             moved = scene.lenient and writes_dtensors(arguments, history)
             taken = {owner for tensor in arguments for owner in _memory(tensor)}
             taken |= {storage._cdata for storage in before}
-            seen = differentiate(everything, ends, taken, others, rounded=rounded)
+            seen = differentiate(everything, ends, taken, others, rounded=rounded or outside)
             sights += [_without_placements(sight) for sight in seen] if moved else seen
     return [leniently(sight) for sight in sights] if scene.lenient else sights
 
@@ -403,7 +404,7 @@ def differentiate(
         ends: where to start.
         taken: the memory of the arguments, before the call and after it.
         of_other_kinds: the ends that get a gradient of another kind.
-        rounded: whether gradients are compared but for rounding.
+        rounded: whether numbers are compared but for rounding.
     """
     taken = set(taken)
     # By `.data =` a view can lie elsewhere than the base where its gradient arrives.
@@ -447,7 +448,7 @@ def _seen_after(
     rounded: bool,
 ) -> Sight:
     backward_through(ends, of_other_kinds, retain_graph=True)
-    seen = gradients(everything, rounded=rounded) | observe(everything)
+    seen = gradients(everything, rounded=rounded) | observe(everything, rounded=rounded)
     with class_functions_off():
         for tensor in everything.values():
             if tensor.is_leaf:
@@ -495,6 +496,7 @@ def same_as_eager(
     backend: Any = "fx",
     compilations: int | None = 1,
     seed: int = 0,
+    rounded: bool = False,
     **settings: Any,
 ) -> Compiled:
     """Play a scene eagerly and compiled, and assert that nobody can tell the difference.
@@ -507,6 +509,7 @@ def same_as_eager(
         backend: what to compile with.
         compilations: how many artifacts the calls may need; None for any number.
         seed: of torch's random numbers, before building and before playing.
+        rounded: whether numbers are compared but for rounding.
         settings: fields of `aotdist.Settings`.
     """
     played: list[list[Sight]] = []
@@ -521,7 +524,7 @@ def same_as_eager(
         sights = [
             sight
             for scene in scenes
-            for sight in play(scene, target, calls=calls, backward=backward, around=around)
+            for sight in play(scene, target, calls=calls, backward=backward, around=around, rounded=rounded)
         ]
         played.append([*sights, {"random numbers": torch.get_rng_state().tolist()}])
     assert_same(*played)

@@ -72,7 +72,11 @@ print(f"{len(different)} of {len(eager)} facts differ")
 
 
 def script_of(
-    program: Program, around: Around | None = None, found: str = "", settings: Mapping[str, Any] | None = None
+    program: Program,
+    around: Around | None = None,
+    found: str = "",
+    settings: Mapping[str, Any] | None = None,
+    backend: str = "fx",
 ) -> str:
     """A script that runs `program` eagerly and compiled, and prints in what they differ.
 
@@ -81,10 +85,15 @@ def script_of(
         around: a context for each call.
         found: what was seen to differ; it becomes a comment.
         settings: of the compilation.
+        backend: what compiles it; one that rounds otherwise shows that, too.
     """
     layouts = list(program.layouts())
     parts = [_HEAD, *_functions(program), *(_inputs(program, k) for k in range(len(layouts)))]
-    parts += [program.source(), inspect.getsource(leaves_behind), _check(program, around, settings or {})]
+    parts += [
+        program.source(),
+        inspect.getsource(leaves_behind),
+        _check(program, around, settings or {}, backend),
+    ]
     if found:
         parts.append("# Seen:\n" + textwrap.indent(found, "# ") + "\n")
     return "\n\n".join(parts)
@@ -102,10 +111,10 @@ def _inputs(program: Program, number: int) -> str:
     return f"def inputs{number}():\n{''.join(lines)}    return {', '.join(program.names)},\n"
 
 
-def _check(program: Program, around: Around | None, settings: Mapping[str, Any]) -> str:
+def _check(program: Program, around: Around | None, settings: Mapping[str, Any], backend: str) -> str:
     name = getattr(around, "__name__", "nullcontext")
     context = f"torch.{name}()" if hasattr(__import__("torch"), name) else "torch.enable_grad()"
-    options = ["backend='fx'", *([f"settings={dict(settings)!r}"] if settings else [])]
+    options = [f"{backend=}", *([f"settings={dict(settings)!r}"] if settings else [])]
     inputs = ", ".join(f"inputs{number}" for number in range(len(program.layouts())))
     text = _CHECK.replace("INPUTS", inputs).replace("AROUND", context).replace("OPTIONS", ", ".join(options))
     text = text.replace("OTHER_KINDS", f"{set(program.other_kinds)!r}")

@@ -115,7 +115,8 @@ def compare(program: Program, around: Around = nullcontext, *, mixes: bool = Fal
 
 
 def _explained(program: Program, around: Around, error: Exception, options: dict) -> str:
-    script = script_of(program, around, str(error), options)
+    settings = {name: value for name, value in options.items() if name not in ("backend", "rounded")}
+    script = script_of(program, around, str(error), settings, options.get("backend", "fx"))
     return f"As a script, with what was seen:\n\n{script}"
 
 
