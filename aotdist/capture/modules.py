@@ -223,7 +223,8 @@ class ModuleGuard:
         # A new attribute may hide one of the class, or be looked for; the values of others are compared.
         self._attributes = tuple(map(vars, self._modules))
         self._num_attributes = list(map(len, self._attributes))
-        self._names = tuple(map(frozenset, self._attributes))
+        shared: dict[frozenset[str], frozenset[str]] = {}  # by modules of one kind
+        self._names = tuple(shared.setdefault(names, names) for names in map(frozenset, self._attributes))
         self._read = tuple(read if _is_of_known_code(cls) else None for cls in self._classes)
         self._ties = tuple((tensor.places[0], other) for tensor in state for other in tensor.places[1:])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aotdist.codegen.any_strides import takes_any_strides
-from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides
+from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides, finished
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
@@ -64,8 +64,7 @@ class Emitter:
     def inference(self, graph: Graph) -> Emitted:
         """Compile a program that is never differentiated."""
         emitted = self._emit(graph, "inference", graph.ins)
-        emitted.finish()
-        return emitted
+        return finished(emitted)
 
     def halves(self, split: Split) -> EmittedHalves:
         """Compile both halves; the second is generated while the first is still being built."""
@@ -78,8 +77,7 @@ class Emitter:
         }
         saved = {slot: chosen[slot] for slot in split.saved if slot in chosen}
         backward = self._emit_backward(split, split.backward, {**saved, **tangents})
-        forward.finish()
-        backward.finish()
+        forward, backward = finished(forward), finished(backward)
         loose = self.takes_any_strides(split.backward)
         return EmittedHalves(forward, backward, {} if loose else tangents, saved)
 
@@ -90,8 +88,7 @@ class Emitter:
     def another_backward(self, split: Split, halves: EmittedHalves, graph: Graph) -> Emitted:
         """Compile a backward that takes what `halves.forward` saved, beside the one in `halves`."""
         backward = self._emit_backward(split, graph, {**halves.saved_strides, **halves.tangent_strides})
-        backward.finish()
-        return backward
+        return finished(backward)
 
     def of_reference(self) -> Emitter:
         """One that runs graphs operator by operator."""

@@ -57,7 +57,7 @@ class FxBackend:
         printed = print_graph(graph)
         call = load_function(printed.source, "forward", printed.bound, label)
         modules = functools.partial(marked_call, graph, label)
-        return Emitted(call, printed.source, counts_writes=False, with_modules=modules)
+        return Emitted(call, printed.source, counts_writes=False, with_modules=modules, graphs=(graph,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class MarkedCall:
         communications: what starts a collective or waits for one, in the order of the graph.
     """
 
-    __slots__ = ("__weakref__", "_mark", "_run", "_shown", "_with_modules", "communications")
+    __slots__ = ("__weakref__", "_mark", "_shown", "_with_modules", "communications", "run")
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class MarkedCall:
         name: str,
         communications: tuple[Communication, ...],
     ) -> None:
-        self._run = run
+        self.run = run
         self._with_modules = with_modules
         self._shown: BoxedCall | None = None
         self.communications = communications
@@ -77,11 +77,16 @@ class MarkedCall:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph."""
         if not is_profiling():
-            return self._run(args)
+            return self.run(args)
         if self._shown is None:
-            self._shown = self._run if self._with_modules is None else self._with_modules()
+            self._shown = self.run if self._with_modules is None else self._with_modules()
         with RecordFunctionFast(self._mark):
             return self._shown(args)
+
+
+def unmarked(call: BoxedCall) -> BoxedCall:
+    """What a `MarkedCall` runs; `call` itself if it is none."""
+    return call.run if isinstance(call, MarkedCall) else call
 
 
 def communications_of(mark: str) -> tuple[Communication, ...]:
