@@ -6,7 +6,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from aotdist.files import path_of
 from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
-from aotdist.runtime.artifact import Artifact, call_fitting, put_first
+from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.fit import MISS
 from aotdist.runtime.signature import what_changed, what_helps
 from aotdist.settings import Settings, settings_of
@@ -79,7 +79,7 @@ def _running_eagerly() -> Generator[None]:
 class Maker(Protocol):
     """Makes an artifact for a call that none of those fits that there are."""
 
-    def __call__(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
+    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact:
         """Make it.
 
         Args:
@@ -94,7 +94,7 @@ OpenDims: TypeAlias = Callable[[UserCall], Mapping[int, frozenset[int]]]
 
 
 class Compiling:
-    """Makes artifacts by compiling; warns once when that goes on and on.
+    """Makes artifacts by compiling; warns when that goes on and on, and when artifacts begin to be dropped.
 
     Args:
         backend: turns graphs into callables.
@@ -107,25 +107,32 @@ class Compiling:
         self._backend = backend
         self._settings = settings
         self._open_dims = open_dims
-        self._warned = False
+        self._said = set[bool]()  # whether programs were dropped, when it was said
 
-    def __call__(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
+    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact:
         """See `Maker`."""
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
         if self._open_dims is not None:
             call = replace(call, dims=self._open_dims(call))
         artifact = compile_call(call, self._backend, self._settings, earlier=artifacts, symbolic=symbolic)
-        if len(artifacts) < self._settings.max_artifacts:
-            self._warned = False
-        elif not self._warned:
-            self._warned = True
-            name, changes = artifact.compilation.captured.name, what_changed(artifact, artifacts)
-            warnings.warn(
-                f"aotdist: `{name}` was compiled {len(artifacts) + 1} times; what keeps changing: {changes}; "
-                f"{what_helps(artifact, artifacts)}",
-                stacklevel=5,
-            )
+        self._warn_of_many(artifact, artifacts)
         return artifact
+
+    def _warn_of_many(self, artifact: Artifact, others: Artifacts) -> None:
+        """Say what keeps changing: early, and once more where artifacts begin to be dropped."""
+        most, count = self._settings.max_artifacts, len(others)
+        drops = count >= most
+        if count < min(_MANY, most):
+            self._said.clear()
+        elif drops not in self._said:
+            self._said.add(drops)
+            name, changes = artifact.compilation.captured.name, what_changed(artifact, others)
+            limit = f"; `max_artifacts` is {most}: for each new program, the one used longest ago is dropped"
+            warnings.warn(
+                f"aotdist: `{name}` was compiled {count + 1} times; what keeps changing: {changes}; "
+                f"{what_helps(artifact, others)}{limit if drops else ''}",
+                stacklevel=6,
+            )
 
 
 def compiling(backend: str | Compiler | Backend, settings: Settings | Mapping[str, Any] | None) -> Compiling:
@@ -156,7 +163,7 @@ class Compiled(Explained):
         self._target = target
         self._run = run
         self._make = make
-        self.artifacts: list[Artifact] = []
+        self.artifacts = Artifacts()
         _every_compiled.add(self)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +202,7 @@ class Compiled(Explained):
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
         with alone(), _running_eagerly(), tapes_off():
             artifact = self._make(UserCall(self._target(), self._run, args, kwargs), self.artifacts)
-        put_first(artifact, self.artifacts)
+        self.artifacts.put_first(artifact)
         return artifact
 
     def _made_so_far(self) -> list[Artifact]:
@@ -205,6 +212,9 @@ class Compiled(Explained):
         """Forget every artifact."""
         self.artifacts.clear()
 
+
+_MANY = 8
+"""How many artifacts a function has before it is asked what keeps changing: it may well go on."""
 
 _MOST_MADE = 4
 """How many artifacts are made for one call while other threads change what it finds."""

@@ -30,7 +30,7 @@ from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 from aotdist.report.logs import log_compiled
 from aotdist.report.progress import showing
 from aotdist.report.stage_times import StageTimes
-from aotdist.runtime.artifact import Artifact, call_fitting, load
+from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting, load
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward_compiler import DoubleBackwardCompiler
@@ -51,7 +51,7 @@ def compile_call(
     backend: Backend,
     settings: Settings,
     *,
-    earlier: Sequence[Artifact] = (),
+    earlier: Artifacts | None = None,
     symbolic: bool = True,
 ) -> Artifact:
     """Compile one call of the user's function.
@@ -88,7 +88,7 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
 
 
 def loaded_together(
-    label: str, settings: Settings, made: Callable[[], Compilation], earlier: Sequence[Artifact] = ()
+    label: str, settings: Settings, made: Callable[[], Compilation], earlier: Artifacts | None = None
 ) -> Artifact:
     """Load what `made` makes on each rank, when all have made theirs and agree on it.
 
@@ -114,7 +114,7 @@ def loaded_together(
         label=label,
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),
-        earlier=[artifact.compilation.collectives() for artifact in earlier],
+        earlier=() if earlier is None else earlier.agreed(),
     )
     artifact = load(compilation, fit)
     log_compiled(artifact)
@@ -248,13 +248,21 @@ def _compile_training(
         gates=gates,
         differentiable_parts=_DifferentiableParts(traced.graph, double_backward, emitter),
         others=more.of_other_kinds(traced.later_backwards),
-        double_backward=_double_backward_compiler(traced, joint, split, halves, node, emitter),
+        double_backward=_double_backward_compiler(
+            traced, joint, split, halves, node, double_backward, emitter
+        ),
     )
     return region, (*records, *records_of_backward)
 
 
 def _double_backward_compiler(
-    traced: Traced, joint: Graph, split: Split, halves: EmittedHalves, node: NodePlan, emitter: Emitter
+    traced: Traced,
+    joint: Graph,
+    split: Split,
+    halves: EmittedHalves,
+    node: NodePlan,
+    plan: DoubleBackwardPlan,
+    emitter: Emitter,
 ) -> DoubleBackwardCompiler | None:
     """What compiles the backward as a program with a backward; None where only `_DifferentiableParts` do."""
     later = traced.later_backwards
@@ -278,6 +286,8 @@ def _double_backward_compiler(
         symbols=traced.symbols,
         fake_mode=traced.fake_mode,
         compiled=compiled,
+        is_exact=plan.is_exact and node.obstacle is None,
+        failure=plan.failure,
     )
 
 
@@ -301,7 +311,7 @@ class _DifferentiableParts:
         return self._made[key]
 
     def _compiled(self, graph: Graph) -> BoxedCall:
-        emitter, artifacts = self._emitter, list[Artifact]()
+        emitter, artifacts = self._emitter, Artifacts()
         settings = replace(emitter.settings, dynamic=False)
         run = as_function(graph)
         run.__name__ = f"gradients of {emitter.name}"
@@ -312,7 +322,7 @@ class _DifferentiableParts:
                 call = UserCall(run, run, tuple(given), {})
                 # Its sizes are constants of the call, also those that an argument carries a mark for.
                 made = compile_call(call, emitter.backend, settings, earlier=artifacts, symbolic=False)
-                artifacts.append(made)
+                artifacts.put_first(made)
                 result = made.call(tuple(given), {})
             return result
 

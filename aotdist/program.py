@@ -11,6 +11,8 @@ from typing import Any, Generic, Literal, NewType, TypeVar, cast
 
 import torch
 
+from aotdist.torch_seam.packed_graphs import HeldGraph
+
 ArgIdx = NewType("ArgIdx", int)
 """Position among the tensors that the user's call brings: arguments, then lifted state."""
 DistinctIdx = NewType("DistinctIdx", int)
@@ -135,7 +137,7 @@ class Program(Generic[I]):
     examples: Row[I, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Graph:
     """A flat functional FX graph with a name for every argument and result.
 
@@ -157,9 +159,23 @@ class Graph:
     - `strides_asked`: that a backward of the user's looks at the strides.
     """
 
-    gm: torch.fx.GraphModule
+    held: HeldGraph
     ins: tuple[Slot, ...]
     outs: tuple[Slot, ...]
+
+    def __init__(self, gm: torch.fx.GraphModule, ins: tuple[Slot, ...], outs: tuple[Slot, ...]) -> None:
+        object.__setattr__(self, "held", HeldGraph(gm))
+        object.__setattr__(self, "ins", ins)
+        object.__setattr__(self, "outs", outs)
+
+    @property
+    def gm(self) -> torch.fx.GraphModule:
+        """The module; the same for as long as anybody holds it, or its nodes."""
+        return self.held.module()
+
+    def pack(self) -> None:
+        """Hold `gm` in a twentieth of its memory; it is made anew when it is asked for."""
+        self.held.pack()
 
     def placeholders(self) -> list[torch.fx.Node]:
         """The argument nodes, in the order of `ins`."""

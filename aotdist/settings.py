@@ -53,7 +53,10 @@ class Settings:
             rows, and summed up in another order than in eager: close to it, not equal bit for bit. Logits
             that anything else reads are made whole. None leaves all losses as they are written.
         disabled_passes: names of graph passes to leave out (see `aotdist.passes.order`).
-        max_artifacts: signatures compiled for one callable before a warning names what keeps changing.
+        max_artifacts: compiled programs that one callable keeps, one a signature. When there is one more, the
+            one that was used longest ago is dropped: results that it made can still be differentiated, and a
+            call that it was for compiles again. 64 hold every length of an epoch that pads to multiples of 8
+            up to 512. A warning says what keeps changing, at the ninth and when the first is dropped.
         rank_timeout_s: seconds that a rank waits for its peers to agree before it raises.
         verify: check the graph's invariants after every pass.
         dynamic: let every size of the arguments differ from call to call without compiling again, except
@@ -89,7 +92,7 @@ class Settings:
     bucket_bytes: int = 64 * 2**20
     loss_chunk_bytes: int | None = None
     disabled_passes: frozenset[str] = field(default_factory=frozenset)
-    max_artifacts: int = 8
+    max_artifacts: int = 64
     rank_timeout_s: float = 300.0
     verify: bool = True
     dynamic: bool = False

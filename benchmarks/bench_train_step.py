@@ -75,8 +75,8 @@ def train_in_turns(job: tuple[Shape, Pace]) -> dict[str, list[float]]:
     """Seconds a step, by contender.
 
     Raises:
-        RuntimeError: after all steps, a contender's loss differs from eager's by more than a thousandth of the
-            first one: of a loss that is nearly zero by then, a ResNet's last bits grow to two in a thousand.
+        RuntimeError: after all steps, a contender's loss differs from eager's by more than a thousandth of
+            the first one: of a loss that is nearly zero by then, a ResNet's bits are two in a thousand.
     """
     shape, pace = job
     steps = {way: make_step(shape, way) for way in WAYS}

@@ -6,7 +6,7 @@ pickling as empty shells, since a copy of a module is not compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class PrintedSource(str):
         return PrintedSource("")
 
 
-class GraphList(list[dict[str, torch.fx.GraphModule]]):
+class GraphList(list[Mapping[str, torch.fx.GraphModule]]):
     """The graphs of a module's artifacts."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -233,7 +233,8 @@ class ModuleGuard:
         empty = (holder for holder in (*hooks, *children) if not holder)
         self._counted = (*self._attributes, *named, *empty)
         self._counts = list(map(len, self._counted))
-        self._names = tuple(map(frozenset, self._attributes))
+        shared: dict[frozenset[str], frozenset[str]] = {}  # by modules of one kind
+        self._names = tuple(shared.setdefault(names, names) for names in map(frozenset, self._attributes))
         self._read = tuple(read if _is_of_known_code(cls) else None for cls in self._classes)
         self._ties = tuple((tensor.places[0], other) for tensor in state for other in tensor.places[1:])
 

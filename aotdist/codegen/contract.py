@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -153,6 +153,7 @@ class Emitted:
             each module. None where the backend cannot tell.
         is_settled: whether a call with such arguments compiles nothing and looks at nothing any more; None if
             that holds of every call.
+        graphs: graphs that it holds, to make `with_modules` of.
     """
 
     call: BoxedCall
@@ -168,6 +169,17 @@ class Emitted:
     counts_writes: bool = True
     with_modules: Callable[[], BoxedCall] | None = None
     is_settled: Callable[[Sequence[Any]], bool] | None = None
+    graphs: tuple[Graph, ...] = ()
+
+
+def finished(emitted: Emitted) -> Emitted:
+    """The same once `call` may be used; what was needed for that is let go.
+
+    Raises:
+        UnsupportedProgram: it does not compile.
+    """
+    emitted.finish()
+    return replace(emitted, finish=_nothing_pending)
 
 
 @runtime_checkable

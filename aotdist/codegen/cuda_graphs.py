@@ -35,6 +35,9 @@ CAPTURE: GraphCapture = CudaGraphCapture()
 _MOST_RECORDINGS = 3
 """How often one signature is recorded: parameters that move more often are not worth waiting for."""
 
+_MOST_SIZES = 8
+"""Signatures of sizes that a graph is recorded for, if `max_artifacts` is more: each holds a GPU's memory."""
+
 _NOT_REPLAYED = "the forward ran without its recording"
 
 NOT_SETTLED = "the strides of a library's results had to be looked at"
@@ -65,7 +68,7 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
         static_ins=emission.static_ins,
         saved_ins=emission.saved_ins,
         leaving=frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
-        most=emission.settings.max_artifacts,
+        most=min(_MOST_SIZES, emission.settings.max_artifacts),
         capture=CAPTURE,
         is_settled=emitted.is_settled,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aotdist.codegen.any_strides import takes_any_strides
-from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides
+from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides, finished
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend, warn_of_fx
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
@@ -65,7 +65,8 @@ class Emitter:
     def inference(self, graph: Graph) -> Emitted:
         """Compile a program that is never differentiated."""
         emitted = self._emit(graph, "inference", graph.ins)
-        return emitted if self._finish(emitted) else self.of_reference().inference(graph)
+        done = self._finished(emitted)
+        return self.of_reference().inference(graph) if done is None else done[0]
 
     def halves(self, split: Split) -> EmittedHalves:
         """Compile both halves; the second is generated while the first is still being built."""
@@ -78,8 +79,10 @@ class Emitter:
         }
         saved = {slot: chosen[slot] for slot in split.saved if slot in chosen}
         backward = self._emit_backward(split, split.backward, {**saved, **tangents})
-        if not self._finish(forward, backward):
+        done = self._finished(forward, backward)
+        if done is None:
             return self.of_reference().halves(split)
+        forward, backward = done
         loose = self.takes_any_strides(split.backward)
         return EmittedHalves(forward, backward, {} if loose else tangents, saved)
 
@@ -90,22 +93,21 @@ class Emitter:
     def another_backward(self, split: Split, halves: EmittedHalves, graph: Graph) -> Emitted:
         """Compile a backward that takes what `halves.forward` saved, beside the one in `halves`."""
         backward = self._emit_backward(split, graph, {**halves.saved_strides, **halves.tangent_strides})
-        backward.finish()
-        return backward
+        return finished(backward)
 
-    def _finish(self, *emitted: Emitted) -> bool:
-        """Wait for graphs; whether they may be used, or `fx` is to emit the program instead."""
-        failures: list[UnsupportedProgram] = []
+    def _finished(self, *emitted: Emitted) -> list[Emitted] | None:
+        """Graphs once they may be used; None if `fx` is to emit the program instead."""
+        done, failures = list[Emitted](), list[UnsupportedProgram]()
         for each in emitted:
             try:
-                each.finish()
+                done.append(finished(each))
             except UnsupportedProgram as failure:
                 failures.append(failure)
         if failures and not any(each.else_fx for each in emitted):
             raise failures[0]
         for failure in failures[:1]:
             warn_of_fx(failure)
-        return not failures
+        return None if failures else done
 
     def of_reference(self) -> Emitter:
         """One that runs graphs operator by operator."""

@@ -65,7 +65,7 @@ class FxBackend:
         printed = print_graph(graph)
         call = load_graph(printed, graph, label)
         modules = functools.partial(marked_call, graph, label)
-        return Emitted(call, printed.source, counts_writes=False, with_modules=modules)
+        return Emitted(call, printed.source, counts_writes=False, with_modules=modules, graphs=(graph,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,11 +95,11 @@ class InductorBackend:
             return graph  # the rewrites leave nodes without a size where no device computes (torch 2.13)
         _require_triton(fakes)
         gm = copied(graph)
-        memory = memory_of(replace(graph, gm=gm))
+        memory = memory_of(Graph(gm, graph.ins, graph.outs))
         try:
             with _failing_by_name(gm, "the joint graph"), _compiling(gm, fakes[0].fake_mode):
                 prepare_draws(gm)
-                rewritten = replace(graph, gm=inductor_joint_passes(gm, fakes[0].device))
+                rewritten = Graph(inductor_joint_passes(gm, fakes[0].device), graph.ins, graph.outs)
         except UnsupportedProgram:
             if self.else_fx:
                 return graph

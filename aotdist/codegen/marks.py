@@ -6,6 +6,7 @@ bad index than the kernel that meets it (`bad_indices.py`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,14 +60,7 @@ class MarkedCall:
         communications: what starts a collective or waits for one, in the order of the graph.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_mark",
-        "_run",
-        "_shown",
-        "_with_modules",
-        "communications",
-    )
+    __slots__ = ("__weakref__", "_mark", "_run", "_shown", "_with_modules", "communications")
 
     def __init__(
         self,
@@ -111,6 +105,7 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
     run, marked = emitted.call, MarkedCall(emitted.call, emitted.with_modules, name, communications)
     lines = lines_with_indices(graph)
 
+    @functools.wraps(run)
     def call(args: list[Any]) -> Sequence[Any]:
         try:
             return marked(args) if is_profiling() else run(args)

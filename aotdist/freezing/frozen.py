@@ -22,7 +22,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program
 from aotdist.freezing.state import FrozenState
-from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.artifact import Artifact, Artifacts
 from aotdist.settings import Settings, settings_of
 from aotdist.subclasses.protocol import communicates_around, module_rules
 from aotdist.torch_seam.trees import pytree
@@ -103,7 +103,7 @@ class Frozen(Compiled):
         """
         self._state.discard_parameters()
 
-    def _make_for(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
+    def _make_for(self, call: UserCall, artifacts: Artifacts) -> Artifact:
         """See `aotdist.api.Maker`."""
         _refuse_training(call.target)
         program = frozen_program(

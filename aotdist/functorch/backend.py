@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -61,7 +61,7 @@ class FunctorchBackend:
         joint, _ = run_passes(graph, "joint", self.settings)
         order = Order.of(joint)
         if not order.tangents:
-            return replace(joint, gm=named_as_theirs(joint.gm))
+            return Graph(named_as_theirs(joint.gm), joint.ins, joint.outs)
         module = joint_module(joint, order)
         name_generators(module)
         vals = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

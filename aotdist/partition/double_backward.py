@@ -7,6 +7,7 @@ history again, each in the grad mode that it was recorded in, and those of the b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DETACH
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import overwritten_primals
-from aotdist.partition.traits import is_collective, is_late, is_random
+from aotdist.partition.traits import is_collective, is_getitem, is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot
 from aotdist.torch_seam.operators import operator_name
 
@@ -68,6 +69,21 @@ _ANOTHER_WITH_HISTORY = frozenset(
 What a trace without it recorded has no derivative, or a wrong one.
 """
 
+_WITH_ONE_FORMULA = frozenset(
+    {
+        *("add", "bmm", "cat", "clone", "detach", "div", "mm", "mul", "neg", "pow", "sum"),
+        *("_unsafe_view", "expand", "permute", "select_backward", "slice", "slice_backward", "squeeze"),
+        *("t", "transpose", "unsqueeze", "view"),
+        *("_log_softmax_backward_data", "_softmax_backward_data", "nll_loss_backward"),
+        *("gelu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward"),
+        *("embedding_dense_backward", "native_layer_norm_backward", "native_batch_norm_backward"),
+        *("convolution_backward", "max_pool2d_with_indices_backward"),
+    }
+)
+"""Operators of backwards that autograd computes alike under `create_graph=True`, each with a derivative."""
+_WITHOUT_DERIVATIVE = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn)_attention\w*_backward")
+"""Operators of backwards that autograd cannot differentiate."""
+
 
 @dataclass(frozen=True, slots=True)
 class DoubleBackwardPlan:
@@ -77,11 +93,16 @@ class DoubleBackwardPlan:
         primals: the plain inputs that the gradients depend on, which must be kept.
         kept: saved values that follow from random numbers alone; they are not drawn again.
         obstacle: why it cannot be differentiated, if so: the end of a sentence.
+        is_exact: whether the graph, run under autograd, is known to be what a trace under `create_graph=True`
+            would show: backwards that are traced later are not needed then.
+        failure: why a gradient with a history cannot be differentiated in eager either, if so.
     """
 
     primals: tuple[Slot, ...]
     kept: Mapping[str, Slot]
     obstacle: str | None
+    is_exact: bool = False
+    failure: str = ""
 
 
 def plan_double_backward(
@@ -104,7 +125,34 @@ def plan_double_backward(
     primals = tuple(slot for slot, node in named if slot.role == "primal" and node in needed)
     needed -= {node for node in needed if node.name in kept}
     obstacle = "hooks in it hear of gradients" if hooked else _obstacle(joint, needed, written, functions)
-    return DoubleBackwardPlan(() if obstacle else primals, kept, obstacle)
+    is_exact = obstacle is None and _is_exact(joint, needed)
+    return DoubleBackwardPlan(() if obstacle else primals, kept, obstacle, is_exact, _failure(needed))
+
+
+def _is_exact(joint: Graph, needed: set[Node]) -> bool:
+    """See `DoubleBackwardPlan`: no write under `no_grad` hides a history, and gradients have one formula."""
+    paths = {slot.path for slot, node in joint.named_results().items() if slot.role == "grad" and node}
+    named = joint.named_placeholders().items()
+    roots = (node for slot, node in named if slot.path in paths or slot.role in GRADIENT_ROLES)
+    with_history = joint.descendants(roots)
+    return all(
+        operator_name(node.target) in _WITH_ONE_FORMULA if is_late(node) else _is_recorded_as_written(node)
+        for node in needed & with_history
+        if node.op == "call_function" and not is_getitem(node)
+    )
+
+
+def _is_recorded_as_written(node: Node) -> bool:
+    """Whether autograd sees an operator of the forward as it saw it in the program."""
+    val, name = node.meta.get("val"), operator_name(node.target) or "copy"
+    is_complex = isinstance(val, torch.Tensor) and val.is_complex()
+    return bool(node.meta.get("grad")) and not is_complex and name != "copy" and "scatter" not in name
+
+
+def _failure(needed: set[Node]) -> str:
+    names = (operator_name(node.target) or "" for node in needed if is_late(node))
+    found = next((name for name in names if _WITHOUT_DERIVATIVE.fullmatch(name)), None)
+    return "" if found is None else f"derivative for aten::{found} is not implemented"
 
 
 def no_double_backward(obstacle: str) -> UnsupportedProgram:

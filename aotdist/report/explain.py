@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from aotdist.files import AS_USUAL, path_of, refuse_unwritable, write_whole
+from aotdist.program import Graph
 from aotdist.report.details import Details, details_of
 from aotdist.report.page import render_page
 from aotdist.report.ranks import Told, compared, meet
 from aotdist.report.summary import Report, report_of
 from aotdist.report.text import format_bytes
 from aotdist.runtime.artifact import Artifact
+
+
+class GraphsByName(Mapping[str, torch.fx.GraphModule]):
+    """The graphs of an artifact as FX modules; one that is held is the same each time."""
+
+    def __init__(self, graphs: Mapping[str, Graph]) -> None:
+        self._graphs = graphs
+
+    def __getitem__(self, name: str) -> torch.fx.GraphModule:
+        return self._graphs[name].gm
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._graphs)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
 
 class Explained(ABC):
@@ -35,12 +52,9 @@ class Explained(ABC):
         return "\n".join(artifact.source for artifact in self._made_so_far())
 
     @property
-    def graphs(self) -> list[dict[str, torch.fx.GraphModule]]:
-        """The FX graphs of every artifact, by name."""
-        return [
-            {name: graph.gm for name, graph in artifact.compilation.graphs().items()}
-            for artifact in self._made_so_far()
-        ]
+    def graphs(self) -> list[Mapping[str, torch.fx.GraphModule]]:
+        """The FX graphs of every artifact, by name; each is unpacked when it is looked at."""
+        return [GraphsByName(artifact.compilation.graphs()) for artifact in self._made_so_far()]
 
     def explain(self, *, html: str | Path | None = None) -> Report:
         """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 
 from aotdist.codegen.contract import Emitted, Fusion, Recordings
 from aotdist.facts import DataWritten
@@ -41,6 +43,26 @@ class GraphSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """What an artifact keeps on the host, in bytes.
+
+    Machine code that a compiler loaded, and what the artifact shares with the module, are not counted.
+
+    Args:
+        graphs: its graphs, packed.
+        code: printed code: its text, and what Python made of it.
+        constants: tensors that its graphs hold.
+        trace: whether autograd's graph of the trace is kept, for `create_graph=True`: two kilobytes for each
+            operation of the joint graph.
+    """
+
+    graphs: int
+    code: int
+    constants: int
+    trace: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactSummary:
     """One compiled signature.
 
@@ -54,6 +76,7 @@ class ArtifactSummary:
         converted: modules that were converted in place, by what they compute in.
         seconds: of each stage.
         passes: what each graph pass did.
+        memory: what it keeps.
     """
 
     name: str
@@ -65,6 +88,7 @@ class ArtifactSummary:
     converted: Mapping[str, tuple[str, ...]]
     seconds: Mapping[str, float]
     passes: tuple[PassRecord, ...]
+    memory: Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +138,33 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
         converted=conversions(compilation.captured.environment.modules),
         seconds=compilation.seconds,
         passes=compilation.records,
+        memory=_memory(artifact),
     )
+
+
+def _memory(artifact: Artifact) -> Memory:
+    held = {graph.held for graph in artifact.compilation.every_graph()}
+    constants = {id(tensor): tensor.nbytes for one in held for tensor in one.constants()}
+    region, emitted = artifact.compilation.region, artifact.compilation.emitted().values()
+    code = {id(one): sys.getsizeof(one) for one in (artifact.source, *(each.source for each in emitted))}
+    for call in (artifact.call, *(inspect.unwrap(each.call) for each in emitted)):
+        code[id(call)] = _bytes_of_code(getattr(call, "__code__", None))
+    double = region.double_backward if isinstance(region, Training) else None
+    return Memory(
+        graphs=sum(one.num_bytes() for one in held),
+        code=sum(code.values()),
+        constants=sum(constants.values()),
+        trace=double is not None and double.has_trace(),
+    )
+
+
+def _bytes_of_code(code: CodeType | None) -> int:
+    """What a function's code takes, with its constants and the functions inside of it."""
+    if code is None:
+        return 0
+    inner = sum(_bytes_of_code(one) for one in code.co_consts if isinstance(one, CodeType))
+    parts = (code.co_consts, code.co_names, code.co_varnames, code.co_linetable, code.co_exceptiontable)
+    return sys.getsizeof(code) + sum(map(sys.getsizeof, parts)) + inner
 
 
 def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSummary:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aotdist.report.summary import ArtifactSummary, GraphSummary, Report
+    from aotdist.report.summary import ArtifactSummary, GraphSummary, Memory, Report
 
 
 NOTHING_YET = "nothing compiled yet: call it once"
@@ -43,10 +43,18 @@ def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
         yield "writes", _some(summary.written)
     for conversion, paths in summary.converted.items():
         yield conversion, ", ".join(paths)
+    yield "memory", memory_text(summary.memory)
     passes = [record for record in summary.passes if record.nodes_before != record.nodes_after]
     if passes:
         changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,} nodes" for r in passes)
         yield "passes", ", ".join(changes)
+
+
+def memory_text(memory: Memory) -> str:
+    """What an artifact keeps on the host: `48.1 KiB of graphs, 90.2 KiB of code`."""
+    parts = {"graphs": memory.graphs, "code": memory.code, "constants": memory.constants}
+    text = ", ".join(f"{format_bytes(count)} of {name}" for name, count in parts.items() if count)
+    return f"{text}, and the trace" if memory.trace else text
 
 
 def _some(names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import torch
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.layer import Call
+from aotdist.passes.collectives import Collective
 from aotdist.program import NodeOutIdx, PrimalIdx, Slot
 from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Backward, Part
@@ -44,32 +45,69 @@ class Artifact:
         source: the printed code of `call`, the autograd node included.
         compilation: how it came to be, without the tensors of the call.
         fit: when it fits a call, likewise.
+        collectives: what its ranks agreed to run together.
     """
 
     call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
     source: str
     compilation: Compilation
     fit: Fit
+    collectives: tuple[Collective, ...]
+
+    def forget_trace(self) -> None:
+        """Let go of autograd's graph of the trace, if gradients of gradients can do without it."""
+        region = self.compilation.region
+        if isinstance(region, Training) and region.double_backward is not None:
+            region.double_backward.forget_trace()
 
 
-def call_fitting(artifacts: list[Artifact], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+class Artifacts(list[Artifact]):
+    """The artifacts of one function, the one used last first.
+
+    Another thread that looks for one finds it at any time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order = threading.Lock()
+        self._agreed: set[tuple[Collective, ...]] = set()
+
+    def put_first(self, artifact: Artifact) -> None:
+        """Let an artifact be the first, new or not.
+
+        Those before a new one let go of what only `create_graph=True` needs, if nobody asked for it yet. As
+        many are kept as its settings say; those used longest ago are dropped. What they computed can be
+        differentiated as before, and what ranks agreed on for them holds: a rank that compiles one again does
+        so alone.
+        """
+        with self._order:
+            self._agreed.add(artifact.collectives)
+            if all(one is not artifact for one in self):
+                for one in self:
+                    one.forget_trace()
+            ordered = [artifact, *(one for one in self if one is not artifact)]
+            self[:] = ordered[: artifact.compilation.settings.max_artifacts]
+
+    def agreed(self) -> set[tuple[Collective, ...]]:
+        """The sequences of collectives that ranks agreed on, also those of artifacts that were dropped."""
+        return set(self._agreed)
+
+    def clear(self) -> None:
+        """Forget all of them, and what ranks agreed on."""
+        with self._order:
+            super().clear()
+            self._agreed.clear()
+
+
+def call_fitting(artifacts: Artifacts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call the artifact that fits and move it to the front, where it is tried first; `MISS` if none fits."""
     for position, artifact in enumerate(tuple(artifacts)):
         result = artifact.call(args, kwargs)
         if result is not MISS:
             if position:
-                put_first(artifact, artifacts)
+                artifacts.put_first(artifact)
             return result
     return MISS
-
-
-_order = threading.Lock()
-
-
-def put_first(artifact: Artifact, artifacts: list[Artifact]) -> None:
-    """Let an artifact be the first, new or not; another thread that looks finds it at any time."""
-    with _order:
-        artifacts[:] = [artifact, *(one for one in artifacts if one is not artifact)]
 
 
 def load(compilation: Compilation, fit: Fit) -> Artifact:
@@ -132,7 +170,10 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
         turns=_turns(compilation),
     )
     call = printer.load("call", compilation.captured.name)
-    return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit))
+    sequence = compilation.collectives()
+    for graph in compilation.every_graph():
+        graph.pack()
+    return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit), sequence)
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:

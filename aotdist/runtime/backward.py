@@ -258,7 +258,8 @@ class Backward:
             return (None,) * len(self.plan.grads), []
         is_needed = plan.obstacle is not None or not plan.converts(arrived)
         is_apart = bool(caught) or is_watched(ctx) or bool(self.plan.sizes)
-        if self.double_backward is not None and (is_needed or not is_apart):
+        has_trace = self.double_backward is not None and self.double_backward.compiler.is_there()
+        if self.double_backward is not None and (is_needed or has_trace and not is_apart):
             if caught:
                 raise refusal(arrived.values(), CAUGHT)
             return self.double_backward(ctx, arrived, lambda: self._without_history(ctx, changes, *tangents))

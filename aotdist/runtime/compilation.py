@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from aotdist.capture.capture import Captured, Returned
@@ -17,7 +17,7 @@ from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, PrimalIdx, Slot, Split
 from aotdist.runtime.backward import Parts
-from aotdist.runtime.double_backward import CompiledDoubleBackward
+from aotdist.runtime.double_backward import DoubleBackwards
 from aotdist.runtime.other_kinds import Arrived, OtherBackward
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
@@ -56,7 +56,7 @@ class Training:
     gates: tuple[Gate, ...]
     differentiable_parts: Parts
     others: Callable[[Arrived], OtherBackward] | None
-    double_backward: Callable[[Arrived], CompiledDoubleBackward] | None
+    double_backward: DoubleBackwards | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,17 @@ class Compilation:
                 return {"joint": joint, "forward": split.forward, "backward": split.backward}
             case Inference(graph=graph):
                 return {"inference": graph}
+
+    def every_graph(self) -> Iterator[Graph]:
+        """All graphs that it holds, also those that only other backwards, or profilers, need."""
+        yield self.traced.graph
+        match self.region:
+            case Training() as region:
+                yield from (region.cut, region.joint, region.by_choice, *self.graphs().values())
+            case Inference(graph=graph):
+                yield graph
+        for emitted in self.emitted().values():
+            yield from emitted.graphs
 
     def collectives(self) -> tuple[Collective, ...]:
         """What the ranks run together, forward then backward, in the order in which they start."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -55,17 +55,37 @@ class CompiledDoubleBackward:
         )
 
 
+class DoubleBackwards(Protocol):
+    """Compiles differentiable backwards of one program."""
+
+    def __call__(self, arrived: Arrived) -> CompiledDoubleBackward:
+        """The one for such gradients; compiles each once."""
+        ...
+
+    def is_there(self) -> bool:
+        """Whether there is one, or a reason why there is none; if not, the joint graph serves as well."""
+        ...
+
+    def has_trace(self) -> bool:
+        """Whether backwards can be traced."""
+        ...
+
+    def forget_trace(self) -> None:
+        """Let go of what traces backwards, unless it was used, or nothing else could stand in for it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DoubleBackward:
     """The backward under `create_graph=True`: runs a `CompiledDoubleBackward`.
 
     Args:
         plan: how tensors pass through the node.
-        compiler: gives the one for these gradients; compiles each once.
+        compiler: gives the one for these gradients.
     """
 
     plan: NodePlan
-    compiler: Callable[[Arrived], CompiledDoubleBackward]
+    compiler: DoubleBackwards
 
     def __call__(self, ctx: Any, arrived: Arrived, plainly: Callable[[], Gradients]) -> Gradients:
         """The inputs' gradients, with a history if they have one, and what user code keeps.

@@ -31,12 +31,12 @@ from aotdist.torch_seam.modes import users_modes_off
 from aotdist.torch_seam.symbols import symbols_in
 
 
-@dataclass(frozen=True)
+@dataclass
 class DoubleBackwardCompiler:
     """Compiles differentiable backwards of one program; each once.
 
     Args:
-        later: traces the backwards that are to be compiled.
+        later: traces the backwards that are to be compiled; None once it was let go.
         joint: the program, as it was cut.
         split: the two halves of it.
         saved_strides: those of saved values, where the forward's compiler chose them.
@@ -44,9 +44,11 @@ class DoubleBackwardCompiler:
         symbols: its symbolic sizes.
         fake_mode: the mode of its graphs' `val`s.
         compiled: compiles a program that was traced.
+        is_exact: see `DoubleBackwardPlan`.
+        failure: likewise.
     """
 
-    later: LaterBackwards
+    later: LaterBackwards | None
     joint: Graph
     split: Split
     saved_strides: Mapping[Slot, Strides]
@@ -54,7 +56,22 @@ class DoubleBackwardCompiler:
     symbols: Symbols
     fake_mode: FakeTensorMode
     compiled: Callable[[Traced], Training]
+    is_exact: bool
+    failure: str
     _made: list[CompiledDoubleBackward] = field(default_factory=list)
+
+    def forget_trace(self) -> None:
+        """Let go of what traces backwards, unless it was used, or nothing else could stand in for it."""
+        if (self.is_exact or self.failure) and not self._made:
+            self.later = None
+
+    def has_trace(self) -> bool:
+        """Whether backwards can be traced."""
+        return self.later is not None
+
+    def is_there(self) -> bool:
+        """Whether there is one, or a reason why there is none."""
+        return self.later is not None or not self.is_exact
 
     def __call__(self, arrived: Arrived) -> CompiledDoubleBackward:
         """The one for such gradients.
@@ -67,6 +84,10 @@ class DoubleBackwardCompiler:
             if any(map(symbols_in, self.symbols)):  # others are numbers by now
                 obstacle = self.node.obstacle or "gradients are of other kinds than the results"
                 raise no_double_backward(f"{obstacle}, and sizes are symbolic")
+            if self.later is None and self.is_exact:
+                raise no_double_backward("gradients are of other kinds than the results")
+            if self.later is None:
+                return CompiledDoubleBackward({}, failure=self.failure)
             with alone(), users_modes_off():
                 found = self._compile(self.later.differentiable(arrived), arrived)
             self._made.append(found)
@@ -103,7 +124,7 @@ class DoubleBackwardCompiler:
         named = graph.named_placeholders()
         more = [Slot("primal", f"saved {slot}") for slot in values]
         renamed = dict(zip(values, more, strict=True))
-        graph = replace(graph, ins=tuple(renamed.get(slot, slot) for slot in graph.ins))
+        graph = Graph(graph.gm, tuple(renamed.get(slot, slot) for slot in graph.ins), graph.outs)
         facts, kinds = traced.facts, [recipe_of(named[slot].meta["val"]) for slot in values]
         facts = replace(
             facts,

@@ -11,7 +11,7 @@ import torch
 from aotdist.capture.capture import UserCall
 from aotdist.errors import BadArtifact, SignatureMismatch
 from aotdist.pipeline import loaded_together
-from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.artifact import Artifact, Artifacts
 from aotdist.runtime.compilation import Compilation
 from aotdist.store.archive import Archive, check_versions, open_archive
 from aotdist.store.record import read, settings_of
@@ -41,7 +41,7 @@ class Stored:
         _check_process(Path(path), archive)
         return cls(archive)
 
-    def artifact_for(self, call: UserCall, artifacts: Sequence[Artifact]) -> Artifact:
+    def artifact_for(self, call: UserCall, artifacts: Artifacts) -> Artifact:
         """The artifact, loaded for a call.
 
         Args:

@@ -3,13 +3,16 @@
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
+import aotdist
 from aotdist.errors import AotdistError
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks import agree, failing_together
@@ -179,6 +182,22 @@ def a_new_call_on_one_rank() -> list[Told | None]:
         tells(others, earlier=[steps]),
         tells(program(CHANGED["shape" if dist.get_rank() else "extra"], "model.py"), earlier=[steps, others]),
     ]
+
+
+def drops_and_compiles_again() -> list[float]:
+    """Rank 0 meets another size of its own, and drops what both had agreed on; then both want that."""
+
+    @aotdist.compile(backend="fx", settings=Settings(rank_timeout_s=5.0, max_artifacts=2))
+    def summed(shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return all_reduce(shared, "sum", dist.group.WORLD).sum() + own.sum()
+
+    own = [1, 1, 1, 1] if dist.get_rank() else [1, 1, 2, 1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "aotdist: `summed` was compiled 3 times")
+        steps = zip([3, 4, 4, 3], own, strict=True)
+        found = [summed(torch.ones(shared), torch.ones(size)).item() for shared, size in steps]
+    kept = {artifact.fit.examples[0].shape[0] for artifact in summed.artifacts}
+    return [*found, len(kept)]
 
 
 def a_new_call_of_one_group() -> list[Told | None]:

@@ -128,6 +128,11 @@ def test_a_rank_may_be_alone_with_a_new_call_that_runs_what_was_agreed_on():
     assert [told[3][0] for told in heard] == ["RankDivergence"] * 2
 
 
+def test_what_was_agreed_on_outlives_the_artifact(world2: World):
+    """A rank that dropped it, and compiles it again, does not wait for the other, which never dropped it."""
+    assert world2.run(cases.drops_and_compiles_again) == [[7.0, 9.0, 10.0, 7.0, 2], [7.0, 9.0, 9.0, 7.0, 2]]
+
+
 def test_so_may_a_group_of_a_mesh(world4: World):
     assert world4.run(cases.a_new_call_of_one_group) == [[None, None, None]] * 4
 

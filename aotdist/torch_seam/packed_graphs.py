@@ -1,0 +1,187 @@
+"""Graphs in a twentieth of their memory, for as long as nobody looks at them.
+
+A node costs a kilobyte, and what it says of its value another. Packed, a graph is what its nodes say,
+compressed: 26 bytes a node of a 12-layer encoder. What is neither text nor number (operators, dtypes,
+symbols, constants) is kept as it is, once each.
+"""
+
+# pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.proxies import graph_module
+
+
+class HeldGraph:
+    """A graph module, packed or not. The same object is given out for as long as anybody holds it."""
+
+    __slots__ = ("_last", "_module", "_packed")
+
+    def __init__(self, module: GraphModule) -> None:
+        self._module: GraphModule | None = module
+        self._packed: _Packed | None = None
+        self._last = weakref.ref(module)
+
+    def module(self) -> GraphModule:
+        """The module; a packed one is made anew where nobody holds it."""
+        found = self._module or self._last()
+        if found is None:
+            assert self._packed is not None, "packed, as nobody holds it"
+            found = self._packed.unpacked()
+            self._last = weakref.ref(found)
+        return found
+
+    def pack(self) -> None:
+        """Hold it packed from now on."""
+        if self._module is not None:
+            self._packed = self._packed or _Packed.of(self._module)
+            self._module = None
+
+    def num_bytes(self) -> int:
+        """Of what the nodes say, packed; 0 if it is not."""
+        return 0 if self._packed is None else len(self._packed.nodes)
+
+    def constants(self) -> list[torch.Tensor]:
+        """The tensors that it holds, if it is packed."""
+        held = () if self._packed is None else self._packed.held.values()
+        return [value for value in held if isinstance(value, torch.Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A graph module as bytes.
+
+    Args:
+        nodes: what the nodes say.
+        num_nodes: how many there are.
+        live: what these name by number.
+        held: what `get_attr` nodes stand for, by name.
+    """
+
+    nodes: bytes
+    num_nodes: int
+    live: tuple[Any, ...]
+    held: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: GraphModule) -> _Packed:
+        """`module`, packed."""
+        nodes, written = list(module.graph.nodes), io.BytesIO()
+        held = {node.target: attrgetter(node.target)(module) for node in nodes if node.op == "get_attr"}
+        packer = _Packer(written, nodes)
+        for node in nodes:
+            packer.dump((node.op, node.target, node.args, node.kwargs, node.name, node.type, node.meta))
+        return cls(zlib.compress(written.getbuffer(), 1), len(nodes), tuple(packer.live), held)
+
+    def unpacked(self) -> GraphModule:
+        """The module, made anew."""
+        graph, nodes = Graph(), list[Node]()
+        unpacker = _Unpacker(io.BytesIO(zlib.decompress(self.nodes)), self.live, nodes)
+        for _ in range(self.num_nodes):
+            *made_of, meta = unpacker.load()
+            nodes.append(graph.create_node(*made_of))
+            nodes[-1].meta = meta
+        return graph_module(self.held, graph)
+
+
+class _Packer(pickle.Pickler):
+    """Writes what nodes say; what was written before is named by number."""
+
+    def __init__(self, file: io.BytesIO, nodes: Sequence[Node]) -> None:
+        super().__init__(file, protocol=5)
+        self._positions = {node: position for position, node in enumerate(nodes)}
+        self._known: dict[int, int] = {}
+        self.live: list[Any] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to write what is no number, text, list, tuple or dictionary."""
+        cls = type(obj)
+        if cls is Node:
+            return _node, (self._positions[obj],)
+        if cls is FakeTensor and (place := _place_of(obj)) is not None:
+            return _fake, (obj.fake_mode, *place, obj.dtype, obj.device)
+        if cls is immutable_list:
+            return list, (tuple(obj),)
+        if cls is immutable_dict:
+            return dict, (tuple(obj.items()),)
+        if isinstance(obj, tuple):  # a named one, or a `torch.Size`
+            return (_named, (cls, tuple(obj))) if hasattr(obj, "_make") else (cls, (tuple(obj),))
+        if cls in (slice, torch.device) or any(obj is maker for maker in _MAKERS):
+            return NotImplemented
+        return _live, (self._number(obj),)
+
+    def _number(self, obj: Any) -> int:
+        if id(obj) not in self._known:
+            self._known[id(obj)] = len(self.live)
+            self.live.append(obj)
+        return self._known[id(obj)]
+
+
+class _Unpacker(pickle.Unpickler):
+    """Reads it; nothing else can be named than what makes nodes and values."""
+
+    def __init__(self, file: io.BytesIO, live: Sequence[Any], nodes: Sequence[Node]) -> None:
+        super().__init__(file)
+        self._makers = {maker.__name__: maker for maker in _MAKERS} | {"slice": slice, "device": torch.device}
+        self._makers |= {_node.__name__: nodes.__getitem__, _live.__name__: live.__getitem__}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """What is called to make nodes and values."""
+        return self._makers[global_name]
+
+
+def _place_of(fake: FakeTensor) -> tuple[Any, ...] | None:
+    """Size, strides and offset, where these, dtype and device say everything of a fake tensor."""
+    place = tuple(fake.shape), fake.stride(), fake.storage_offset()
+    is_plain = fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
+    numbers = (*place[0], *place[1], place[2])
+    return place if is_plain and fake.constant is None and all(type(n) is int for n in numbers) else None
+
+
+def _fake(
+    mode: FakeTensorMode,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:
+    """A fake tensor on a storage of its own."""
+    with no_modes(), torch.no_grad():
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        if offset:
+            room = offset + meta.untyped_storage().nbytes() // dtype.itemsize
+            meta = torch.empty(room, dtype=dtype, device="meta").as_strided(size, stride, offset)
+        return FakeTensor(mode, meta, device)
+
+
+def _named(cls: Any, items: tuple[Any, ...]) -> Any:
+    """A named tuple."""
+    return cls._make(items)
+
+
+def _node(position: int) -> NoReturn:
+    """Written for a node; whoever reads it has the nodes."""
+    raise NotImplementedError
+
+
+def _live(number: int) -> NoReturn:
+    """Written for an object that is kept as it is; whoever reads it has them."""
+    raise NotImplementedError
+
+
+_MAKERS = (_fake, _named, _node, _live)
