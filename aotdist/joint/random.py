@@ -23,6 +23,7 @@ from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
 from aotdist.torch_seam.random import default_generator_is, generator_id
 from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import to_undo
 
 
 class Draws:
@@ -37,6 +38,7 @@ class Draws:
 
     def __enter__(self) -> Draws:
         copied, self._default = torch.Generator("cpu"), _Seeded(torch.default_generator)
+        to_undo(self._restore)
         with no_modes():
             copied.set_state(self._default.before)
         self._generators[torch.device("cpu")] = _Generator(copied)
@@ -45,6 +47,9 @@ class Draws:
 
     def __exit__(self, *exc: Any) -> None:
         self._scope.close()
+        self._restore()
+
+    def _restore(self) -> None:
         self._default.restore()
         for generator in self._generators.values():
             generator.restore()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from aotdist.runtime.ranks import naming_lost_ranks
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.runtime.spent import Shares
 from aotdist.sizes import concrete, evaluate
+from aotdist.torch_seam.locks import process_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def call_fitting(artifacts: list[Artifact], args: tuple[Any, ...], kwargs: Mappi
     return MISS
 
 
-_order = threading.Lock()
+_order = process_lock()
 
 
 def put_first(artifact: Artifact, artifacts: list[Artifact]) -> None:

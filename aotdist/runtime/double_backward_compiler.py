@@ -67,10 +67,14 @@ class DoubleBackwardCompiler:
             if any(map(symbols_in, self.symbols)):  # others are numbers by now
                 obstacle = self.node.obstacle or "gradients are of other kinds than the results"
                 raise no_double_backward(f"{obstacle}, and sizes are symbolic")
-            with alone(), users_modes_off():
-                found = self._compile(self.later.differentiable(arrived), arrived)
+            found = self._make(arrived)
             self._made.append(found)
         return found
+
+    @alone
+    def _make(self, arrived: Arrived) -> CompiledDoubleBackward:
+        with users_modes_off():
+            return self._compile(self.later.differentiable(arrived), arrived)
 
     def _compile(self, traced: TracedDoubleBackward, arrived: Arrived) -> CompiledDoubleBackward:
         tangents = {

@@ -28,8 +28,6 @@ class _DefaultGenerator:
         return getattr(_DEFAULT.value or torch.default_generator, name)
 
 
-def _hook_default(hearing: bool) -> None:
-    torch.random.default_generator = _DefaultGenerator() if hearing else torch.default_generator
-
-
-_DEFAULT = Patch[torch.Generator]("default_generator", _hook_default)
+_DEFAULT = Patch[torch.Generator](
+    "default_generator", lambda: [(torch.random, "default_generator", _DefaultGenerator())]
+)

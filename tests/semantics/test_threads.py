@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _object_to_tensor
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.capture.alone import alone
+from aotdist.capture.alone import alone, had_to_wait
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.functional import FunctionalTensorMode
 from aotdist.torch_seam.modules import global_module_hooks
@@ -422,18 +422,26 @@ def test_everything_at_once(share: float) -> None:
 def test_who_waited_is_told(fails):
     told: list[bool] = []
 
+    @alone
     def take() -> None:
-        with alone() as waited:
-            told.append(waited)
+        told.append(had_to_wait())
 
-    thread = threading.Thread(target=take)
-    with alone() as first, alone() as again:
+    @alone
+    def take_long() -> None:
         thread.start()
         thread.join(0.1)
-        told += [first, again]
+        told.append(had_to_wait())
+        take()
+
+    @alone
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    thread = threading.Thread(target=take)
+    take_long()
     thread.join()
     if fails:
-        with pytest.raises(ZeroDivisionError), alone():
-            raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError):
+            fail()
     take()
     assert told == [False, False, True, False]
