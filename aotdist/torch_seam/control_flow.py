@@ -102,7 +102,7 @@ def _cond_of_trees(
 ) -> Any:
     """The operator takes flat operands only; `torch.cond` takes trees, which Dynamo flattens elsewhere."""
     flat, spec = pytree.tree_flatten(tuple(operands))
-    if spec == pytree.tree_structure((0,) * len(flat)):
+    if not _TRACES.value or spec == pytree.tree_structure((0,) * len(flat)):
         return torch.ops.higher_order.cond(pred, true_fn, false_fn, operands)
 
     def flattened(fn: Callable[..., Any]) -> Callable[..., Any]:
