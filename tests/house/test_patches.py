@@ -33,7 +33,7 @@ NOT_OF_LIBRARIES = {
     ("aotdist/torch_seam/interrupts.py", "warnings.filters"),  # what was there before
     ("aotdist/torch_seam/interrupts.py", "warnings.showwarning"),
     ("aotdist/torch_seam/interrupts.py", "forward_ad._current_level"),
-    ("kernels/interpreter.py", "interpreter.GridExecutor.__call__"),  # for good: faults of Triton's interpreter
+    ("kernels/interpreter.py", "interpreter.GridExecutor.__call__"),  # for good: its faults
     ("kernels/interpreter.py", "interpreter._patch_lang_tensor"),
     ("kernels/loading.py", "linecache.cache"),
     ("launch/commands/build.py", "sys.modules"),  # a process of its own
