@@ -14,7 +14,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-
 T = TypeVar("T")
 
 
