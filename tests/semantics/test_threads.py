@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -533,6 +534,8 @@ def exit_code_of(run: Callable[[], bool]) -> int | None:
     if (child := os.fork()) == 0:
         try:
             os._exit(0 if run() else 1)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(2)
     end = time.monotonic() + 60
@@ -551,15 +554,14 @@ def in_a_child(known: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     one, eager = (nn.Linear(2, 2) for _ in range(2))
     eager.load_state_dict(one.state_dict())
     aotdist.compile(one, backend="fx")
-    got, wanted = one(torch.ones(1, 2)), eager(torch.ones(1, 2))
-    got.sum().backward()
+    with torch.no_grad():  # once autograd has made threads, PyTorch runs no backward in a child
+        got, wanted = one(torch.ones(1, 2)), eager(torch.ones(1, 2))
     replaced = [
         place for patch in PATCHES.values() for place in patch.places if _held_by(*place[:2]) is place[2]
     ]
     return (
         torch.equal(known(torch.ones(2)), torch.ones(2) * 2)
         and torch.equal(got, wanted)
-        and one.weight.grad is not None
         and gc.isenabled()
         and not replaced
         and all(look() is not None for look in (random.random, np.random.rand, lambda: torch.rand(1)))
