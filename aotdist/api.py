@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from aotdist.cache.backend import caching
-from aotdist.capture.alone import alone
+from aotdist.capture.alone import alone, had_to_wait
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
 from aotdist.capture.modules import refuse_script
@@ -193,14 +193,18 @@ class Compiled(Explained):
                     stage="runtime",
                     fix="please report this with the program; `aotdist.disable` runs it eagerly",
                 )
-            with alone() as waited:
-                if not waited:
-                    made.append(self._made(args, kwargs))
+            if (artifact := self._made_in_turn(args, kwargs)) is not None:
+                made.append(artifact)
             result = call_fitting(self.artifacts, args, kwargs)
         return result
 
+    @alone
+    def _made_in_turn(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
+        """An artifact for a call; None if another thread has just made one, which may fit."""
+        return None if had_to_wait() else self._made(args, kwargs)
+
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
-        with alone(), _running_eagerly(), tapes_off():
+        with _running_eagerly(), tapes_off():
             artifact = self._make(UserCall(self._target(), self._run, args, kwargs), self.artifacts)
         self.artifacts.put_first(artifact)
         return artifact

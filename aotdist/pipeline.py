@@ -46,6 +46,7 @@ from aotdist.torch_seam.versions import warn_of_untested_torch
 from aotdist.tracing import Job, trace_call
 
 
+@alone
 def compile_call(
     call: UserCall,
     backend: Backend,
@@ -69,11 +70,12 @@ def compile_call(
         RankDivergence: the ranks compiled different sequences of collectives.
         RankLost: another rank failed to compile, or did not come to compare.
     """
-    with alone(), class_functions_off():
+    with class_functions_off():
         job = Job(call, backend, settings, symbolic)
         return loaded_together(call.name, settings, lambda: _compile(job), earlier)
 
 
+@alone
 def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Compilation:
     """Compile one call for others to load: other ranks are not asked, and nothing is loaded here.
 
@@ -81,7 +83,7 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
         UnsupportedProgram: the program cannot be compiled ahead of time.
         BadSettings: the backend lacks something, or a setting names nothing.
     """
-    with alone(), class_functions_off(), collector_paused():
+    with class_functions_off(), collector_paused():
         compilation = _compile(Job(call, backend, settings, finds_out=False))
         refuse_overlap(fit_of(compilation))
     return compilation
@@ -302,13 +304,17 @@ class _DifferentiableParts:
         """What computes `outs` where only gradients `arrived` are there, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._made:
-            with alone(), users_modes_off():
-                joint = self._cut if in_parts else linked(self._cut, arrived)
-                graph = gradients(joint, self._plan, outs)
-                missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
-                graph = without_tangents(graph, missing, any_strides=True)
-                self._made[key] = Part(self._compiled(graph), graph.ins)
+            self._made[key] = self._make(outs, arrived, in_parts=in_parts)
         return self._made[key]
+
+    @alone
+    def _make(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+        with users_modes_off():
+            joint = self._cut if in_parts else linked(self._cut, arrived)
+            graph = gradients(joint, self._plan, outs)
+            missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
+            graph = without_tangents(graph, missing, any_strides=True)
+            return Part(self._compiled(graph), graph.ins)
 
     def _compiled(self, graph: Graph) -> BoxedCall:
         emitter, artifacts = self._emitter, Artifacts()

@@ -45,6 +45,7 @@ from aotdist.torch_seam.functional import UnsupportedOperatorException, is_fake
 from aotdist.torch_seam.own_attributes import own_attributes
 from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint, symbols_in
 from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import raise_interrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +401,17 @@ class _LooksAround(Exception):
 
 
 def _trace(
+    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
+) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
+    """Capture the call and trace it; see `_trace_once`."""
+    try:
+        return _trace_once(job, times, bases, inputs)
+    except Exception as error:
+        raise_interrupt(error)
+        raise
+
+
+def _trace_once(
     job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
 ) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
     """Capture the call and trace it.

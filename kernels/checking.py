@@ -9,7 +9,6 @@ operators would have given it. `with_real_strides` gives the graph as it should 
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from aotdist.kernels.running import copied
 from aotdist.kernels.sized import SizedLaunch
 from aotdist.kernels.symbols import natural
 from aotdist.program import Graph
+from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import native_callable
 
@@ -66,7 +66,7 @@ _found: ContextVar[dict[str, Difference]] = ContextVar("found")
 """What differs in the call that is being checked, by the name of the node."""
 
 
-_fakes = threading.Lock()
+_fakes = process_lock()
 """Fake tensors of one trace are for one thread at a time; no other lock is taken within."""
 
 

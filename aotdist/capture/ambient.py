@@ -14,9 +14,11 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.ambient import (
     KERNEL_CHOICES,
     GlobalStateGuard,
+    autocast_state,
     choose_kernels,
     device_of_context,
     kernel_choices,
+    put_autocast,
 )
 from aotdist.torch_seam.dtensor import dtensor_dispatch
 
@@ -128,7 +130,7 @@ def modes_left_alone() -> Generator[None]:
     Raises:
         UnsupportedProgram: a mode is another than before.
     """
-    before, level = ambient(), torch.get_deterministic_debug_mode()
+    before, level, casting = ambient(), torch.get_deterministic_debug_mode(), autocast_state()
     try:
         yield
     finally:
@@ -138,11 +140,7 @@ def modes_left_alone() -> Generator[None]:
             torch.set_default_dtype(before.default_dtype)
             torch.set_deterministic_debug_mode(level)
             choose_kernels(before.kernels)
-            casts_once, dtypes = before.casting
-            torch.set_autocast_cache_enabled(casts_once)
-            for device, dtype in zip(_AUTOCAST_DEVICES, dtypes, strict=True):
-                torch.set_autocast_enabled(device, device in dict(before.autocast))
-                torch.set_autocast_dtype(device, dtype)
+            put_autocast(casting)
     for name, words in _WORDS.items():
         if getattr(before, name) != getattr(after, name):
             raise UnsupportedProgram(

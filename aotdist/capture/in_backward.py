@@ -27,6 +27,7 @@ from aotdist.sizes import Expression, NumberStep, evaluate, numbers_of_data
 from aotdist.subclasses.protocol import Recipe, recipe_of
 from aotdist.torch_seam.symbols import SYMBOLIC, expression, hint, new_count, symbols_in
 from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import raise_interrupt
 
 if TYPE_CHECKING:
     from aotdist.capture.capture import Environment
@@ -466,7 +467,8 @@ class InBackward:
             self._note(choice, first.after(rerun.second, rerun.left, alike=alike))
         except InternalError:
             raise
-        except Exception:  # the user's code expects to find something else: only that is known then
+        except Exception as error:  # the user's code expects to find something else: only that is known then
+            raise_interrupt(error)
             self._note(choice, first.only_where_found())
         finally:
             self._rerun = None

@@ -125,7 +125,7 @@ _MADE_BEFORE = "_aotdist_prints"
 def _noted_print(*args: Any, file: Any = None, **kwargs: Any) -> None:
     prints = _HEARD.value
     if prints is None or (code := code_behind(1)) is None or not is_user_file(code.co_filename):
-        _originals[0](*args, file=file, **kwargs)
+        _HEARD.original(builtins, "print")(*args, file=file, **kwargs)
     else:
         prints.note(None, file, args, kwargs)
 
@@ -143,7 +143,8 @@ def _noted_log(
     prints = _HEARD.value
     code = code_behind(2)  # behind the logger's own method; what libraries log is none of the program's
     if prints is None or exc_info or stack_info or code is None or not is_users_code(code):
-        _originals[1](self, level, msg, args, exc_info, extra, stack_info, stacklevel)
+        log = _HEARD.original(logging.Logger, "_log")
+        log(self, level, msg, args, exc_info, extra, stack_info, stacklevel)
     else:
         place = self.findCaller(False, stacklevel + 1)[:3]
         prints.note(_Logging(self, level, place), None, (msg, args, extra), {})
@@ -172,13 +173,6 @@ class _Logging:
             self.logger.handle(record)
 
 
-_originals: list[Callable[..., None]] = []
-
-
-def _hear(is_wanted: bool) -> None:
-    if is_wanted:
-        _originals[:] = builtins.print, logging.Logger._log
-    builtins.print, logging.Logger._log = (_noted_print, _noted_log) if is_wanted else _originals
-
-
-_HEARD = Patch[Prints]("prints_heard", _hear)
+_HEARD = Patch[Prints](
+    "prints_heard", lambda: [(builtins, "print", _noted_print), (logging.Logger, "_log", _noted_log)]
+)

@@ -1,7 +1,8 @@
 """Random numbers of Python's and NumPy's: what a program draws at capture would never be drawn again.
 
 A generator that is in another state afterwards was drawn from. Those of `random` and `numpy.random` belong to
-all threads: where there are several, the functions that draw are listened to in the one that captures.
+all threads, so the functions that draw are listened to in the one that captures. A function that was bound
+before (`from random import random`) is not heard; a program that reaches one may have drawn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import copy
 import pickle
 import random
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -42,9 +42,8 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
         watched.append(_Watched("the generator of `numpy.random`", shared.get_state, shared.set_state))
     own = list(own)
     with ExitStack() as stack:
-        if threading.active_count() > 1:
-            for one in watched:
-                stack.enter_context(one.listening([generator for _, generator in own]))
+        for one in watched:
+            stack.enter_context(one.listening([generator for _, generator in own]))
         watched += [_of(name, generator) for name, generator in own]
         try:
             yield

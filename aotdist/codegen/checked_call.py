@@ -8,7 +8,6 @@ some sizes only is copied in each such call. Other calls look at nothing.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -64,7 +63,7 @@ class CheckedCall:
         name: of the graph.
     """
 
-    __slots__ = ("_again", "_forms", "_found", "_lock", "_name", "_sizes", "_steady")
+    __slots__ = ("_again", "_forms", "_found", "_name", "_sizes", "_steady")
 
     def __init__(
         self, form: Form, again: Callable[[Collection[Any]], Form], sizes: Sequence[int], name: str
@@ -74,7 +73,6 @@ class CheckedCall:
         self._sizes = sizes
         self._name = name
         self._found: dict[str, Difference] = {}
-        self._lock = threading.Lock()
         self._steady: BoxedCall | None = None  # without sizes, one call that fits is like all others
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -115,10 +113,14 @@ class CheckedCall:
             if form is self._forms[-1] and not self._sizes:
                 self._steady = form.call
             return results
-        with alone(), self._lock:
-            if form is self._forms[-1] and not found.keys() <= self._found.keys():
-                self._found.update(found)
-                self._forms.append(self._again(self._found.values()))
-                for line in filter(None, (one.line() for one in found.values())):
-                    log.warning("`%s` is emitted anew: %s", self._name, line)
+        self._emit_again(form, found)
         return results
+
+    @alone
+    def _emit_again(self, form: Form, found: Mapping[Any, Any]) -> None:
+        if form is self._forms[-1] and not found.keys() <= self._found.keys():
+            both = {**self._found, **found}
+            self._forms.append(self._again(both.values()))
+            self._found = both
+            for line in filter(None, (one.line() for one in found.values())):
+                log.warning("`%s` is emitted anew: %s", self._name, line)

@@ -50,6 +50,7 @@ from aotdist.torch_seam.inductor import (
     submit_compilation,
     tracing_context,
 )
+from aotdist.torch_seam.undo import raise_interrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,7 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
     except UnsupportedProgram:
         raise
     except Exception as error:
+        raise_interrupt(error)
         reason, found = str(error).partition("\n")[0] or type(error).__name__, _EXECUTED.search(str(error))
         name, target = (None, None) if found is None else found.groups()
         at = [node for node in gm.graph.nodes if node.name == name or str(node.target) == target]

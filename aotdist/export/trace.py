@@ -67,6 +67,7 @@ class ExportTrace:
 
 
 @short_tracebacks
+@alone
 def trace_for_export(
     call: Call,
     decompositions: Mapping[OpOverload, Callable[..., Any]],
@@ -92,7 +93,7 @@ def trace_for_export(
         with swapped([state for _, state in tied], [given[position] for position, _ in tied]):
             return call.target(*args, **kwargs)
 
-    with alone(), ExitStack() as scope, disable(), collector_paused():
+    with ExitStack() as scope, disable(), collector_paused():
         captured = capture(UserCall(call.target, run, call.args, call.kwargs, prints=False), settings, scope)
         captured.arguments.refuse_objects("export", "pass its tensors, or close over it")
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))

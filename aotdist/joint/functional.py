@@ -35,6 +35,7 @@ from aotdist.torch_seam.functional import (
     replace_functional_value,
     second_shell,
 )
+from aotdist.torch_seam.modes import set_aside
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -106,6 +107,7 @@ class Functionalisation(FunctionalTensorMode):
         """Note that two tensors have become each other."""
         self.rebinding.exchange(exchange)
 
+    @set_aside
     def __torch_dispatch__(
         self,
         func: OpOverload,

@@ -39,6 +39,7 @@ from aotdist.torch_seam.functional import (
     FakeTensor,
     uncached_fake,
 )
+from aotdist.torch_seam.modes import set_aside
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -151,6 +152,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._symbolic, self._on_gpu = symbolic, on_gpu
         self._is_direct: dict[OpOverload, bool] = {}
 
+    @set_aside
     def __torch_dispatch__(
         self,
         func: OpOverload,

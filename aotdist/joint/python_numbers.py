@@ -156,11 +156,6 @@ _PYTHONS = [
     *((builtins, "max", torch.sym_max), (builtins, "min", torch.sym_min)),
     *((math, name, None) for name in _MATH),
 ]
-_FUNCTIONS = [
-    (module, name, function, _recorded(function, of_two))
-    for module, name, of_two in _PYTHONS
-    for function in [getattr(module, name)]
-]
 
 
 def _text(cls: type, name: str) -> Callable[..., str]:
@@ -185,27 +180,18 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 _POWER = torch.SymFloat.__pow__
-_METHODS = [
-    (torch.SymFloat, "__pow__", _POWER, _power),
-    *(
-        (cls, name, vars(cls).get(name), _text(cls, name))
-        for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
-        for name in _TEXTS
-    ),
-]
-
-
-def _follow(is_wanted: bool) -> None:
-    for module, name, function, recorded in _FUNCTIONS:
-        setattr(module, name, recorded if is_wanted else function)
-    for cls, name, method, text in _METHODS:
-        if is_wanted or method is not None:
-            setattr(cls, name, text if is_wanted else method)
-        else:
-            delattr(cls, name)
-
-
-_FOLLOWED = Patch[Unbacked]("numbers_of_data_followed", _follow)
+_FOLLOWED = Patch[Unbacked](
+    "numbers_of_data_followed",
+    lambda: [
+        *((module, name, _recorded(getattr(module, name), of_two)) for module, name, of_two in _PYTHONS),
+        (torch.SymFloat, "__pow__", _power),
+        *(
+            (cls, name, _text(cls, name))
+            for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
+            for name in _TEXTS
+        ),
+    ],
+)
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
-from aotdist.torch_seam.random import default_generator_is, generator_id
+from aotdist.torch_seam.random import default_generator_is, generator_id, times_seeded_elsewhere
 from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import to_undo
 
 
 class Draws:
@@ -37,6 +38,7 @@ class Draws:
 
     def __enter__(self) -> Draws:
         copied, self._default = torch.Generator("cpu"), _Seeded(torch.default_generator)
+        to_undo(self._restore)
         with no_modes():
             copied.set_state(self._default.before)
         self._generators[torch.device("cpu")] = _Generator(copied)
@@ -45,6 +47,9 @@ class Draws:
 
     def __exit__(self, *exc: Any) -> None:
         self._scope.close()
+        self._restore()
+
+    def _restore(self) -> None:
         self._default.restore()
         for generator in self._generators.values():
             generator.restore()
@@ -145,21 +150,28 @@ class _Generator:
 
 
 class _Seeded:
-    """A generator that all threads draw from, and its seed: only another seed tells that it was set."""
+    """A generator that all threads draw from, and its seed: only another seed tells that it was set.
+
+    Where another thread has seeded it, nothing is known of this one.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator, self._seed = generator, generator.initial_seed()
+        self._elsewhere = times_seeded_elsewhere()
         with no_modes():
             self.before = generator.get_state()
 
     def check(self) -> None:
         """Raise if the generator was seeded by a method of its own, not by a function of `torch.random`."""
-        if self._generator.initial_seed() != self._seed:
+        if self._is_seeded():
             raise _sets_state()
+
+    def _is_seeded(self) -> bool:
+        return self._generator.initial_seed() != self._seed and self._elsewhere == times_seeded_elsewhere()
 
     def restore(self) -> None:
         """Undo that."""
-        if self._generator.initial_seed() != self._seed:
+        if self._is_seeded():
             with no_modes():
                 self._generator.set_state(self.before)
 

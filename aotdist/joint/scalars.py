@@ -384,13 +384,12 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
     return recording
 
 
-_ORIGINALS = [(module, name, getattr(module, name)) for module, names in _FUNCTIONS.items() for name in names]
-
-
-def _record_functions(is_wanted: bool) -> None:
-    for module, name, function in _ORIGINALS:
-        setattr(module, name, _recording(function) if is_wanted else function)
-
-
-_RECORDING = Patch[bool]("numbers_to_be_recorded", _record_functions)
+_RECORDING = Patch[bool](
+    "numbers_to_be_recorded",
+    lambda: [
+        (module, name, _recording(getattr(module, name)))
+        for module, names in _FUNCTIONS.items()
+        for name in names
+    ],
+)
 """Lets functions of Python's own record themselves when they are given numbers of a trace."""

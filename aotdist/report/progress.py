@@ -17,13 +17,15 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from aotdist.torch_seam.undo import to_undo
+
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.1
 """Seconds between two updates: a line takes 20 us, and the thread that compiles waits for no other."""
 _ERASE = "\r\x1b[2K"
 
-_shown = threading.Lock()
-"""Held by the compilation that has the line: of several at once, the first."""
+_shown: list[Progress] = []
+"""The compilation that has the line: of several within each other, the outermost."""
 
 
 @dataclass(slots=True)
@@ -62,18 +64,25 @@ def showing(name: str, stream: TextIO | None = None, patience_s: float = _PATIEN
     """
     progress = Progress(name)
     stream = _standard_error() if stream is None else stream
-    if stream is None or not _shown.acquire(blocking=False):
+    if stream is None or _shown:
         yield progress
         return
     done = threading.Event()
     thread = threading.Thread(target=_show, args=(progress, stream, patience_s, done), daemon=True)
+
+    def stop() -> None:
+        done.set()
+        _shown.clear()
+
+    to_undo(stop)
+    _shown.append(progress)
     thread.start()
     try:
         yield progress
     finally:
         done.set()
         thread.join()
-        _shown.release()
+        _shown.clear()
 
 
 def _show(progress: Progress, stream: TextIO, patience_s: float, done: threading.Event) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from aotdist.runtime.ranks import naming_lost_ranks
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.runtime.spent import Shares
 from aotdist.sizes import concrete, evaluate
+from aotdist.torch_seam.locks import process_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,9 @@ class Artifact:
             region.double_backward.forget_trace()
 
 
+_order = process_lock()
+
+
 class Artifacts(list[Artifact]):
     """The artifacts of one function, the one used last first.
 
@@ -69,7 +72,6 @@ class Artifacts(list[Artifact]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._order = threading.Lock()
         self._agreed: set[tuple[Collective, ...]] = set()
 
     def put_first(self, artifact: Artifact) -> None:
@@ -80,7 +82,7 @@ class Artifacts(list[Artifact]):
         differentiated as before, and what ranks agreed on for them holds: a rank that compiles one again does
         so alone.
         """
-        with self._order:
+        with _order:
             self._agreed.add(artifact.collectives)
             if all(one is not artifact for one in self):
                 for one in self:
@@ -94,7 +96,7 @@ class Artifacts(list[Artifact]):
 
     def clear(self) -> None:
         """Forget all of them, and what ranks agreed on."""
-        with self._order:
+        with _order:
             super().clear()
             self._agreed.clear()
 

@@ -88,10 +88,14 @@ class DoubleBackwardCompiler:
                 raise no_double_backward("gradients are of other kinds than the results")
             if self.later is None:
                 return CompiledDoubleBackward({}, failure=self.failure)
-            with alone(), users_modes_off():
-                found = self._compile(self.later.differentiable(arrived), arrived)
+            found = self._make(self.later, arrived)
             self._made.append(found)
         return found
+
+    @alone
+    def _make(self, later: LaterBackwards, arrived: Arrived) -> CompiledDoubleBackward:
+        with users_modes_off():
+            return self._compile(later.differentiable(arrived), arrived)
 
     def _compile(self, traced: TracedDoubleBackward, arrived: Arrived) -> CompiledDoubleBackward:
         tangents = {

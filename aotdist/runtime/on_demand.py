@@ -67,21 +67,21 @@ class OnDemand:
     def reduced(self, missing: frozenset[Slot]) -> BoxedCall:
         """The backward without the tangents `missing`."""
         if missing not in self._reduced:
-            choice = choice_without(self.facts, missing)
-            with alone(), users_modes_off():
-                if choice is not None and self.emitter.backend.owns_cut:
-                    some = self._not_cut(
-                        linked(self.cut), choice.slots(self.ins, self.facts.recipes), missing
-                    )
-                    self._reduced[missing] = _picking(self._compiled(some), some.ins, self._given(missing))
-                    return self._reduced[missing]
-                if choice is None:
-                    some = without_choices(self.by_choice, self.facts, self.ins)
-                else:
-                    some = returning(self.by_choice, choice.slots(self.ins, self.facts.recipes))
-                some = without_tangents(some, missing, any_strides=self._loose)
-                self._reduced[missing] = self._compiled(some)
+            self._reduced[missing] = self._reduce(missing)
         return self._reduced[missing]
+
+    @alone
+    def _reduce(self, missing: frozenset[Slot]) -> BoxedCall:
+        choice = choice_without(self.facts, missing)
+        with users_modes_off():
+            if choice is not None and self.emitter.backend.owns_cut:
+                some = self._not_cut(linked(self.cut), choice.slots(self.ins, self.facts.recipes), missing)
+                return _picking(self._compiled(some), some.ins, self._given(missing))
+            if choice is None:
+                some = without_choices(self.by_choice, self.facts, self.ins)
+            else:
+                some = returning(self.by_choice, choice.slots(self.ins, self.facts.recipes))
+            return self._compiled(without_tangents(some, missing, any_strides=self._loose))
 
     def _given(self, missing: frozenset[Slot]) -> list[Slot]:
         """What a backward is given without the tangents `missing`, in order."""
@@ -91,12 +91,16 @@ class OnDemand:
         """What computes some results of the backward from some gradients, see `backward.Parts`."""
         key = (outs, arrived, in_parts)
         if key not in self._parts:
-            with alone(), users_modes_off():
-                graph = self._part(outs, arrived, in_parts=in_parts)
-                position = {slot: at for at, slot in enumerate(self.split.saved)}
-                sources = tuple(position.get(slot, slot) for slot in graph.ins)
-                self._parts[key] = Part(self._compiled(graph), sources)
+            self._parts[key] = self._make_part(outs, arrived, in_parts=in_parts)
         return self._parts[key]
+
+    @alone
+    def _make_part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+        with users_modes_off():
+            graph = self._part(outs, arrived, in_parts=in_parts)
+            position = {slot: at for at, slot in enumerate(self.split.saved)}
+            sources = tuple(position.get(slot, slot) for slot in graph.ins)
+            return Part(self._compiled(graph), sources)
 
     def _part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Graph:
         if self.emitter.backend.owns_cut:
@@ -124,10 +128,14 @@ class OnDemand:
         def compiled(arrived: Arrived) -> OtherBackward:
             found = next((one for one in made if one.takes(arrived)), None)
             if found is None:
-                with alone(), users_modes_off():
-                    found = self._of_kinds(later.of_kinds(arrived))
+                found = make(arrived)
                 made.append(found)
             return found
+
+        @alone
+        def make(arrived: Arrived) -> OtherBackward:
+            with users_modes_off():
+                return self._of_kinds(later.of_kinds(arrived))
 
         return compiled
 

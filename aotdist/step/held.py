@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.constants import is_constant
+from aotdist.torch_seam.undo import to_undo
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,16 @@ class HeldState:
     @contextlib.contextmanager
     def put_back(self) -> Generator[None]:
         """Let all containers have the items afterwards that they had."""
+
+        def put_back() -> None:
+            for container, items in self.containers:
+                refill(container, items)
+
+        to_undo(put_back)
         try:
             yield
         finally:
-            for container, items in self.containers:
-                refill(container, items)
+            put_back()
 
     def now(self, optimizers: Sequence[torch.optim.Optimizer]) -> HeldState | None:
         """The same with the numbers of now; None if anything else is another object by now.

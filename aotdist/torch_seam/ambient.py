@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +17,8 @@ import torch
 from torch._C._dynamo.guards import GlobalStateGuard as GlobalStateGuard
 from torch.nn.attention import SDPBackend
 from torch.utils._device import DeviceContext
+
+from aotdist.torch_seam.locks import process_lock
 
 
 def fills_uninitialized_memory() -> bool:
@@ -99,6 +101,27 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device."""
 
 
+AutocastState: TypeAlias = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
+"""Whether casts are cached, and for each kind of device whether autocast is on, and its dtype."""
+
+
+def autocast_state() -> AutocastState:
+    """How autocast is set for this thread."""
+    of_kinds = (
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+    )
+    return torch.is_autocast_cache_enabled(), tuple(of_kinds)
+
+
+def put_autocast(state: AutocastState) -> None:
+    """Restore what `autocast_state` returned."""
+    is_cached, of_kinds = state
+    torch.set_autocast_cache_enabled(is_cached)
+    for kind, is_on, dtype in of_kinds:
+        torch.set_autocast_enabled(kind, is_on)
+        torch.set_autocast_dtype(kind, dtype)
+
+
 @contextmanager
 def own_autocast_cache() -> Generator[None]:
     """Autocast's cache of cast parameters is empty when the context begins, and emptied when it ends."""
@@ -138,7 +161,7 @@ class _Here:
         self.thread = 0  # no thread's
 
 
-_filters_change = threading.Lock()
+_filters_change = process_lock()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.undo import to_undo
 
 
 def next_sequence_nr() -> int:
@@ -114,15 +115,28 @@ REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 @contextmanager
 def saved_tensor_hooks_off() -> Generator[None]:
     """Switch hooks of saved tensors off: a checkpoint around a call must not see what its capture saves."""
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    ours: list[tuple[Any, Any]] = []
+
+    def put_back() -> None:
+        while (left := top()) is not None:
+            if not is_off and left not in ours:
+                ours.append(left)
+            pop()
+        for pack, unpack in reversed(ours):
+            push(pack, unpack)
+
+    hooks, is_off = torch._C._autograd, False
+    top = functools.partial(hooks._top_saved_tensors_default_hooks, False)  # noqa: FBT003
+    pop, push = hooks._pop_saved_tensors_default_hooks, hooks._push_saved_tensors_default_hooks
+    to_undo(put_back)
+    while (one := top()) is not None:
+        ours.append(one)
+        pop()
+    is_off = True
     try:
         yield
     finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        put_back()
 
 
 def has_history_of_its_own(tensor: torch.Tensor) -> bool:

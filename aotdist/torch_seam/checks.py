@@ -50,21 +50,6 @@ def raise_check(error: type[Exception], message: str | None) -> None:
     torch._check_with(error, False, say)  # noqa: FBT003
 
 
-def _hook_checks(hearing: bool) -> None:
-    torch._check_tensor_all_with = _tell_of_check if hearing else _check_now
-    torch._is_all_true = _tell_of_validation if hearing else _is_all_true_now
-
-
-_CHECKS = Patch[NoteCheck]("check_hearers", _hook_checks)
-
-
-def _hook_any(hearing: bool) -> None:
-    torch.any = _tell_of_negative_variance if hearing else _any_now
-
-
-_LOSS_CHECKS = Patch[NoteCheck]("loss_check_hearers", _hook_any)
-
-
 def _tell_of_check(
     error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
 ) -> None:
@@ -89,6 +74,13 @@ def _tell_of_negative_variance(*args: Any, **kwargs: Any) -> torch.Tensor | bool
     if note is not None and is_loss and note(ValueError, ~args[0], lambda: _NEGATIVE_VARIANCE):
         return False
     return _any_now(*args, **kwargs)
+
+
+_CHECKS = Patch[NoteCheck](
+    "check_hearers",
+    lambda: [(torch, "_check_tensor_all_with", _tell_of_check), (torch, "_is_all_true", _tell_of_validation)],
+)
+_LOSS_CHECKS = Patch[NoteCheck]("loss_check_hearers", lambda: [(torch, "any", _tell_of_negative_variance)])
 
 
 def _invalid(asking: types.FrameType) -> str:
@@ -121,13 +113,6 @@ _NO_MESSAGE = (
 """PyTorch's message for a check that has none."""
 
 
-def _hook_checks_of_numbers(hearing: bool) -> None:
-    torch._check_with = _tell_of_number if hearing else _check_number_now
-
-
-_CHECKS_OF_NUMBERS = Patch[Require]("number_check_hearers", _hook_checks_of_numbers)
-
-
 def _tell_of_number(
     error_type: type[Exception], cond: bool | torch.SymBool, message: Callable[[], object] | None
 ) -> None:
@@ -136,6 +121,9 @@ def _tell_of_number(
         return _check_number_now(error_type, cond, message)
     text = _NO_MESSAGE if message is None else str(message())
     return require(error_type, lambda: _check_number_now(error_type, cond, message), text)
+
+
+_CHECKS_OF_NUMBERS = Patch[Require]("number_check_hearers", lambda: [(torch, "_check_with", _tell_of_number)])
 
 
 def _is_made_by_pytorch() -> bool:

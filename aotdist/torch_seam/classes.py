@@ -39,18 +39,6 @@ def hearing_of_classes(hear: Remake) -> AbstractContextManager[None]:
     return _CLASSES.applied(hear)
 
 
-def _hook_classes(hearing: bool) -> None:
-    tensor: Any = torch.Tensor
-    if hearing:
-        tensor.as_subclass, tensor.__new__ = _as_subclass, staticmethod(_of_class)
-        tensor._make_subclass = staticmethod(_subclass_of_data)
-    else:
-        del tensor.as_subclass, tensor.__new__, tensor._make_subclass
-
-
-_CLASSES = Patch[Remake]("class_hearers", _hook_classes)
-
-
 def _heard(tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
     hear = _CLASSES.value
     return None if hear is None else hear(tensor, cls, op)
@@ -77,6 +65,16 @@ def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tenso
         if made is not None:
             return made
     return torch._C.TensorBase.__new__(cls, *args, **kwargs)
+
+
+_CLASSES = Patch[Remake](
+    "class_hearers",
+    lambda: [
+        (torch.Tensor, "as_subclass", _as_subclass),
+        (torch.Tensor, "__new__", staticmethod(_of_class)),
+        (torch.Tensor, "_make_subclass", staticmethod(_subclass_of_data)),
+    ],
+)
 
 
 def attributes_from_users(tensor: torch.Tensor) -> dict[str, Any]:

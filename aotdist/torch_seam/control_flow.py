@@ -47,11 +47,8 @@ def said_to_be_compiling() -> AbstractContextManager[None]:
 class _CompilesHere:
     """The flag behind `is_compiling`: true in threads that are said to compile, in others what it was."""
 
-    def __init__(self, *, elsewhere: bool) -> None:
-        self.elsewhere = elsewhere
-
     def __bool__(self) -> bool:
-        return bool(_SAID_TO_COMPILE.value) or self.elsewhere
+        return bool(_SAID_TO_COMPILE.value or _SAID_TO_COMPILE.original(torch.compiler, "_is_compiling_flag"))
 
 
 def _flag_as_bool() -> bool:
@@ -59,27 +56,22 @@ def _flag_as_bool() -> bool:
     return bool(_is_compiling_flag)  # type: ignore[name-defined]  # noqa: F821
 
 
-_IS_COMPILING = torch.compiler.is_compiling.__code__
-
-
-def _hook_flag(hearing: bool) -> None:
-    flag = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = _CompilesHere(elsewhere=flag) if hearing else flag.elsewhere
-    torch.compiler.is_compiling.__code__ = _flag_as_bool.__code__ if hearing else _IS_COMPILING
-
-
-_SAID_TO_COMPILE = Patch[bool]("said_to_compile", _hook_flag)
-
-
-def _hook_calls(tracing: bool) -> None:
-    torch.compiler.is_dynamo_compiling = _says_yes_to_control_flow if tracing else _asks_dynamo
-    _cond_module().cond_op = _cond_of_trees if tracing else torch.ops.higher_order.cond
-    checkpoints: Any = torch.utils.checkpoint
-    checkpoints.CheckpointFunction = _Recomputed if tracing else _ReentrantCheckpoint
-    checkpoints._is_compiling = _asks_for_tags if tracing else _checkpoint_is_compiling
-
-
-_TRACES = Patch[bool]("calls_to_be_traced", _hook_calls)
+_SAID_TO_COMPILE = Patch[bool](
+    "said_to_compile",
+    lambda: [
+        (torch.compiler, "_is_compiling_flag", _CompilesHere()),
+        (torch.compiler.is_compiling, "__code__", _flag_as_bool.__code__),
+    ],
+)
+_TRACES = Patch[bool](
+    "calls_to_be_traced",
+    lambda: [
+        (torch.compiler, "is_dynamo_compiling", _says_yes_to_control_flow),
+        (_cond_module(), "cond_op", _cond_of_trees),
+        (torch.utils.checkpoint, "CheckpointFunction", _Recomputed),
+        (torch.utils.checkpoint, "_is_compiling", _asks_for_tags),
+    ],
+)
 
 
 def _asks_for_tags(*args: Any) -> bool:
@@ -110,7 +102,7 @@ def _cond_of_trees(
 ) -> Any:
     """The operator takes flat operands only; `torch.cond` takes trees, which Dynamo flattens elsewhere."""
     flat, spec = pytree.tree_flatten(tuple(operands))
-    if spec == pytree.tree_structure((0,) * len(flat)):
+    if not _TRACES.value or spec == pytree.tree_structure((0,) * len(flat)):
         return torch.ops.higher_order.cond(pred, true_fn, false_fn, operands)
 
     def flattened(fn: Callable[..., Any]) -> Callable[..., Any]:

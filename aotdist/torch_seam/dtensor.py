@@ -18,6 +18,7 @@ from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import to_undo
 
 
 def dtensor_spec(context: Any, mesh: DeviceMesh | None, size: torch.Size, stride: tuple[int, ...]) -> Any:
@@ -121,13 +122,17 @@ def _handlers_kept() -> Generator[None]:
         disable()
         handlers.update(kept)
 
+    def put_back() -> None:
+        _DISPATCHER._custom_op_handlers = handlers
+        handlers.clear()
+        handlers.update(before)
+
+    to_undo(put_back)
     with replaced_here(loss, "_disable_custom_loss_ops", disable_for_forward):
         try:
             yield
         finally:
-            _DISPATCHER._custom_op_handlers = handlers
-            handlers.clear()
-            handlers.update(before)
+            put_back()
 
 
 @contextmanager
@@ -144,12 +149,16 @@ def _masks_apart() -> Generator[None]:
             buffer.data, buffer.refcount = None, 0
         materialize(buffer, mask)
 
+    def put_back() -> None:
+        for buffer, data, refcount in before.values():
+            buffer.data, buffer.refcount = data, refcount
+
+    to_undo(put_back)
     with replaced_here(buffer_class, "materialize_mask", materialize_apart):
         try:
             yield
         finally:
-            for buffer, data, refcount in before.values():
-                buffer.data, buffer.refcount = data, refcount
+            put_back()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch.fx.experimental._backward_state import BackwardState
 
 from aotdist.torch_seam.inductor import TracingContext
-from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam.patches import Patch, Place
 
 
 def dynamo_source(placeholder: torch.fx.Node) -> str:
@@ -106,10 +106,10 @@ def compiled_as_written() -> AbstractContextManager[None]:
     return _AS_WRITTEN.applied(True)
 
 
-def _hook_stance(hooked: bool) -> None:
+def _stance_in_force() -> list[Place]:
     from torch._dynamo.eval_frame import DynamoStance
 
-    DynamoStance.stance = property(_stance, _set_stance) if hooked else "default"
+    return [(DynamoStance, "stance", property(_stance, _set_stance))]
 
 
 def _stance(stance: Any) -> str:
@@ -120,7 +120,7 @@ def _set_stance(stance: Any, value: str) -> None:
     vars(stance)["stance"] = value
 
 
-_AS_WRITTEN = Patch[bool]("compiled_as_written", _hook_stance)
+_AS_WRITTEN = Patch[bool]("compiled_as_written", _stance_in_force)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from aotdist.torch_seam.dtensor import forget_shardings
-from aotdist.torch_seam.patches import Patch, replaced_here
+from aotdist.torch_seam.patches import Patch, Place, replaced_here
 
 
 def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
@@ -75,13 +75,14 @@ def all_to_all_of_symbols(instead: AllToAll) -> AbstractContextManager[None]:
     return _ALL_TO_ALL.applied(instead)
 
 
-def _hook_all_to_all(hearing: bool) -> None:
-    if torch.distributed.is_available():
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            module.all_to_all_single = _all_to_all_single if hearing else _all_to_all_of_numbers
+def _places_of_all_to_all() -> list[Place]:
+    if not torch.distributed.is_available():
+        return []
+    modules = (torch.distributed, torch.distributed.distributed_c10d)
+    return [(module, "all_to_all_single", _all_to_all_single) for module in modules]
 
 
-_ALL_TO_ALL = Patch[AllToAll]("all_to_all_of_symbols", _hook_all_to_all)
+_ALL_TO_ALL = Patch[AllToAll]("all_to_all_of_symbols", _places_of_all_to_all)
 _all_to_all_of_numbers: Any = getattr(torch.distributed, "all_to_all_single", None)
 
 

@@ -26,7 +26,7 @@ from torch._library.utils import get_layout_constraint_tag
 from aotdist.torch_seam.ambient import warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.operators import OpOverload, can_decompose
-from aotdist.torch_seam.patches import Patch, replaced
+from aotdist.torch_seam.patches import Patch, Place, replaced
 
 T = TypeVar("T")
 
@@ -300,21 +300,10 @@ def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> AbstractCon
     return _KERNELS.applied(make_batch)
 
 
-def _hook_kernels(batched: bool) -> None:
+def _batching_class() -> list[Place]:
     from torch._inductor import async_compile
 
-    original, batching = _async_compile_classes()
-    async_compile.AsyncCompile = batching if batched else original
-
-
-_KERNELS = Patch[Callable[[], CppKernelBatch]]("kernel_batches", _hook_kernels)
-
-
-@functools.cache
-def _async_compile_classes() -> tuple[type[Any], type[Any]]:
-    from torch._inductor.async_compile import AsyncCompile
-
-    class BatchingCompile(AsyncCompile):
+    class BatchingCompile(async_compile.AsyncCompile):
         def __init__(self) -> None:
             super().__init__()
             make_batch = _KERNELS.value
@@ -329,4 +318,7 @@ def _async_compile_classes() -> tuple[type[Any], type[Any]]:
                 self._batch.submit(scope)
             super().wait(scope)
 
-    return AsyncCompile, BatchingCompile
+    return [(async_compile, "AsyncCompile", BatchingCompile)]
+
+
+_KERNELS = Patch[Callable[[], CppKernelBatch]]("kernel_batches", _batching_class)

@@ -3,15 +3,18 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+T = TypeVar("T")
 
 
 def no_modes() -> AbstractContextManager[Any]:
@@ -45,6 +48,25 @@ def users_modes_off() -> Generator[None]:
     finally:
         for mode in reversed(popped):
             modes._push_mode(mode)
+
+
+def set_aside(dispatch: Callable[..., T]) -> Callable[..., T]:
+    """Decorates the `__torch_dispatch__` of a mode of tracing, which PyTorch sets aside while it calls that.
+
+    It puts the mode back afterwards, and ends the process if the place is taken: by the mode itself, where an
+    interrupt came while a context (`with self`) was left.
+    """
+
+    @functools.wraps(dispatch)
+    def dispatching(mode: Any, *args: Any, **kwargs: Any) -> T:
+        try:
+            return dispatch(mode, *args, **kwargs)
+        except BaseException:
+            if torch._C._get_dispatch_mode(mode._mode_key) is not None:
+                torch._C._unset_dispatch_mode(mode._mode_key)
+            raise
+
+    return dispatching
 
 
 def torch_functions_off() -> AbstractContextManager[Any]:

@@ -153,16 +153,14 @@ _KINDS = (nn.Parameter, nn.Module, nn.Buffer)
 _set_shared, _delete_shared = nn.Module.__setattr__, nn.Module.__delattr__
 
 
-def _hook_attributes(hearing: bool) -> None:
-    cls: Any = nn.Module
-    if hearing:
-        cls.__getattribute__, cls.__setattr__, cls.__delattr__ = _get, _set, _delete
-    else:
-        del cls.__getattribute__
-        cls.__setattr__, cls.__delattr__ = _set_shared, _delete_shared
-
-
-_OWN = Patch[_Own]("own_attributes", _hook_attributes)
+_OWN = Patch[_Own](
+    "own_attributes",
+    lambda: [
+        (nn.Module, "__getattribute__", _get),
+        (nn.Module, "__setattr__", _set),
+        (nn.Module, "__delattr__", _delete),
+    ],
+)
 
 
 def within(

@@ -4,32 +4,36 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from aotdist.torch_seam.autograd import in_thread_of_engine
+from aotdist.torch_seam.locks import process_lock
 
 T = TypeVar("T")
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
-    """In this context, an attribute of `owner` is `value`; afterwards it is what it was.
-
-    For all threads: `owner` is to be this thread's own.
-    """
+    """In this context, an attribute of `owner`, which no other thread has, is `value`."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
         setattr(owner, name, before)
+
+
+_ABSENT: Any = object()
+Place: TypeAlias = tuple[Any, str, Any]
+"""A module, a class or another object that is never gone, the name of an attribute, and its replacement."""
 
 
 class _Here(threading.local):
@@ -40,6 +44,19 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+
+def values_here() -> dict[str, Any]:
+    """The values that this thread has given to patches, by their names."""
+    return dict(_here.values)
+
+
+def put_values_here(values: Mapping[str, Any]) -> None:
+    """Let this thread have these values again, and no others."""
+    _here.values.clear()
+    _here.values.update(values)
+    for patch in sorted(PATCHES.values(), key=lambda patch: -patch.order):  # two may replace one attribute
+        patch.settle()
 
 
 def hand_on(mode: Any) -> None:
@@ -62,48 +79,108 @@ def _values() -> dict[str, Any]:
 
 
 class Patch(Generic[T]):
-    """Replaces functions of PyTorch while any thread asks for it.
+    """Replaces attributes of PyTorch's, or of Python's, while any thread asks for it.
 
-    All threads then call the replacement, which looks at its thread's `value`: in one that did not ask, that
-    is None, and the replacement has to do what the original does.
+    It is the only way in which this package replaces any, and `PATCHES` has all there are. All threads then
+    meet the replacement, which looks at its thread's `value`: in one that did not ask, that is None, and the
+    replacement has to do what the original does.
 
     Args:
         name: of the value; no two of them have the same.
-        switch: called with True to replace the functions, with False to put the originals back.
+        places: says what is replaced, and by what; called once, when a thread asks for the first time.
     """
 
-    _lock = threading.Lock()
+    lock = process_lock()
+    """Held while attributes are replaced or put back."""
 
-    def __init__(self, name: str, switch: Callable[[bool], None]) -> None:
-        self._name = name
-        self._switch, self._num_users = switch, 0
+    def __init__(self, name: str, places: Callable[[], Iterable[Place]]) -> None:
+        self._name, self._places_of = name, places
+        self._before: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._threads: set[int] = set()
+        self._is_applied: bool | None = False
+        self.order = 0
+        PATCHES[name] = self
+
+    @functools.cached_property
+    def places(self) -> tuple[Place, ...]:
+        """What is replaced, and by what."""
+        return tuple(self._places_of())
 
     @property
     def value(self) -> T | None:
         """The value that this thread gave to `applied`; None outside of it."""
         return _values().get(self._name)
 
+    def original(self, owner: Any, name: str) -> Any:
+        """What was there when the attribute was last replaced, as `owner` gives it."""
+        return self._before[id(owner), name][1]
+
     @contextmanager
     def applied(self, value: T) -> Generator[None]:
-        """Replace the functions for this thread, and let them find `value`."""
+        """Replace the attributes for this thread, and let them find `value`."""
         values = _here.values
         before = values.get(self._name)
         values[self._name] = value
-        self._count(+1)
         try:
+            self.settle()
             yield
         finally:
-            self._count(-1)
             if before is None:
-                del values[self._name]
+                values.pop(self._name, None)
             else:
                 values[self._name] = before
+            self.settle()
 
-    def _count(self, change: int) -> None:
-        with self._lock:
-            before, self._num_users = self._num_users, self._num_users + change
-            if not before or not self._num_users:
-                self._switch(bool(self._num_users))
+    def settle(self) -> None:
+        """Replace the attributes if a thread has a value, put them back if none has.
+
+        If it was interrupted before, it does what is left to do.
+        """
+        with self.lock:
+            note = self._threads.add if self._name in _here.values else self._threads.discard
+            note(threading.get_ident())
+            if (wanted := bool(self._threads)) is self._is_applied:
+                return
+            self._is_applied, self.order = None, next(_orders)
+            for place in self.places:
+                self._replace(*place) if wanted else self._put_back(*place)
+            self._is_applied = wanted
+
+    def settle_in_child(self) -> None:
+        """The other threads are gone: this process was forked, and has the thread that calls this."""
+        self._threads &= {threading.get_ident()}
+        self.settle()
+
+    def _replace(self, owner: Any, name: str, instead: Any) -> None:
+        held = _held_by(owner, name)
+        if held is not instead:
+            self._before[id(owner), name] = held, getattr(owner, name, None)
+            setattr(owner, name, instead)
+
+    def _put_back(self, owner: Any, name: str, instead: Any) -> None:
+        if _held_by(owner, name) is not instead:
+            return  # somebody else has replaced it since, or it is done
+        held, _ = self._before[id(owner), name]
+        if held is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, held)
+
+
+_orders = itertools.count(1)
+PATCHES: dict[str, Patch[Any]] = {}
+"""All patches, by name."""
+
+
+def _held_by(owner: Any, name: str) -> Any:
+    """What is in the dictionary of `owner`, which may inherit the attribute; the code of a function."""
+    return owner.__code__ if name == "__code__" else vars(owner).get(name, _ABSENT)
+
+
+def settle_in_child() -> None:
+    """Put back, in a process that was forked, what the threads replaced that it does not have."""
+    for patch in PATCHES.values():
+        patch.settle_in_child()
 
 
 def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -124,26 +201,12 @@ def is_replaced_here(owner: Any, name: str) -> bool:
 
 @functools.cache
 def _patch_of(owner: Any, name: str) -> Patch[Callable[..., Any]]:
-    before: list[Any] = []  # what `owner` has of its own, if anything
+    @functools.wraps(getattr(owner, name))
+    def here(*args: Any, **kwargs: Any) -> Any:
+        instead, original = patch.value, patch.original(owner, name)
+        return original(*args, **kwargs) if instead is None else instead(original, *args, **kwargs)
 
-    def switch(hearing: bool) -> None:
-        if hearing:
-            before.extend([vars(owner)[name]] if name in vars(owner) else [])
-            setattr(owner, name, dispatching(getattr(owner, name)))
-        elif before:
-            setattr(owner, name, before.pop())
-        else:
-            delattr(owner, name)
-
-    def dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def here(*args: Any, **kwargs: Any) -> Any:
-            instead = patch.value
-            return original(*args, **kwargs) if instead is None else instead(original, *args, **kwargs)
-
-        return here
-
-    patch = Patch[Callable[..., Any]](f"{owner!r}.{name}", switch)
+    patch = Patch[Callable[..., Any]](f"{owner!r}.{name}", lambda: [(owner, name, here)])
     return patch
 
 
@@ -176,19 +239,17 @@ def saved_tensor_hooks_heard_by(mode: TorchFunctionMode) -> AbstractContextManag
 _make_saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
 
 
-def _hook_saved_tensor_hooks(hearing: bool) -> None:
-    made = _make_heard_hooks if hearing else _make_saved_tensor_hooks
-    torch.autograd.graph.saved_tensors_hooks.__init__ = made
-
-
-_SAVED_TENSOR_HOOKS = Patch[TorchFunctionMode]("saved_tensor_hookers", _hook_saved_tensor_hooks)
-
-
 @functools.wraps(_make_saved_tensor_hooks)
 def _make_heard_hooks(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
     mode = _SAVED_TENSOR_HOOKS.value
     hooks = pack_hook, unpack_hook
     _make_saved_tensor_hooks(self, *(hooks if mode is None else (_within(mode, hook) for hook in hooks)))
+
+
+_SAVED_TENSOR_HOOKS = Patch[TorchFunctionMode](
+    "saved_tensor_hookers",
+    lambda: [(torch.autograd.graph.saved_tensors_hooks, "__init__", _make_heard_hooks)],
+)
 
 
 def _within(mode: TorchFunctionMode, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -21,15 +21,26 @@ def default_generator_is(generator: torch.Generator) -> AbstractContextManager[N
     return _DEFAULT.applied(generator)
 
 
+def times_seeded_elsewhere() -> int:
+    """How often threads without a generator of their own have set the default one by `torch.random`."""
+    return _INSTEAD.times_seeded
+
+
 class _DefaultGenerator:
     """What stands for the default generator in `torch.random`."""
 
+    times_seeded = 0
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(_DEFAULT.value or torch.default_generator, name)
+        if (own := _DEFAULT.value) is not None:
+            return getattr(own, name)
+        self.times_seeded += name in ("manual_seed", "seed", "set_state")
+        return getattr(torch.default_generator, name)
 
 
-def _hook_default(hearing: bool) -> None:
-    torch.random.default_generator = _DefaultGenerator() if hearing else torch.default_generator
+_INSTEAD = _DefaultGenerator()
 
 
-_DEFAULT = Patch[torch.Generator]("default_generator", _hook_default)
+_DEFAULT = Patch[torch.Generator](
+    "default_generator", lambda: [(torch.random, "default_generator", _INSTEAD)]
+)

@@ -23,15 +23,13 @@ def hearing_of_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> Abst
     return _SWAPS.applied(hear)
 
 
-def _hook_swaps(hearing: bool) -> None:
-    torch._C._swap_tensor_impl = _tell_of_swap if hearing else _swap_bodies
-
-
-_SWAPS = Patch[Callable[[torch.Tensor, torch.Tensor], None]]("swap_hearers", _hook_swaps)
-
-
 def _tell_of_swap(first: torch.Tensor, second: torch.Tensor) -> None:
     (_SWAPS.value or _swap_bodies)(first, second)
+
+
+_SWAPS = Patch[Callable[[torch.Tensor, torch.Tensor], None]](
+    "swap_hearers", lambda: [(torch._C, "_swap_tensor_impl", _tell_of_swap)]
+)
 
 
 def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:

@@ -33,7 +33,6 @@ _TAKE_TENSORS = (
     (torch.autograd.Function, "apply") if BINDS_APPLY else (utils, "unwrap_dead_wrappers"),
     (torch._C.ScriptFunction, "__call__"),
 )
-_HAVE_TAKEN = [inspect.getattr_static(owner, name) for owner, name in _TAKE_TENSORS]
 
 
 def beneath_transforms() -> AbstractContextManager[Any]:
@@ -49,12 +48,12 @@ def swapped_where_unheard(swap: Swap) -> AbstractContextManager[None]:
     return _SWAPPED.applied(swap)
 
 
-def _hook_transforms(hearing: bool) -> None:
-    for (owner, name), take in zip(_TAKE_TENSORS, _HAVE_TAKEN, strict=True):
-        setattr(owner, name, _taking_swapped(take) if hearing else take)
-
-
-_SWAPPED = Patch[Swap]("transform_hearers", _hook_transforms)
+_SWAPPED = Patch[Swap](
+    "transform_hearers",
+    lambda: [
+        (owner, name, _taking_swapped(inspect.getattr_static(owner, name))) for owner, name in _TAKE_TENSORS
+    ],
+)
 
 
 def _taking_swapped(take: Callable[..., Any]) -> Any:

@@ -1,9 +1,16 @@
 """Several threads: one compiles at a time, and no other sees anything of it."""
 
 import copy
+import gc
+import io
 import logging
+import os
 import random
+import signal
 import threading
+import time
+import traceback
+import warnings
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -16,12 +23,13 @@ from torch.distributed.distributed_c10d import _object_to_tensor
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.capture.alone import alone
+from aotdist.capture.alone import alone, had_to_wait
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.functional import FunctionalTensorMode
+from aotdist.torch_seam.locks import LOCKS, is_owned
 from aotdist.torch_seam.modules import global_module_hooks
 from aotdist.torch_seam.own_attributes import own_attributes
-from aotdist.torch_seam.patches import hand_on
+from aotdist.torch_seam.patches import PATCHES, _held_by, hand_on
 
 
 def in_threads(run: Callable[[int], None], count: int = 4) -> None:
@@ -422,18 +430,175 @@ def test_everything_at_once(share: float) -> None:
 def test_who_waited_is_told(fails):
     told: list[bool] = []
 
+    @alone
     def take() -> None:
-        with alone() as waited:
-            told.append(waited)
+        told.append(had_to_wait())
 
-    thread = threading.Thread(target=take)
-    with alone() as first, alone() as again:
+    @alone
+    def take_long() -> None:
         thread.start()
         thread.join(0.1)
-        told += [first, again]
+        told.append(had_to_wait())
+        take()
+
+    @alone
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    thread = threading.Thread(target=take)
+    take_long()
     thread.join()
     if fails:
-        with pytest.raises(ZeroDivisionError), alone():
-            raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError):
+            fail()
     take()
     assert told == [False, False, True, False]
+
+
+# --- what other threads do while one captures ----------------------------------------------------
+
+
+def logged(text: str) -> list[str]:
+    logger, found = logging.getLogger("aotdist.of_this_test"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.warning(text)
+    logger.removeHandler(handler)
+    return found
+
+
+def warned(text: str) -> list[str]:
+    with pytest.warns(UserWarning) as caught:
+        warnings.warn(text, stacklevel=1)
+    return [str(one.message) for one in caught]
+
+
+def printed(text: str) -> str:
+    print(text, file=(into := io.StringIO()))
+    return into.getvalue()
+
+
+def seeded(draw: Callable[[], Any], *seed: Callable[[int], Any]) -> Any:
+    for each in seed:
+        each(7)
+    return draw()
+
+
+ELSEWHERE: dict[str, Callable[[], Any]] = {
+    "random": lambda: seeded(lambda: (random.random(), random.gauss(0, 1)), random.seed),
+    "numpy": lambda: seeded(lambda: (np.random.rand(), np.random.permutation(4).tolist()), np.random.seed),
+    "torch": lambda: seeded(lambda: (torch.rand(2).tolist(), torch.initial_seed()), torch.manual_seed),
+    "print": lambda: printed("one"),
+    "logging": lambda: logged("two"),
+    "warnings": lambda: warned("three"),
+    "time": lambda: time.time() > 0,
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_other_threads_do_is_theirs_alone(name: str) -> None:
+    """A capture neither takes it for the program's doing, nor keeps it from being done."""
+    halt, expected, found = Halt(), ELSEWHERE[name](), list[Any]()
+    weight = torch.ones(3, requires_grad=True)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        halt()
+        return x * weight
+
+    while_captured(program, halt, lambda: found.append(ELSEWHERE[name]()))
+    assert found == [expected]
+
+
+# --- processes that are forked while one captures ------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that a compiled function makes."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        random.random()
+        np.random.rand()
+        print("", end="")
+        return self.make(torch.full((2,), float(at))) + 0 * torch.rand(2)
+
+
+def exit_code_of(run: Callable[[], bool]) -> int | None:
+    """Of a process that is forked here and runs something; None if it is not over in time."""
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(0 if run() else 1)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(2)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def in_a_child(known: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether a process of its own has nothing of what another thread was at, and can do all that."""
+    one, eager = (nn.Linear(2, 2) for _ in range(2))
+    eager.load_state_dict(one.state_dict())
+    aotdist.compile(one, backend="fx")
+    with torch.no_grad():  # once autograd has made threads, PyTorch runs no backward in a child
+        got, wanted = one(torch.ones(1, 2)), eager(torch.ones(1, 2))
+    replaced = [
+        place for patch in PATCHES.values() for place in patch.places if _held_by(*place[:2]) is place[2]
+    ]
+    return (
+        torch.equal(known(torch.ones(2)), torch.ones(2) * 2)
+        and torch.equal(got, wanted)
+        and gc.isenabled()
+        and not replaced
+        and all(look() is not None for look in (random.random, np.random.rand, lambda: torch.rand(1)))
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_that_are_forked_during_a_capture() -> None:
+    """Workers of a loader, and plain ones, which call what is compiled and compile more."""
+    known, halt = aotdist.compile(lambda x: x * 2, backend="fx"), Halt()
+    known(torch.ones(2))
+    weight = torch.ones(3, requires_grad=True)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        halt()
+        return x * weight
+
+    def look() -> None:
+        fresh = Rows(aotdist.compile(lambda x: x * 2, backend="fx"))
+        loader = torch.utils.data.DataLoader(
+            fresh, 2, num_workers=2, timeout=60, multiprocessing_context="fork"
+        )
+        assert torch.cat([*loader])[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert exit_code_of(lambda: in_a_child(known)) == 0
+
+    while_captured(program, halt, look)
+    assert exit_code_of(lambda: in_a_child(known)) == 0
+
+
+@pytest.mark.filterwarnings("ignore:aotdist.*reads the time")
+def test_a_process_that_the_program_itself_forks_is_as_it_was() -> None:
+    """It has the thread that captures, whose locks it keeps."""
+    codes = SimpleQueue[int | None]()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        codes.put(exit_code_of(lambda: any(map(is_owned, LOCKS))))
+        return x * 2
+
+    assert torch.equal(aotdist.compile(program, backend="fx")(torch.ones(2)), torch.full((2,), 2.0))
+    assert codes.get() == 0

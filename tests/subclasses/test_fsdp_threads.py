@@ -1,14 +1,18 @@
-"""A thread that logs sees nothing of a capture of an FSDP2 model, nor does it disturb a step."""
+"""Threads beside an FSDP2 model that log, and that write checkpoints, see nothing of captures."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 import aotdist
@@ -111,3 +115,62 @@ def logged_case(steps: int, shapes: int) -> int:
 @pytest.mark.filterwarnings("ignore:aotdist. `.*` was compiled")
 def test_a_thread_that_logs(world2: World, steps: int, shapes: int) -> None:
     assert min(world2.run(logged_case, steps, shapes, timeout=60.0 + steps)) > steps
+
+
+def saved_case(folder: str) -> list[int]:
+    """Checkpoints are written, and objects gathered, by threads while models are compiled.
+
+    Returns:
+        how many models were, until the objects were gathered and until the checkpoints were there.
+    """
+    group, failures = dist.new_group(backend="gloo"), list[BaseException]()
+    model = seeded(lambda: shard_blocks(Net(), line(2)))
+    state = model.state_dict()
+
+    def gather() -> None:
+        try:
+            for number in range(100):
+                found: list[int | None] = [None, None]
+                dist.all_gather_object(found, number, group=group)
+                assert found == [number, number]
+        except BaseException as failure:
+            failures.append(failure)
+
+    def compile_one() -> None:
+        small = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+        aotdist.compile(small, backend="fx")
+        small(torch.ones(1, 2)).sum().backward()
+
+    counts: list[int] = []
+    thread = threading.Thread(target=gather)
+    thread.start()
+    counts.append(_repeated(compile_one, thread.is_alive))
+    for number in range(2):
+        saved = async_save(state, checkpoint_id=f"{folder}/{number}", process_group=group)
+        counts.append(_repeated(compile_one, lambda saved=saved: not saved.done()))
+        saved.result()
+    if failures:
+        raise failures[0]
+    other = seeded(lambda: shard_blocks(Net(), line(2)))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    load(other.state_dict(), checkpoint_id=f"{folder}/1", process_group=group)
+    assert all(same_bits(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return counts
+
+
+def _repeated(run: Callable[[], None], goes_on: Callable[[], bool]) -> int:
+    """Run something as long as that says, and once more; how often."""
+    count = 1
+    while goes_on():
+        run()
+        count += 1
+    run()
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_checkpoints_are_saved_while_models_are_compiled(world2: World, tmp_path: Path) -> None:
+    for counts in world2.run(saved_case, str(tmp_path), timeout=60.0):
+        assert min(counts) > 1

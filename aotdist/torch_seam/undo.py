@@ -1,0 +1,53 @@
+"""What undoes the changes that a compilation makes to objects of the program's, if it is interrupted."""
+
+# pyright: basic
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+
+class _Here(threading.local):
+    """What was said in this thread while it compiles, and the exception that was handled when it began to."""
+
+    def __init__(self) -> None:
+        self.noted: list[Callable[[], None]] | None = None
+        self.handled: BaseException | None = None
+
+
+_here = _Here()
+
+
+def to_undo(undo: Callable[[], None]) -> None:
+    """If the compilation of this thread is interrupted, `undo` is called, the last one first.
+
+    To be said before anything is changed. It may be called after the change was undone, and twice.
+    """
+    if _here.noted is not None:
+        _here.noted.append(undo)
+
+
+def note_in(noted: list[Callable[[], None]] | None) -> None:
+    """Note what is said in this list from now on, or nowhere."""
+    _here.noted, _here.handled = noted, sys.exc_info()[1] if noted is not None else None
+
+
+def led_to(error: BaseException) -> Iterator[BaseException]:
+    """An error of the compilation of this thread, what was handled when it was raised, and so on."""
+    before: BaseException | None = error
+    while before is not None and before is not _here.handled:
+        yield before
+        before = before.__context__
+
+
+def interrupt_behind(error: BaseException) -> BaseException | None:
+    """The interrupt that led to an error: contexts that it left open may fail themselves."""
+    return next((one for one in led_to(error) if not isinstance(one, Exception)), None)
+
+
+def raise_interrupt(error: BaseException) -> None:
+    """Raise the interrupt that led to an error, if one did: nobody is to go on as after an error."""
+    interrupt = interrupt_behind(error)
+    if interrupt is not None and interrupt is not error:
+        raise interrupt from None
