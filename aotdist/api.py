@@ -31,6 +31,7 @@ from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.fit import MISS
+from aotdist.runtime.ranks import number_of_its_kind
 from aotdist.runtime.signature import what_changed, what_helps
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
@@ -163,6 +164,7 @@ class Compiled(Explained):
         self._target = target
         self._run = run
         self._make = make
+        self._number = 0
         self.artifacts = Artifacts()
         _every_compiled.add(self)
 
@@ -205,7 +207,8 @@ class Compiled(Explained):
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
         with _running_eagerly(), tapes_off():
-            artifact = self._make(UserCall(self._target(), self._run, args, kwargs), self.artifacts)
+            call = UserCall(self._target(), self._run, args, kwargs, number=self._number)
+            artifact = self._make(call, self.artifacts)
         self.artifacts.put_first(artifact)
         return artifact
 
@@ -255,6 +258,7 @@ class CompiledModule(Compiled):
             return uncompiled_call(target())(*args, **kwargs)
 
         super().__init__(target, run, make)
+        self._number = number_of_its_kind(module)
         self._shown_on = weakref.WeakSet([module])
         self._attach()
 

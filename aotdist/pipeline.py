@@ -38,7 +38,7 @@ from aotdist.runtime.fit import MISS, fit_of, refuse_overlap
 from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.runtime.proof import prove_guards
-from aotdist.runtime.ranks import agree, failing_together
+from aotdist.runtime.ranks import agree, failing_together, fingerprint_of
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
@@ -112,7 +112,7 @@ def loaded_together(
         if settings.validate_guards:
             prove_guards(fit.sizes, [count.name for count in fit.counts])
     agree(
-        compilation.collectives(),
+        fingerprint_of(compilation),
         label=label,
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),

@@ -76,6 +76,9 @@ class _DTensorRule(WrapperRule):
     def process_groups(self, recipe: Wrapper) -> Iterable[str]:
         return [group.group_name for group in _spec(recipe).mesh.get_all_groups()]
 
+    def placement(self, recipe: Wrapper) -> str:
+        return ", ".join(map(repr, _spec(recipe).placements))
+
     def context_of(self, tensor: torch.Tensor) -> Any:
         return tensor._spec  # type: ignore[attr-defined]
 

@@ -241,6 +241,10 @@ class WrapperRule:
         """Names of the process groups that operations on such a tensor may communicate in."""
         return ()
 
+    def placement(self, recipe: Wrapper) -> str:
+        """How such a tensor is spread over ranks, in words that are the same on all of them; empty if not."""
+        return ""
+
     def unwrap_source(self, tensor: str, recipe: Wrapper) -> Sequence[str]:
         """Python expressions for the plain tensors beneath the variable `tensor`."""
         return [f"{tensor}{path}" for path, _ in leaves(recipe)]

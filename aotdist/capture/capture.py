@@ -72,6 +72,7 @@ class UserCall:
             marked, or named by settings.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
         prints: whether every call is to print what the program prints; else the capture prints it.
+        number: how many modules like this one were compiled before it, for ranks to tell them apart.
     """
 
     target: Any
@@ -81,6 +82,7 @@ class UserCall:
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
     differentiates: bool = False
     prints: bool = True
+    number: int = 0
 
     @property
     def name(self) -> str:
@@ -201,6 +203,7 @@ class Captured:
         in_backward: watches what the backward changes in Python.
         leaves: puts back the objects that the program left in Python, if it is another program once they are
             there: the artifact is for this call alone then.
+        number: see `UserCall`.
     """
 
     program: Program[ArgIdx]
@@ -213,6 +216,7 @@ class Captured:
     dims: Mapping[int, frozenset[int]]
     in_backward: InBackward
     leaves: Callable[[], None] | None = None
+    number: int = 0
 
     def static_slots(self) -> frozenset[Slot]:
         """Plain tensors that keep their address from call to call: parameters and buffers."""
@@ -332,6 +336,7 @@ def capture(
         name=call.name,
         dims=dims,
         in_backward=in_backward,
+        number=call.number,
     )
 
 

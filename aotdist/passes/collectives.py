@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ class Collective:
         node: name of the node that starts it.
         source: the user's line, if known.
         sender: the rank that sends, when only one does.
+        serves: names of the parameters and buffers that it gathers, or whose gradients it reduces, as they
+            lie in it.
     """
 
     op: str
@@ -47,17 +50,38 @@ class Collective:
     node: str
     source: str | None
     sender: int | None = None
+    serves: tuple[str, ...] = ()
 
-    def fingerprint(self) -> tuple[str, str, int, str]:
-        """What every rank of the group must agree on: operator, dtype, element count, reduction or sender."""
+    def fingerprint(self) -> tuple[str, str, int, str, tuple[str, ...]]:
+        """What every rank of the group must agree on.
+
+        Operator, dtype, element count, reduction or sender, and what lies in it.
+        """
         numel = -1 if self.op in _UNEVEN else self.numel
         sender = "" if self.sender is None else f"from {self.sender}"
-        return (self.op, self.dtype, numel, self.reduce_op or sender)
+        return (self.op, self.dtype, numel, self.reduce_op or sender, self.serves)
 
 
-def collectives(graph: Graph) -> tuple[Collective, ...]:
-    """Every collective of the graph, in the order in which they start."""
-    return tuple(_describe(node) for node in graph.gm.graph.nodes if is_collective(node))
+def collectives(graph: Graph, state: Collection[str] = ()) -> tuple[Collective, ...]:
+    """Every collective of the graph, in the order in which they start.
+
+    Args:
+        graph: the graph.
+        state: paths of the parameters and buffers that `serves` may name.
+    """
+    starts = [node for node in graph.gm.graph.nodes if is_collective(node)]
+    served = _served(graph, frozenset(state)) if starts and state else {}
+    return tuple(_describe(node, served.get(node, ())) for node in starts)
+
+
+def reads_of_state(graph: Graph, state: Collection[str]) -> tuple[str, ...]:
+    """Parameters and buffers in the order in which what was made of them first meets anything else."""
+    made = _made_of_state(graph, frozenset(state), behind_collectives=True)
+    read: dict[str, None] = {}
+    for node in graph.gm.graph.nodes:
+        if node not in made:
+            read.update((path, None) for given in node.all_input_nodes for path in made.get(given, ()))
+    return tuple(read)
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -78,7 +102,51 @@ def group_name(node: Node) -> str:
     return group if isinstance(group, str) else str(getattr(group, "group_name", group))
 
 
-def _describe(node: Node) -> Collective:
+def _made_of_state(
+    graph: Graph, state: Collection[str], *, behind_collectives: bool
+) -> dict[Node, tuple[str, ...]]:
+    """Nodes that nothing but state goes into, each with its paths in the order in which they go into it."""
+    found: dict[Node, tuple[str, ...]] = {
+        node: (slot.path,)
+        for slot, node in graph.named_placeholders().items()
+        if slot.role == "primal" and slot.path in state
+    }
+    for node in graph.gm.graph.nodes:
+        given = node.all_input_nodes
+        stops = any(map(is_collective, given)) and not behind_collectives
+        if node.op == "call_function" and not stops and all(one in found for one in given):
+            found[node] = tuple(dict.fromkeys(path for one in given for path in found[one]))
+    return found
+
+
+def _served(graph: Graph, state: Collection[str]) -> Mapping[Node, tuple[str, ...]]:
+    """For collectives that hold state or its gradients, and nothing else, the paths in their order."""
+    made = _made_of_state(graph, state, behind_collectives=False)
+    served = {node: made[node] for node in made if is_collective(node)}
+    gradients: dict[Node, list[tuple[tuple[int, ...], str]]] = {}
+    places = _places_in_collectives(graph)
+    for slot, node in graph.named_results().items():
+        if node in places and slot.role == "grad" and slot.path in state:
+            start, *place = places[node]
+            gradients.setdefault(start, []).append((tuple(place), slot.path))
+    return served | {start: tuple(path for _, path in sorted(found)) for start, found in gradients.items()}
+
+
+def _places_in_collectives(graph: Graph) -> dict[Node, tuple[Any, ...]]:
+    """Nodes that only one collective goes into: which, and the numbers of the users on the way from it.
+
+    So parts of its result are told apart in their order, whatever is done to one of them afterwards.
+    """
+    places: dict[Node, tuple[Any, ...]] = {}
+    for node in graph.gm.graph.nodes:
+        if is_collective(node):
+            places[node] = (node,)
+        elif len(node.all_input_nodes) == 1 and (giver := node.all_input_nodes[0]) in places:
+            places[node] = (*places[giver], list(giver.users).index(node))
+    return places
+
+
+def _describe(node: Node, serves: tuple[str, ...]) -> Collective:
     named = arguments(node)
     sent = _tensors_of(named.get("input", named.get("inputs")))
     assert isinstance(node.target, OpOverload)
@@ -94,6 +162,7 @@ def _describe(node: Node) -> Collective:
         node=node.name,
         source=node.meta.get("source"),
         sender=named.get("src"),
+        serves=serves,
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.layer import Call
-from aotdist.passes.collectives import Collective
 from aotdist.program import NodeOutIdx, PrimalIdx, Slot
 from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Backward, Part
@@ -29,7 +28,7 @@ from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.print_call import print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer
-from aotdist.runtime.ranks import naming_lost_ranks
+from aotdist.runtime.ranks import Sequenced, fingerprint_of, naming_lost_ranks
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.runtime.spent import Shares
 from aotdist.sizes import concrete, evaluate
@@ -45,14 +44,14 @@ class Artifact:
         source: the printed code of `call`, the autograd node included.
         compilation: how it came to be, without the tensors of the call.
         fit: when it fits a call, likewise.
-        collectives: what its ranks agreed to run together.
+        agreed: what its ranks agreed on, see `fingerprint_of`.
     """
 
     call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
     source: str
     compilation: Compilation
     fit: Fit
-    collectives: tuple[Collective, ...]
+    agreed: tuple[Sequenced, ...]
 
     def forget_trace(self) -> None:
         """Let go of autograd's graph of the trace, if gradients of gradients can do without it."""
@@ -72,7 +71,7 @@ class Artifacts(list[Artifact]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._agreed: set[tuple[Collective, ...]] = set()
+        self._agreed: set[tuple[Sequenced, ...]] = set()
 
     def put_first(self, artifact: Artifact) -> None:
         """Let an artifact be the first, new or not.
@@ -83,15 +82,15 @@ class Artifacts(list[Artifact]):
         so alone.
         """
         with _order:
-            self._agreed.add(artifact.collectives)
+            self._agreed.add(artifact.agreed)
             if all(one is not artifact for one in self):
                 for one in self:
                     one.forget_trace()
             ordered = [artifact, *(one for one in self if one is not artifact)]
             self[:] = ordered[: artifact.compilation.settings.max_artifacts]
 
-    def agreed(self) -> set[tuple[Collective, ...]]:
-        """The sequences of collectives that ranks agreed on, also those of artifacts that were dropped."""
+    def agreed(self) -> set[tuple[Sequenced, ...]]:
+        """What ranks agreed on, also for artifacts that were dropped."""
         return set(self._agreed)
 
     def clear(self) -> None:
@@ -172,10 +171,10 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
         turns=_turns(compilation),
     )
     call = printer.load("call", compilation.captured.name)
-    sequence = compilation.collectives()
+    agreed = fingerprint_of(compilation)
     for graph in compilation.every_graph():
         graph.pack()
-    return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit), sequence)
+    return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit), agreed)
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:

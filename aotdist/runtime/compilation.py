@@ -134,7 +134,12 @@ class Compilation:
         for emitted in self.emitted().values():
             yield from emitted.graphs
 
+    def state(self) -> tuple[str, ...]:
+        """The paths of parameters and buffers, in the order of registration."""
+        num_args = len(self.captured.arguments.tensor_paths())
+        return tuple(slot.path for slot in self.captured.program.ins)[num_args:]
+
     def collectives(self) -> tuple[Collective, ...]:
         """What the ranks run together, forward then backward, in the order in which they start."""
-        run = [graph for name, graph in self.graphs().items() if name != "joint"]
-        return tuple(collective for graph in run for collective in collectives(graph))
+        run, state = [graph for name, graph in self.graphs().items() if name != "joint"], self.state()
+        return tuple(collective for graph in run for collective in collectives(graph, state))

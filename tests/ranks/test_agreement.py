@@ -28,8 +28,7 @@ def test_two_ranks_that_diverge_both_say_where(world2: World, change, ours, thei
         assert kind == "RankDivergence" and seconds < SOON_S
         assert ours in message and theirs in message
         assert (
-            "rank 0 and rank 1 are about to run different collectives over ranks 0, 1 in `train_step`"
-            in message
+            "rank 0 and rank 1 are about to run different programs over ranks 0, 1 in `train_step`" in message
         )
 
 
@@ -141,9 +140,7 @@ def test_a_difference_in_one_group_stops_the_ranks_of_the_others():
     with fresh_world(4) as world:  # one in which nobody has failed before
         heard = world.run(cases.differs_on_a_mesh)
     assert [kind for kind, _, _ in heard] == ["RankDivergence"] * 4
-    assert all(
-        "rank 2 and rank 3 are about to run different collectives" in message for _, message, _ in heard
-    )
+    assert all("rank 2 and rank 3 are about to run different programs" in message for _, message, _ in heard)
     assert all("rank 3 runs all_reduce sum of 9" in message for _, message, _ in heard[2:])
     assert all(seconds < SOON_S for _, _, seconds in heard)
 
@@ -193,4 +190,4 @@ def test_ranks_that_are_threads():
     with fresh_world(1) as world:
         ((*heard, last),) = world.run(cases.as_threads, 3)
     assert [said[0] for said in (*heard, last)] == ["RankDivergence"] * 3
-    assert "ranks 0, 1 and rank 2 are about to run different collectives" in last[1]
+    assert "ranks 0, 1 and rank 2 are about to run different programs" in last[1]

@@ -83,7 +83,7 @@ def test_one_of_256_differs():
     programs[77] = (*steps[:30], step(-1, EVERYONE), *steps[31:]), parties
     raised, seconds, _ = meet_all(programs)
     assert all(isinstance(error, RankDivergence) for error in raised.values())
-    assert "rank 77 are about to run different collectives" in str(raised[200])
+    assert "rank 77 are about to run different programs" in str(raised[200])
     assert seconds < 30
 
 

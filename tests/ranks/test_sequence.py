@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.sequence import (
     Group,
+    Sequenced,
+    Shared,
     Step,
     describe_difference,
     digest,
@@ -82,6 +84,7 @@ def test_a_party_sees_the_steps_that_all_of_it_takes_part_in():
         {"numel": 1},
         {"group": "everyone"},
         {"group": "row again"},
+        {"serves": ("blocks.0.weight",)},
     ],
 )
 def test_what_must_be_equal(change):
@@ -103,7 +106,7 @@ def test_ranks_may_send_unequal_parts_of_an_all_to_all():
     assert digest(steps_of([one], GROUPS)) == digest(steps_of([two], GROUPS))
 
 
-def shown(*found: Collective):
+def shown(*found: Sequenced):
     """Steps as they come back from the board, which keeps JSON."""
     return steps_from_notice(json.loads(json.dumps(steps_to_notice(steps_of(found, GROUPS)))))
 
@@ -125,6 +128,30 @@ def test_a_sequence_may_end_early():
         "         at model.py:7   x.sum()",
         "  rank 1 runs none: its sequence ends after 0",
     ]
+
+
+WEIGHT = Shared("state", "`a.weight` float32 [8, 8]", ("row",))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "words"),
+    [
+        (WEIGHT, replace(WEIGHT, text="`b.weight`"), ("has `a.weight` float32 [8, 8]", "has `b.weight`")),
+        (replace(WEIGHT, kind="read"), WEIGHT, ("has none: its sequence ends after 0", "has `a.weight`")),
+        (replace(WEIGHT, kind="read", text="`a`"), replace(WEIGHT, kind="read", text="`b`"), ("`a`", "`b`")),
+        (replace(FOUND, serves=("a",)), replace(FOUND, serves=("b",)), ("for `a`", "for `b`")),
+    ],
+)
+def test_shared_state_is_compared_before_collectives(left, right, words):
+    said = describe_difference({0: shown(left, FOUND), 1: shown(right, replace(FOUND, numel=1))})
+    _, one, two = [line for line in said.splitlines() if " at " not in line or "part" in line]
+    assert words[0] in one and words[1] in two
+
+
+def test_state_of_several_groups_is_a_step_of_each_in_one_order():
+    ordered = steps_of([replace(WEIGHT, groups=("row", "everyone"))], GROUPS)
+    again = steps_of([replace(WEIGHT, groups=("everyone", "row"))], GROUPS)
+    assert [step.key for step in ordered] == [step.key for step in again] and len(ordered) == 2
 
 
 def entry(reach: int = 1, **digests: str) -> Entry:

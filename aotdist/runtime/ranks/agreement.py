@@ -25,14 +25,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from aotdist.errors import AotdistError, RankDivergence, RankLost
-from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Board, Party, board_of_this_process, party_key, poll, spell
 from aotdist.runtime.ranks.failing import report
 from aotdist.runtime.ranks.patience import Patience
 from aotdist.runtime.ranks.sequence import (
+    Sequenced,
     Step,
     describe_difference,
     digest,
+    groups_of,
     groups_with_peers,
     parties_of,
     runs_alike,
@@ -103,12 +104,12 @@ class Meeting:
 
 
 def agree(
-    sequence: Iterable[Collective],
+    sequence: Iterable[Sequenced],
     *,
     label: str,
     settings: Settings,
     groups: Iterable[str] = (),
-    earlier: Iterable[Iterable[Collective]] = (),
+    earlier: Iterable[Iterable[Sequenced]] = (),
 ) -> None:
     """Compare what this rank is about to run with its peers; return when all are about to run the same.
 
@@ -122,14 +123,14 @@ def agree(
     groups that the program *might* use (those of its meshes) to have it named at once.
 
     Args:
-        sequence: the artifact's collectives in the order in which they start.
+        sequence: what the artifact has in common with its peers', see `fingerprint_of`.
         label: what is compiled, as the user knows it.
         settings: `rank_timeout_s` is how long to wait.
         groups: names of process groups to agree in even if the sequence has nothing in them.
         earlier: the sequences of the function's earlier artifacts, on which its ranks agreed.
 
     Raises:
-        RankDivergence: the ranks would run different collectives; the message has the first one.
+        RankDivergence: the ranks would run different programs; the message has the first difference.
         RankLost: a peer failed to compile, died, or did not come within the timeout.
     """
     board = board_of_this_process()
@@ -137,7 +138,7 @@ def agree(
         return
     found = tuple(sequence)
     held = groups_with_peers()
-    used = {*groups, *(collective.group for collective in found)}
+    used = {*groups, *(name for each in found for name in groups_of(each))}
     steps = steps_of(found, held)
     before = [steps_of(each, held) for each in earlier]
     parties = [

@@ -1,6 +1,7 @@
 """What one rank is about to run, as its peers can check it: steps, views of them, differences.
 
-A *step* is one collective. A *party* is a set of ranks that must run the same steps in the same
+A *step* is what peers must have alike: a collective, or state that ranks share, as it is registered and as
+it is read. A *party* is a set of ranks that must run the same steps in the same
 order: the members of each process group, and, where two groups share some ranks, those too, because
 ranks that meet in two groups must also take the groups in the same order. A party's *view* of a
 rank's steps is those whose group contains the whole party.
@@ -13,7 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Party, party_key, spell
@@ -35,19 +36,41 @@ class Group:
     ordinal: int
 
 
+Kind: TypeAlias = Literal["state", "read", "collective"]
+"""Of a step: a parameter or buffer that ranks share, its first use, or a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """State that ranks share.
+
+    Args:
+        kind: `state` where it is registered, `read` where the program first uses it.
+        text: which it is, and for `state` what all of its ranks know of it.
+        groups: names of the process groups of the ranks.
+    """
+
+    kind: Literal["state", "read"]
+    text: str
+    groups: tuple[str, ...]
+
+
+Sequenced: TypeAlias = Shared | Collective
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One collective of this rank.
+    """One step of this rank.
 
     Args:
         key: what must be equal on every rank of its group.
-        group: where it takes place.
-        found: the collective as the graph has it.
+        group: whose ranks it concerns.
+        found: what the program has.
     """
 
     key: str
     group: Group
-    found: Collective
+    found: Sequenced
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +78,16 @@ class Shown:
     """A step of any rank, as a witness shows it.
 
     Args:
+        kind: what it is.
         key: as in `Step`.
         text: the same for a person.
-        node: the graph node that starts it.
-        source: the user's line, if known.
+        place: where in the program it is, for a person: node and line.
     """
 
+    kind: Kind
     key: str
     text: str
-    node: str
-    source: str | None
+    place: str
 
 
 def groups_with_peers() -> dict[str, Group]:
@@ -78,14 +101,23 @@ def groups_with_peers() -> dict[str, Group]:
     return found
 
 
-def steps_of(sequence: Iterable[Collective], groups: Mapping[str, Group]) -> tuple[Step, ...]:
+def steps_of(sequence: Iterable[Sequenced], groups: Mapping[str, Group]) -> tuple[Step, ...]:
     """The steps in which this rank has peers, in order."""
     places = {name: f"{party_key(group.party)} {group.ordinal}" for name, group in groups.items()}
     return tuple(
-        Step(f"{found.fingerprint()} {places[found.group]}", groups[found.group], found)
+        Step(f"{_key(found)} {places[name]}", groups[name], found)
         for found in sequence
-        if found.group in groups
+        for name in sorted((name for name in groups_of(found) if name in groups), key=places.__getitem__)
     )
+
+
+def groups_of(found: Sequenced) -> tuple[str, ...]:
+    """Names of the process groups that it concerns."""
+    return found.groups if isinstance(found, Shared) else (found.group,)
+
+
+def _key(found: Sequenced) -> str:
+    return f"{found.kind} {found.text}" if isinstance(found, Shared) else str(found.fingerprint())
 
 
 def parties_of(groups: Iterable[Group]) -> tuple[Party, ...]:
@@ -125,7 +157,12 @@ def digest(steps: Iterable[Step]) -> str:
 
 def steps_to_notice(steps: Iterable[Step]) -> list[Any]:
     """Steps as a witness posts them."""
-    return [[step.key, _text(step), step.found.node, step.found.source] for step in steps]
+    return [
+        [step.found.kind, step.key, step.found.text, ""]
+        if isinstance(step.found, Shared)
+        else ["collective", step.key, _text(step.found, step.group), _place(step.found)]
+        for step in steps
+    ]
 
 
 def steps_from_notice(notice: Iterable[Any]) -> tuple[Shown, ...]:
@@ -134,35 +171,57 @@ def steps_from_notice(notice: Iterable[Any]) -> tuple[Shown, ...]:
 
 
 def describe_difference(sides: Mapping[int, Sequence[Shown]]) -> str:
-    """The first step at which two ranks part, with each side's collective and source line."""
-    (one, left), (two, right) = sides.items()
+    """The first step at which two ranks part, with each side's and its source line; state comes first."""
+    by_kind = [
+        (words, {rank: [step for step in steps if step.kind == kind] for rank, steps in sides.items()})
+        for kind, words in _WORDS.items()
+    ]
+    (noun, verb), of_kind = next(each for each in by_kind if _differ(*each[1].values()))
+    left, right = of_kind.values()
     first = next(
         (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a.key != b.key),
         min(len(left), len(right)),
     )
-    lines = [f"they part at collective {first + 1}"]
-    if first:
-        lines[0] += f", after {left[first - 1].text}"
-    lines += [_side(one, left, first), _side(two, right, first)]
-    return "\n".join(lines)
+    after = f", after {left[first - 1].text}" if first else ""
+    lines = [_side(rank, steps, first, verb) for rank, steps in of_kind.items()]
+    return "\n".join([f"they part at {noun} {first + 1}{after}", *lines])
 
 
-def _side(rank: int, steps: Sequence[Shown], at: int) -> str:
+def _differ(one: Sequence[Shown], other: Sequence[Shown]) -> bool:
+    return [step.key for step in one] != [step.key for step in other]
+
+
+_WORDS: dict[Kind, tuple[str, str]] = {
+    "state": ("shared parameter or buffer", "has"),
+    "read": ("use of shared parameters and buffers", "reads"),
+    "collective": ("collective", "runs"),
+}
+"""What a step of each kind is called, and what a rank does with it; in the order of comparing."""
+
+
+def _side(rank: int, steps: Sequence[Shown], at: int, verb: str) -> str:
     if at == len(steps):
-        return f"  rank {rank} runs none: its sequence ends after {len(steps)}"
-    step = steps[at]
-    place = f"\n         at {step.source}" if step.source else ""
-    return f"  rank {rank} runs {step.text} (node {step.node}){place}"
+        return f"  rank {rank} {verb} none: its sequence ends after {len(steps)}"
+    return f"  rank {rank} {verb} {steps[at].text}{steps[at].place}"
 
 
-def _text(step: Step) -> str:
-    found, group = step.found, step.group
+_NAMED = 8
+"""Parameters of one collective that stand in a message."""
+
+
+def _text(found: Collective, group: Group) -> str:
     reduction = f" {found.reduce_op}" if found.reduce_op else ""
     which = f", their group {group.ordinal + 1}" if group.ordinal else ""
+    served = [f"`{path}`" for path in found.serves[:_NAMED]]
+    served += ["..."] if len(found.serves) > _NAMED else []
     return (
         f"{found.op}{reduction} of {found.numel:,} {found.dtype} ({found.num_bytes:,} bytes) "
-        f"over {spell(group.party)}{which}"
+        f"over {spell(group.party)}{which}{' for ' if served else ''}{', '.join(served)}"
     )
+
+
+def _place(found: Collective) -> str:
+    return f" (node {found.node})" + (f"\n         at {found.source}" if found.source else "")
 
 
 def _common(a: Party, b: Party) -> Party:

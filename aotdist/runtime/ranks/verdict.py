@@ -41,7 +41,7 @@ class Differ:
         """The fault in one sentence."""
         *most, last = [spell(side) for side in self.sides[:4]]
         return (
-            f"{', '.join(most)} and {last} are about to run different collectives "
+            f"{', '.join(most)} and {last} are about to run different programs "
             f"over {spell(self.party)} in `{label}`"
         )
 

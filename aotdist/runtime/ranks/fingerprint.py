@@ -1,0 +1,96 @@
+"""What a compiled program has in common with its peers': state that ranks share, and collectives.
+
+What differs from rank to rank stays out: batches, offsets, a rank's own share of a tensor, parameters that no
+peer has (the experts of one rank).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from aotdist.passes.collectives import reads_of_state
+from aotdist.runtime.compilation import Compilation
+from aotdist.runtime.ranks.board import Party
+from aotdist.runtime.ranks.sequence import Sequenced, Shared, groups_with_peers
+from aotdist.subclasses.protocol import (
+    Recipe,
+    Wrapper,
+    leaves,
+    module_rules,
+    process_groups,
+    recipe_of,
+    wrapper_rule,
+)
+
+
+def fingerprint_of(compilation: Compilation) -> tuple[Sequenced, ...]:
+    """All that peers compare, part by part: shared state as it is registered, as it is read, collectives.
+
+    State is shared with the ranks of a process group if it is a tensor distributed over them, or if a
+    collective of theirs holds it, or its gradient.
+    """
+    shared = _groups_of_state(compilation)
+    read = reads_of_state(compilation.traced.graph, shared) if shared else ()
+    reads = [Shared("read", f"`{path}`", shared[path]) for path in read]
+    return (*_described(compilation, shared), *reads, *compilation.collectives())
+
+
+_compiled: WeakKeyDictionary[type[nn.Module], Counter[tuple[Party, ...]]] = WeakKeyDictionary()
+"""How many modules that share state were compiled, by their class and by who shares it."""
+
+
+def number_of_its_kind(module: nn.Module) -> int:
+    """How many modules of this one's class, shared by the same ranks, were compiled before it.
+
+    It tells models apart whose parameters have the same names, and counts alike on ranks that compile such
+    models in the same order. It is 0 for a module that shares nothing: a rank may have some for itself.
+    """
+    names = process_groups(map(recipe_of, (*module.parameters(), *module.buffers())))
+    if not names and not module_rules(module):
+        return 0
+    parties = sorted(group.party for name, group in groups_with_peers().items() if name in names)
+    counts = _compiled.setdefault(type(module), Counter())
+    counts[tuple(parties)] += 1
+    return counts[tuple(parties)] - 1
+
+
+def _groups_of_state(compilation: Compilation) -> dict[str, tuple[str, ...]]:
+    """The process groups that share each parameter and buffer, by its path, in the order of registration."""
+    found: dict[str, set[str]] = {path: set() for path in compilation.state()}
+    for path, recipe in _recipes(compilation):
+        found[path] |= process_groups([recipe])
+    for collective in compilation.collectives():
+        for path in collective.serves:
+            found[path].add(collective.group)
+    return {path: tuple(groups) for path, groups in found.items() if groups}
+
+
+def _described(compilation: Compilation, shared: dict[str, tuple[str, ...]]) -> list[Shared]:
+    recipes = dict(_recipes(compilation))
+    paths = [path for path in shared if path in recipes]
+    described = [Shared("state", f"`{path}` {_words(recipes[path])}", shared[path]) for path in paths]
+    groups = dict.fromkeys(group for path in paths for group in shared[path])
+    which = f"all of it in `{compilation.captured.name}` number {compilation.captured.number + 1}"
+    return [*described, Shared("state", which, tuple(groups))]
+
+
+def _recipes(compilation: Compilation) -> Iterator[tuple[str, Recipe]]:
+    """Path and recipe of each parameter and buffer that the program takes."""
+    state = frozenset(compilation.state())
+    traced = compilation.traced
+    for slot, recipe in zip(traced.program.ins, traced.facts.recipes, strict=True):
+        if slot.path in state:
+            yield slot.path, recipe
+
+
+def _words(recipe: Recipe) -> str:
+    """Dtype, and for a distributed tensor the shape of the whole and its placement."""
+    dtypes = dict.fromkeys(str(leaf.dtype).removeprefix("torch.") for _, leaf in leaves(recipe))
+    words = [" and ".join(dtypes)]
+    if isinstance(recipe, Wrapper) and (placement := wrapper_rule(recipe.cls).placement(recipe)):
+        words += [str(list(recipe.size)), placement]
+    return " ".join(words)
