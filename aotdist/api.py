@@ -31,7 +31,7 @@ from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.fit import MISS
-from aotdist.runtime.ranks import number_of_its_kind
+from aotdist.runtime.ranks import number_of_its_kind, present
 from aotdist.runtime.signature import what_changed, what_helps
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
@@ -167,6 +167,7 @@ class Compiled(Explained):
         self._number = 0
         self.artifacts = Artifacts()
         _every_compiled.add(self)
+        present()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the artifact that fits, making one if there is none."""

@@ -58,6 +58,10 @@ class Settings:
             call that it was for compiles again. 64 hold every length of an epoch that pads to multiples of 8
             up to 512. A warning says what keeps changing, at the ninth and when the first is dropped.
         rank_timeout_s: seconds that a rank waits for its peers to agree before it raises.
+        check_ranks: before which runs of programs that communicate ranks compare what they are about to run:
+            `every`; `steps:N`, before those of each Nth step; or `first`, before a program's first run alone.
+            A difference is a `RankDivergence` on all ranks instead of an abort or mixed batches. See
+            `docs/ranks.md` for what it costs.
         verify: check the graph's invariants after every pass.
         dynamic: let every size of the arguments differ from call to call without compiling again, except
             sizes of 0 and 1; see `aotdist.mark_dynamic` for single dimensions.
@@ -94,6 +98,7 @@ class Settings:
     disabled_passes: frozenset[str] = field(default_factory=frozenset)
     max_artifacts: int = 64
     rank_timeout_s: float = 300.0
+    check_ranks: str = "every"
     verify: bool = True
     dynamic: bool = False
     validate_guards: bool = False
@@ -111,6 +116,7 @@ class Settings:
         for name, hint in _hints().items():
             object.__setattr__(self, name, _taken(name, hint, getattr(self, name)))
         self.explicit_autocast()
+        self.check_every()
         for name in ("bucket_bytes", "loss_chunk_bytes", "max_artifacts", "rank_timeout_s"):
             number = getattr(self, name)
             if number is not None and not number > 0:  # so is nan
@@ -136,6 +142,22 @@ class Settings:
             fix = "choose off, same_as_forward, or pairs of device and dtype: cpu:bfloat16"
             raise _bad("backward_autocast", self.backward_autocast, fix)
         return found
+
+    def check_every(self) -> int | None:
+        """Of how many steps one is checked, see `check_ranks`; None for first runs alone.
+
+        Raises:
+            BadSettings: it says nothing of the kind.
+        """
+        match self.check_ranks.partition(":"):
+            case ("first", "", ""):
+                return None
+            case ("every", "", ""):
+                return 1
+            case ("steps", ":", number) if number.isdecimal() and int(number) > 0:
+                return int(number)
+            case _:
+                raise _bad("check_ranks", self.check_ranks, "choose every, first, or steps:N (steps:100)")
 
     @classmethod
     def make(cls, **options: Any) -> Settings:

@@ -28,7 +28,7 @@ from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.print_call import print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer
-from aotdist.runtime.ranks import Sequenced, fingerprint_of, naming_lost_ranks
+from aotdist.runtime.ranks import RunCheck, Sequenced, checks_of, fingerprint_of, naming_lost_ranks
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.runtime.spent import Shares
 from aotdist.sizes import concrete, evaluate
@@ -118,11 +118,12 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     names = fit.primal_variables()
     symbols = fit.symbols()
     plans = compilation.plans
-    watch = _watch(compilation)
+    watches = {name: _watch(compilation, check) for name, check in checks_of(compilation).items()}
+    watch = watches["forward"]
     gates = None
     match compilation.region:
         case Training() as region:
-            backward = _backward(compilation, region, watch)
+            backward = _backward(compilation, region, watches["backward"])
             gates = _gates(compilation, region, backward)
             print_node(
                 printer,
@@ -300,9 +301,12 @@ def _is_recorded(compilation: Compilation) -> bool:
     return compilation.captured.ambient.grad and any(example.requires_grad for example in examples)
 
 
-def _watch(compilation: Compilation) -> Watch:
+def _watch(compilation: Compilation, check: RunCheck | None) -> Watch:
     watch = naming_lost_ranks(
-        compilation.collectives(), label=compilation.captured.name, settings=compilation.settings
+        compilation.collectives(),
+        label=compilation.captured.name,
+        settings=compilation.settings,
+        check=check,
     )
     return None if isinstance(watch, nullcontext) else watch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from aotdist.capture.capture import Captured, Returned
 from aotdist.codegen.contract import BoxedCall, Emitted
@@ -134,6 +135,14 @@ class Compilation:
         for emitted in self.emitted().values():
             yield from emitted.graphs
 
+    def run_graphs(self) -> dict[Literal["forward", "backward"], Graph]:
+        """The graphs that run, in order; that of a program without a backward is a forward."""
+        match self.region:
+            case Training(split=split):
+                return {"forward": split.forward, "backward": split.backward}
+            case Inference(graph=graph):
+                return {"forward": graph}
+
     def state(self) -> tuple[str, ...]:
         """The paths of parameters and buffers, in the order of registration."""
         num_args = len(self.captured.arguments.tensor_paths())
@@ -141,5 +150,7 @@ class Compilation:
 
     def collectives(self) -> tuple[Collective, ...]:
         """What the ranks run together, forward then backward, in the order in which they start."""
-        run, state = [graph for name, graph in self.graphs().items() if name != "joint"], self.state()
-        return tuple(collective for graph in run for collective in collectives(graph, state))
+        state = self.state()
+        return tuple(
+            collective for graph in self.run_graphs().values() for collective in collectives(graph, state)
+        )

@@ -40,7 +40,7 @@ def test_so_it_is_whatever_compiles_it(world2: World):
         assert told[0] == "RankDivergence" and "rank 1 reads `b.bias`" in told[1]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_what_is_a_ranks_own_is_not_compared(num_ranks, request: pytest.FixtureRequest):
     world: World = request.getfixturevalue(f"world{num_ranks}")
     assert world.run(cases.alike) == [dict.fromkeys(cases.ALIKE)] * num_ranks

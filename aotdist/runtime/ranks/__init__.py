@@ -17,18 +17,22 @@ a group whose ranks have diverged could only hang.
 
 from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import board_of_this_process, poll
-from aotdist.runtime.ranks.failing import failing_together
-from aotdist.runtime.ranks.fingerprint import fingerprint_of, number_of_its_kind
+from aotdist.runtime.ranks.failing import failing_together, present
+from aotdist.runtime.ranks.fingerprint import checks_of, fingerprint_of, number_of_its_kind
 from aotdist.runtime.ranks.loss import naming_lost_ranks
+from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import Sequenced
 
 __all__ = [
+    "RunCheck",
     "Sequenced",
     "agree",
     "board_of_this_process",
+    "checks_of",
     "failing_together",
     "fingerprint_of",
     "naming_lost_ranks",
     "number_of_its_kind",
     "poll",
+    "present",
 ]

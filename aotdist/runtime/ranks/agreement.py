@@ -21,13 +21,23 @@ makes that rank compile, while its peers run what they have, and eager would go 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from aotdist.errors import AotdistError, RankDivergence, RankLost
-from aotdist.runtime.ranks.board import Board, Party, board_of_this_process, party_key, poll, spell
-from aotdist.runtime.ranks.failing import report
+from aotdist.runtime.ranks.board import (
+    Board,
+    Party,
+    StoreGone,
+    board_of_this_process,
+    party_key,
+    poll,
+    spell,
+)
+from aotdist.runtime.ranks.failing import farewell, report
 from aotdist.runtime.ranks.patience import Patience
+from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import (
     Sequenced,
     Step,
@@ -94,6 +104,7 @@ class Meeting:
         steps: what this rank is about to run.
         tables: one for each of its parties.
         timeout_s: how long it waits for its peers.
+        check: knows what peers run instead of coming, if they do.
     """
 
     board: Board
@@ -101,6 +112,7 @@ class Meeting:
     steps: tuple[Step, ...]
     tables: tuple[Table, ...]
     timeout_s: float
+    check: RunCheck | None = None
 
 
 def agree(
@@ -110,6 +122,7 @@ def agree(
     settings: Settings,
     groups: Iterable[str] = (),
     earlier: Iterable[Iterable[Sequenced]] = (),
+    check: RunCheck | None = None,
 ) -> None:
     """Compare what this rank is about to run with its peers; return when all are about to run the same.
 
@@ -128,6 +141,7 @@ def agree(
         settings: `rank_timeout_s` is how long to wait.
         groups: names of process groups to agree in even if the sequence has nothing in them.
         earlier: the sequences of the function's earlier artifacts, on which its ranks agreed.
+        check: what stands before the first run: peers that run something else instead will not come.
 
     Raises:
         RankDivergence: the ranks would run different programs; the message has the first difference.
@@ -146,16 +160,25 @@ def agree(
         for party in parties_of(held[name] for name in used if name in held)
         if not any(runs_alike(steps, each, party) for each in before)
     ]
-    meet(board, steps, parties, label=label, timeout_s=settings.rank_timeout_s)
+    meet(board, steps, parties, label=label, timeout_s=settings.rank_timeout_s, check=check)
 
 
 def meet(
-    board: Board, steps: tuple[Step, ...], parties: Sequence[Party], *, label: str, timeout_s: float
+    board: Board,
+    steps: tuple[Step, ...],
+    parties: Sequence[Party],
+    *,
+    label: str,
+    timeout_s: float,
+    check: RunCheck | None = None,
 ) -> None:
     """`agree` for a rank whose board, steps and parties are known."""
     report(board, f"agreeing on `{label}`")
     tables = tuple(_take_seat(board, party) for party in parties)
-    meeting = Meeting(board, label, steps, tables, timeout_s)
+    check = check if parties else None
+    meeting = Meeting(board, label, steps, tables, timeout_s, check)
+    if check is not None:
+        check.announce()
     try:
         rounds = _hold(meeting)
     except BaseException:
@@ -219,7 +242,8 @@ def _hold_round(meeting: Meeting, entries: Mapping[Table, Entry], round_no: int)
         for table in [table for table in entries if table not in found]:
             verdict = _look(meeting.board, table, round_no)
             if verdict is None and doubting:
-                verdict = _lose_patience(patience, table, round_no, waited)
+                verdict = _gone_another_way(meeting, table, round_no)
+                verdict = verdict or _lose_patience(patience, table, round_no, waited)
             if verdict is not None:
                 found[table] = verdict
             if not isinstance(verdict, Agreed | None):
@@ -247,6 +271,19 @@ def _look(board: Board, table: Table, round_no: int) -> Verdict | None:
             entries = dict(zip(table.party, board.read_all(keys), strict=True))
             notice = board.settle(table.verdict(round_no), verdict_to_notice(judge(entries)))
     return None if notice is None else verdict_from_notice(notice)
+
+
+def _gone_another_way(meeting: Meeting, table: Table, round_no: int) -> Verdict | None:
+    """Refuse on behalf of the table when a peer runs something else, so that it will not come."""
+    board, check = meeting.board, meeting.check
+    fault = None if check is None else check.fault()
+    if check is None or fault is None or fault.peer not in table.party:
+        return None
+    if board.has([table.entry(round_no, fault.peer)]):
+        return None  # it has come, and the table finds out what differs
+    error = check.diverged(fault, announced=True)
+    refused = verdict_to_notice(Refused("diverged", error.what, error.fix or ""))
+    return verdict_from_notice(board.settle(table.verdict(round_no), refused))
 
 
 def _lose_patience(patience: Patience, table: Table, round_no: int, waited: float) -> Verdict | None:
@@ -281,7 +318,18 @@ def _break_up(
             verdict = verdict_from_notice(meeting.board.settle(table.verdict(round_no + 1), notice))
         final[table] = verdict
         _keep_for_later(meeting.board, table, round_no + 1)
-    return _error(meeting, final)
+    error = _error(meeting, final)
+    with contextlib.suppress(StoreGone):
+        farewell(meeting.board, _to_hear(meeting, error, round_no))
+    return error
+
+
+def _to_hear(meeting: Meeting, error: AotdistError, round_no: int) -> set[int]:
+    """Peers that are to hear of an error before the store is gone: of a loss, those that have come."""
+    seats = [(table, rank) for table in meeting.tables for rank in table.party]
+    if isinstance(error, RankDivergence):
+        return {rank for _, rank in seats}
+    return {rank for table, rank in seats if meeting.board.has([table.entry(round_no, rank)])}
 
 
 def _as_refusal(verdict: Differ | Refused, label: str) -> Refused:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 Party = tuple[int, ...]
 """Ranks that meet: two or more global ranks in ascending order. The first one leads."""
+
+Run: TypeAlias = tuple[int, tuple[str, ...]]
+"""Of a party: the number of its last run, and digests of this and the ones before, the last first."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.2
 """Seconds between two looks. The longest: 1,000 ranks waiting ask the store 5,000 times a second."""
@@ -45,12 +48,22 @@ class Memory:
             compiles again.
         failures_at: for each party, `failures` when this rank last took a seat in it.
         worn: for each party, keys that this rank wrote and that nobody will need after the next agreement.
+        runs: for each party, by its key, what was run last.
+        gave_up_at: for each party, by its key, the run at which this rank last raised an error.
+        forwards: runs of forwards that communicate.
+        known: ranks that have written down a run.
+        says_at_the_end: whether the end of the process will be told.
     """
 
     failures: int = 0
     troubles: set[str] = field(default_factory=set[str])
     failures_at: Counter[Party] = field(default_factory=Counter[Party])
     worn: dict[Party, list[str]] = field(default_factory=dict[Party, list[str]])
+    runs: dict[str, Run] = field(default_factory=dict[str, Run])
+    gave_up_at: dict[str, int] = field(default_factory=dict[str, int])
+    forwards: int = 0
+    known: set[int] = field(default_factory=set[int])
+    says_at_the_end: bool = False
 
 
 _memories: WeakKeyDictionary[Store, dict[int, Memory]] = WeakKeyDictionary()
@@ -146,17 +159,18 @@ def board_of_this_process() -> Board | None:
     return None if store is None else Board(store, dist.get_rank())
 
 
-def poll(look: Callable[[float], T | None]) -> T:
+def poll(look: Callable[[float], T | None], first_pause_s: float = _FIRST_PAUSE_S) -> T:
     """Look again and again, with longer and longer pauses, until there is something to see.
 
     A pause is a tenth of the time waited so far at most, so nothing is seen much too late.
 
     Args:
         look: is given the seconds waited so far; None means "not yet".
+        first_pause_s: the shortest pause.
     """
     start = time.monotonic()
     while (found := look(waited := time.monotonic() - start)) is None:
-        time.sleep(min(max(_FIRST_PAUSE_S, waited / 10), _LONGEST_PAUSE_S))
+        time.sleep(min(max(first_pause_s, waited / 10), _LONGEST_PAUSE_S))
     return found
 
 

@@ -1,17 +1,26 @@
-"""A rank that fails tells the others; a rank that waits hears of it."""
+"""A rank that fails tells the others; a rank that waits hears of it; the host of the store leaves last."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
-from aotdist.runtime.ranks.liveness import Address, address_of_this_process, dead_among, meet_machines
+from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, poll, spell
+from aotdist.runtime.ranks.liveness import (
+    Address,
+    address_of_this_process,
+    dead_among,
+    is_hosted_by_a_rank,
+    meet_machines,
+)
 
 _ALARM = "alarm"
 """Counts failures of the whole world, so that a waiting rank asks one question, not one per peer."""
+
+_FAREWELL_S = 3.0
+"""Seconds for which the host of the store stays for those who have not heard why it leaves."""
 
 
 @contextmanager
@@ -31,6 +40,7 @@ def failing_together(label: str) -> Generator[None]:
     except BaseException as error:  # an interrupted rank leaves its peers waiting as well
         with contextlib.suppress(StoreGone):  # the error itself matters more
             _announce(board, label, error)
+            farewell(board, range(board.num_ranks))
         raise
 
 
@@ -67,6 +77,81 @@ def failures_of(board: Board, ranks: Sequence[int]) -> dict[int, str]:
     return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
 
 
+def present() -> None:
+    """Say where this rank can be probed, before it compiles anything: one that dies is missed."""
+    board = board_of_this_process()
+    with contextlib.suppress(StoreGone):
+        if board is not None and not board.has([_status_key(board.rank)]):
+            report(board, "nothing compiled yet")
+
+
+def farewell(board: Board, peers: Iterable[int]) -> None:
+    """Before an error leaves this rank: say that it is known here; the store's host stays for its peers.
+
+    Args:
+        board: this rank's view of the notices.
+        peers: ranks that are to hear of it, too.
+    """
+    memory = board.memory
+    memory.gave_up_at = {key: number for key, (number, _) in memory.runs.items()}
+    memory.troubles.add(_heard_key(board.rank))
+    board.post(_heard_key(board.rank), True)
+    if board.rank != 0 or not is_hosted_by_a_rank(board.store):
+        return
+    missing = set(peers) - {board.rank}
+
+    def look(waited: float) -> bool | None:
+        heard = board.read_each([_heard_key(rank) for rank in sorted(missing)]) if missing else []
+        missing.difference_update(
+            rank for rank, told in zip(sorted(missing), heard, strict=True) if told is not None
+        )
+        missing.difference_update(dead_among(addresses(board, sorted(missing))))
+        return True if not missing or waited > _FAREWELL_S else None
+
+    poll(look)
+
+
+def say_divergence(board: Board, what: str) -> None:
+    """Tell all ranks that this one goes no further because a peer runs another program."""
+    runs = {key: number for key, (number, _) in board.memory.runs.items()}
+    board.memory.troubles.add(_divergence_key(board.rank))
+    board.post(_divergence_key(board.rank), {"what": what, "runs": runs})
+    board.count(_ALARM)
+
+
+def divergence_of(board: Board, ranks: Sequence[int]) -> str | None:
+    """What one of the ranks said of a divergence, if one did, unless it is one that this rank knows."""
+    if not board.has([_ALARM]):
+        return None
+    notices = board.read_each([_divergence_key(rank) for rank in ranks])
+    known = board.memory.gave_up_at
+    fresh = (
+        notice["what"]
+        for notice in notices
+        if notice is not None and any(number > known.get(key, 0) for key, number in notice["runs"].items())
+    )
+    return next(fresh, None)
+
+
+def say_end(board: Board, what: str) -> None:
+    """Tell all ranks that this one's process ends in good order: it will run nothing more."""
+    board.post(_ended_key(board.rank), what)
+
+
+def ended_among(board: Board, ranks: Sequence[int]) -> str | None:
+    """What one of the ranks said when it ended in good order, if one did."""
+    notices = board.read_each([_ended_key(rank) for rank in ranks])
+    return next((notice for notice in notices if notice is not None), None)
+
+
+def go_on(board: Board) -> None:
+    """This rank goes on after an error that it caught: nobody is to leave because of it any more."""
+    caught = [key for key in board.memory.troubles if key != _heard_key(board.rank)]
+    if caught:
+        board.erase(caught)
+        board.memory.troubles.difference_update(caught)
+
+
 def deaths_of(board: Board, suspects: Sequence[int], present: Sequence[int]) -> dict[int, str]:
     """Those of the suspects whose process is gone; ranks that are present vouch for their machines."""
     meet_machines(addresses(board, present), turn=board.rank)
@@ -80,6 +165,18 @@ def _announce(board: Board, label: str, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {first_line(error)}"
     board.post(_failure_key(board.rank), f"{spell([board.rank])} failed to compile `{label}`: {reason}")
     board.count(_ALARM)
+
+
+def _ended_key(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+def _heard_key(rank: int) -> str:
+    return f"heard/{rank}"
+
+
+def _divergence_key(rank: int) -> str:
+    return f"diverged/{rank}"
 
 
 def _failure_key(rank: int) -> str:

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from aotdist.passes.collectives import reads_of_state
+from aotdist.passes.collectives import collectives, reads_of_state
 from aotdist.runtime.compilation import Compilation
-from aotdist.runtime.ranks.board import Party
+from aotdist.runtime.ranks.board import Party, board_of_this_process
+from aotdist.runtime.ranks.runs import Phase, RunCheck, run_check
 from aotdist.runtime.ranks.sequence import Sequenced, Shared, groups_with_peers
 from aotdist.subclasses.protocol import (
     Recipe,
@@ -37,6 +38,16 @@ def fingerprint_of(compilation: Compilation) -> tuple[Sequenced, ...]:
     read = reads_of_state(compilation.traced.graph, shared) if shared else ()
     reads = [Shared("read", f"`{path}`", shared[path]) for path in read]
     return (*_described(compilation, shared), *reads, *compilation.collectives())
+
+
+def checks_of(compilation: Compilation) -> dict[Phase, RunCheck | None]:
+    """What stands before each run of the graphs of a program, see `aotdist.runtime.ranks.runs`."""
+    board, found = board_of_this_process(), dict[Phase, RunCheck | None]()
+    sequence = () if board is None else fingerprint_of(compilation)
+    for phase, graph in compilation.run_graphs().items():
+        label, settings = compilation.captured.name, compilation.settings
+        found[phase] = run_check(board, label, phase, sequence, collectives(graph), settings)
+    return found
 
 
 _compiled: WeakKeyDictionary[type[nn.Module], Counter[tuple[Party, ...]]] = WeakKeyDictionary()

@@ -62,6 +62,13 @@ def address_of_this_process(store: Store) -> Address:
     return Address(_machine(), _ip_towards(_host_of(store)), _open_port().getsockname()[1])
 
 
+def is_hosted_by_a_rank(store: Store) -> bool:
+    """Whether the store dies with the process of rank 0: none of torchrun's, and none in a file or memory."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+
+
 def pulses(addresses: Mapping[int, Address], timeout_s: float = 1.0) -> dict[int, Pulse]:
     """Probe ranks, many at a time; 0.1 ms each on one machine, `timeout_s` at most for a silent one."""
     ranks = sorted(addresses)

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aotdist.errors import AotdistError, RankLost
+from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
-from aotdist.runtime.ranks.failing import addresses
+from aotdist.runtime.ranks.failing import addresses, divergence_of, ended_among, farewell, say_divergence
 from aotdist.runtime.ranks.liveness import Address, dead_among, meet_machines
+from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import groups_with_peers
 from aotdist.settings import Settings
 
@@ -42,12 +43,12 @@ wrong arguments ("enforce fail")."""
 
 
 def naming_lost_ranks(
-    sequence: Iterable[Collective], *, label: str, settings: Settings
+    sequence: Iterable[Collective], *, label: str, settings: Settings, check: RunCheck | None = None
 ) -> AbstractContextManager[None]:
     """Around every run of a graph with these collectives: a broken one raises `RankLost` with the culprit.
 
-    Make it once, after `agree`, and enter it at each run: entering and leaving take 0.6 us and say
-    nothing to anyone. Without peers it does nothing. Errors that do not come from a broken
+    Make it once, after `agree`, and enter it at each run: that makes the check, if there is one; entering and
+    leaving by itself takes 0.6 us. Without peers it does nothing. Errors that do not come from a broken
     connection, and breaks for which no rank can be blamed, pass unchanged.
 
     A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end
@@ -56,6 +57,7 @@ def naming_lost_ranks(
     aborted communicator); otherwise its own watchdog ends the process.
 
     Raises:
+        RankDivergence: on entering, see `RunCheck`; or on leaving, if a peer left because of one.
         RankLost: on leaving, in place of the transport's error, which becomes its cause.
     """
     board = board_of_this_process()
@@ -66,7 +68,7 @@ def naming_lost_ranks(
         return nullcontext()
     roster = addresses(board, sorted(peers - {board.rank}))
     meet_machines(roster, turn=board.rank)
-    return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s))
+    return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s), check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +80,18 @@ class LossWatch:
         label: what runs.
         roster: where each peer can be probed; kept here because the store may die with a rank.
         grace_s: how long to look for a culprit.
+        check: what is compared with peers on entering, if anything is.
     """
 
     board: Board
     label: str
     roster: Mapping[int, Address]
     grace_s: float
+    check: RunCheck | None = None
 
     def __enter__(self) -> None:
-        pass
+        if self.check is not None:
+            self.check.before_run()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -96,7 +101,15 @@ class LossWatch:
             if lost is not None:
                 raise lost from error
 
-    def _explain(self, error: BaseException) -> RankLost | None:
+    def _explain(self, error: BaseException) -> AotdistError | None:
+        with contextlib.suppress(StoreGone):
+            peers = list(self.roster)
+            said = divergence_of(self.board, peers) or ended_among(self.board, peers)
+            if said is not None:
+                self.board.memory.failures += 1
+                say_divergence(self.board, said)
+                farewell(self.board, self.roster)
+                return RankDivergence(said, stage="runtime", fix=f"see what {spell(self.roster)} printed")
         self._post(error, [])
         deadline = time.monotonic() + self.grace_s
         while not (lost := self._lost()) and time.monotonic() < deadline:

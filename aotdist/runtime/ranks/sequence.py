@@ -171,12 +171,15 @@ def steps_from_notice(notice: Iterable[Any]) -> tuple[Shown, ...]:
 
 
 def describe_difference(sides: Mapping[int, Sequence[Shown]]) -> str:
-    """The first step at which two ranks part, with each side's and its source line; state comes first."""
+    """The first step at which two ranks part, with each side's and its line; state first. Empty if none."""
     by_kind = [
         (words, {rank: [step for step in steps if step.kind == kind] for rank, steps in sides.items()})
         for kind, words in _WORDS.items()
     ]
-    (noun, verb), of_kind = next(each for each in by_kind if _differ(*each[1].values()))
+    differing = [each for each in by_kind if _differ(*each[1].values())]
+    if not differing:
+        return ""
+    (noun, verb), of_kind = differing[0]
     left, right = of_kind.values()
     first = next(
         (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a.key != b.key),

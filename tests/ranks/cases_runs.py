@@ -1,0 +1,241 @@
+"""Ranks that have run the same programs before, and now run others: each scenario says what it raises."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import aotdist
+from aotdist.settings import Settings
+from tests.ranks.cases_agreement import Told, told
+
+SETTINGS = Settings(rank_timeout_s=30.0)
+
+
+def odd() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def model(width: int = 8, settings: Settings = SETTINGS, backend: str = "fx") -> nn.Module:
+    made = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    return aotdist.compile(fully_shard(made), backend=backend, settings=settings)
+
+
+def train(trained: nn.Module, rows: int = 2, *, backward: bool = True) -> None:
+    width = trained[0].weight.shape[1]
+    loss = trained(torch.ones(rows, width)).square().sum()
+    if backward:
+        loss.backward()
+
+
+def evaluate(evaluated: nn.Module) -> None:
+    with torch.no_grad():
+        evaluated(torch.ones(2, 8))
+
+
+def branching(settings: Settings = SETTINGS) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor, *, sums: bool) -> torch.Tensor:
+        group = dist.group.WORLD
+        x = collectives.all_reduce(x, "sum", group)
+        return collectives.all_reduce(x.mean(0), "max", group) if sums else x
+
+    return aotdist.compile(run, backend="fx", settings=settings)
+
+
+def eval_against_train() -> Told | None:
+    trained = model()
+    train(trained)
+    evaluate(trained)
+    return told(lambda: evaluate(trained) if odd() else train(trained))
+
+
+def a_known_branch_flips() -> Told | None:
+    run = branching()
+    for sums in (True, False, True):
+        run(torch.ones(2, 8), sums=sums)
+    return told(lambda: run(torch.ones(2, 8), sums=odd()))
+
+
+def a_skipped_backward() -> Told | None:
+    trained = model()
+    for _ in range(2):
+        train(trained)
+
+    def steps() -> None:
+        train(trained, backward=not odd())
+        train(trained)
+
+    return told(steps)
+
+
+def models_in_another_order() -> Told | None:
+    models = [model(), model()]
+    for each in models:
+        train(each)
+    return told(lambda: [train(each) for each in (reversed(models) if odd() else models)])
+
+
+def a_new_call_with_other_collectives(new: int) -> Told | None:
+    run = branching()
+    run(torch.ones(2, 8), sums=True)
+    return told(lambda: run(torch.ones(2, 8), sums=dist.get_rank() != new))
+
+
+def shapes_of_the_rank() -> Told | None:
+    """Another length on each rank at each step, most of them new to that rank alone."""
+    trained = model()
+
+    def steps() -> None:
+        for step in range(4):
+            train(trained, 2 + (step * (1 + dist.get_rank())) % 5)
+
+    return told(steps)
+
+
+def evaluated_on_one_rank() -> Told | None:
+    """Programs without collectives are the business of the rank that runs them."""
+    alone = aotdist.compile(nn.Linear(8, 8), backend="fx")
+    trained = model()
+
+    def steps() -> None:
+        for _ in range(2):
+            train(trained)
+            if odd():
+                alone(torch.ones(2, 8))
+
+    return told(steps)
+
+
+def several_models() -> Told | None:
+    """Forwards and backwards of two models, one inside of the other's."""
+    first, second = model(), model()
+
+    def steps() -> None:
+        for _ in range(3):
+            x = torch.ones(2, 8)
+            second(first(x)).sum().backward()
+            evaluate(second)
+
+    return told(steps)
+
+
+def seldom(check_ranks: str) -> Told | None:
+    trained = model(settings=Settings(rank_timeout_s=30.0, check_ranks=check_ranks))
+    return told(lambda: [train(trained, 2 + (odd() and step == 3)) for step in range(5)])
+
+
+DIVERGING: dict[str, Callable[[], Told | None]] = {
+    "eval against train": eval_against_train,
+    "a known branch flips": a_known_branch_flips,
+    "a skipped backward": a_skipped_backward,
+    "models in another order": models_in_another_order,
+    "new to the last rank": lambda: a_new_call_with_other_collectives(dist.get_world_size() - 1),
+    "new to the first rank": lambda: a_new_call_with_other_collectives(0),
+}
+
+GOING_ON: dict[str, Callable[[], Told | None]] = {
+    "shapes of the rank": shapes_of_the_rank,
+    "evaluated on one rank": evaluated_on_one_rank,
+    "several models": several_models,
+    "checked at times": lambda: seldom("steps:2"),
+    "checked at first": lambda: seldom("first"),
+}
+
+
+def all_of(names: str) -> dict[str, Told | None]:
+    """What this rank raises in each scenario of a table; after each the ranks can go on together."""
+    scenarios = DIVERGING if names == "DIVERGING" else GOING_ON
+    after = model()
+    heard: dict[str, Told | None] = {}
+    for name, scenario in scenarios.items():
+        heard[name] = scenario()
+        train(after)
+    return heard
+
+
+def ends(act: Callable[[], object]) -> None:
+    """Print what this rank raises, and leave at once, as an uncaught error may: the store's host first."""
+    heard = told(act)
+    print(*(heard or ("nothing", "", 0.0)), sep="\n", flush=True)
+    if heard is None:
+        atexit._run_exitfuncs()  # as an interpreter does that has run to its end
+    os._exit(GONE)
+
+
+GONE = 7
+"""Exit code of a rank that has left."""
+
+
+def in_another_order() -> None:
+    first, last = (fully_shard(nn.Linear(8, 8)) for _ in range(2))
+    run = (lambda x: first(last(x))) if odd() else (lambda x: last(first(x)))
+    compiled = aotdist.compile(run, backend="fx", settings=SETTINGS)
+    ends(lambda: compiled(torch.ones(2, 8)))
+
+
+def flips_and_leaves() -> None:
+    run = branching()
+    for sums in (True, False):
+        run(torch.ones(2, 8), sums=sums)
+    ends(lambda: run(torch.ones(2, 8), sums=odd()))
+
+
+def new_and_seldom_checked() -> None:
+    """Peers that check nothing are in the collectives of what they run; they are told as they come out."""
+    run = branching(Settings(rank_timeout_s=30.0, check_ranks="first"))
+    run(torch.ones(2, 8), sums=True)
+    ends(lambda: run(torch.ones(2, 8), sums=not odd()))
+
+
+def first_fails() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if not odd():
+            raise ValueError("no such rule")
+        return collectives.all_reduce(x, "sum", dist.group.WORLD)
+
+    compiled = aotdist.compile(run, backend="fx", settings=SETTINGS)
+    if odd():
+        time.sleep(1.0)
+    ends(lambda: compiled(torch.ones(2)))
+
+
+def one_of_a_mesh_flips() -> None:
+    """Ranks that share an axis with one of those that differ, and run nothing that differs, hear of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+
+    def run(x: torch.Tensor, *, flips: bool) -> torch.Tensor:
+        x = collectives.all_reduce(x, "max" if flips else "sum", tp)
+        return collectives.all_reduce(x, "sum", dp)
+
+    compiled = aotdist.compile(run, backend="fx", settings=SETTINGS)
+    for flips in (True, False, True):
+        compiled(torch.ones(8), flips=flips)
+    ends(lambda: compiled(torch.ones(8), flips=odd()))
+
+
+def dies_before_it_compiles() -> None:
+    trained = model()
+    if odd():
+        os.kill(os.getpid(), signal.SIGKILL)
+    ends(lambda: train(trained))
+
+
+def one_step_too_many() -> None:
+    trained = model()
+
+    def steps() -> None:
+        for _ in range(3 if odd() else 2):
+            train(trained)
+
+    ends(steps)
