@@ -25,6 +25,7 @@ from benchmarks import (
     bench_compile,
     bench_launch,
     bench_memory,
+    bench_ranks,
     bench_step,
     bench_train_step,
     bench_worlds,
@@ -35,7 +36,9 @@ from benchmarks.tables import page, section
 from benchmarks.timing import Series
 from benchmarks.verdicts import Target
 
-Name = Literal["step", "train_step", "memory", "capture", "worlds", "compile", "cache", "call", "launch"]
+Name = Literal[
+    "step", "train_step", "memory", "capture", "worlds", "ranks", "compile", "cache", "call", "launch"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ BENCHES: dict[str, Bench] = {
     "memory": Bench(bench_memory.__doc__, bench_memory.cases, bench_memory.TARGETS),
     "capture": Bench(bench_capture.__doc__, bench_capture.cases, bench_capture.TARGETS),
     "worlds": Bench(bench_worlds.__doc__, bench_worlds.cases, bench_worlds.TARGETS),
+    "ranks": Bench(bench_ranks.__doc__, bench_ranks.cases, bench_ranks.TARGETS),
     "compile": Bench(bench_compile.__doc__, bench_compile.cases, bench_compile.TARGETS),
     "cache": Bench(bench_cache.__doc__, bench_cache.cases, bench_cache.TARGETS),
     "call": Bench(bench_call.__doc__, bench_call.cases, bench_call.TARGETS),

@@ -295,16 +295,17 @@ index. With `backend="fx"` the message is eager's. On a GPU kernels assert, as e
 
 ## RankDivergence
 
-The ranks of a process group compiled different sequences of collectives, which would have hung. It is
-raised on every rank before the first one runs, and names the first difference. The usual causes are a
-branch on the rank, and parameters ordered by iterating over a set.
+The ranks of a process group are about to run different programs, which would hang, abort the process, or mix
+parameters or batches. It is raised on every rank before they communicate, and names the first difference: a
+shared parameter's name, shape or placement, the order in which these are used, or a collective. The usual
+causes are a branch on the rank, parameters ordered by iterating over a set, and a backward or a step that one
+rank skips. `check_ranks` says how often ranks compare ([how](design.md#ranks)).
 
 ## RankLost
 
 A rank died, or did not come to a collective in time (`rank_timeout_s`). It is raised on all other ranks,
 and names the lost ones: their last output says why. `py-spy dump` shows where a process hangs. One rank
-alone may have a smaller batch, since the collectives are the same; if one rank alone makes a call with other
-collectives (a layer frozen there, a loss that is not computed), the ranks wait for each other, as in eager.
+alone may have a smaller batch, since the collectives are the same.
 
 ## CacheCorrupt
 

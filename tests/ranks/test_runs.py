@@ -1,4 +1,4 @@
-"""Each run has a number, and ranks compare it: who runs something else hears of it, and so do all of its peers."""
+"""Each run has a number, and ranks compare it: who runs something else hears of it, and so do all."""
 
 import pytest
 
