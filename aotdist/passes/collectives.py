@@ -79,7 +79,7 @@ def reads_of_state(graph: Graph, state: Collection[str]) -> tuple[str, ...]:
     made = _made_of_state(graph, frozenset(state), behind_collectives=True)
     read: dict[str, None] = {}
     for node in graph.gm.graph.nodes:
-        if node not in made:
+        if node not in made and node.op != "output":
             read.update((path, None) for given in node.all_input_nodes for path in made.get(given, ()))
     return tuple(read)
 

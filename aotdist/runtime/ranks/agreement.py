@@ -281,7 +281,7 @@ def _gone_another_way(meeting: Meeting, table: Table, round_no: int) -> Verdict 
         return None
     if board.has([table.entry(round_no, fault.peer)]):
         return None  # it has come, and the table finds out what differs
-    error = check.diverged(fault, announced=True)
+    error = check.gives_up(fault)
     refused = verdict_to_notice(Refused("diverged", error.what, error.fix or ""))
     return verdict_from_notice(board.settle(table.verdict(round_no), refused))
 

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, poll, spell
 from aotdist.runtime.ranks.liveness import (
     Address,
@@ -111,26 +112,26 @@ def farewell(board: Board, peers: Iterable[int]) -> None:
     poll(look)
 
 
-def say_divergence(board: Board, what: str) -> None:
-    """Tell all ranks that this one goes no further because a peer runs another program."""
-    runs = {key: number for key, (number, _) in board.memory.runs.items()}
-    board.memory.troubles.add(_divergence_key(board.rank))
-    board.post(_divergence_key(board.rank), {"what": what, "runs": runs})
+def say_leaving(board: Board, error: AotdistError) -> None:
+    """Tell all ranks that this one goes no further with them, and why."""
+    memory = board.memory
+    runs = {key: number for key, (number, _) in memory.runs.items()}
+    memory.troubles.add(_leaving_key(board.rank))
+    notice = {"diverged": isinstance(error, RankDivergence), "what": error.what, "fix": error.fix}
+    board.post(_leaving_key(board.rank), {**notice, "runs": runs})
     board.count(_ALARM)
 
 
-def divergence_of(board: Board, ranks: Sequence[int]) -> str | None:
-    """What one of the ranks said of a divergence, if one did, unless it is one that this rank knows."""
+def leaving_of(board: Board, ranks: Sequence[int]) -> AotdistError | None:
+    """Why one of the ranks goes no further, if one does, and for another reason than this rank knows."""
     if not board.has([_ALARM]):
         return None
-    notices = board.read_each([_divergence_key(rank) for rank in ranks])
     known = board.memory.gave_up_at
-    fresh = (
-        notice["what"]
-        for notice in notices
-        if notice is not None and any(number > known.get(key, 0) for key, number in notice["runs"].items())
-    )
-    return next(fresh, None)
+    for notice in board.read_each([_leaving_key(rank) for rank in ranks]):
+        if notice is not None and any(number > known.get(key, 0) for key, number in notice["runs"].items()):
+            kind = RankDivergence if notice["diverged"] else RankLost
+            return kind(notice["what"], stage="runtime", fix=notice["fix"])
+    return None
 
 
 def say_end(board: Board, what: str) -> None:
@@ -175,8 +176,8 @@ def _heard_key(rank: int) -> str:
     return f"heard/{rank}"
 
 
-def _divergence_key(rank: int) -> str:
-    return f"diverged/{rank}"
+def _leaving_key(rank: int) -> str:
+    return f"leaving/{rank}"
 
 
 def _failure_key(rank: int) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
-from aotdist.runtime.ranks.failing import addresses, divergence_of, ended_among, farewell, say_divergence
+from aotdist.runtime.ranks.failing import addresses, ended_among, farewell, leaving_of, say_leaving
 from aotdist.runtime.ranks.liveness import Address, dead_among, meet_machines
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import groups_with_peers
@@ -104,12 +104,14 @@ class LossWatch:
     def _explain(self, error: BaseException) -> AotdistError | None:
         with contextlib.suppress(StoreGone):
             peers = list(self.roster)
-            said = divergence_of(self.board, peers) or ended_among(self.board, peers)
-            if said is not None:
+            known = leaving_of(self.board, peers)
+            if known is None and (ended := ended_among(self.board, peers)) is not None:
+                known = RankDivergence(f"{ended}, and `{self.label}` still runs", stage="runtime")
+            if known is not None:
                 self.board.memory.failures += 1
-                say_divergence(self.board, said)
-                farewell(self.board, self.roster)
-                return RankDivergence(said, stage="runtime", fix=f"see what {spell(self.roster)} printed")
+                say_leaving(self.board, known)
+                farewell(self.board, peers)
+                return known
         self._post(error, [])
         deadline = time.monotonic() + self.grace_s
         while not (lost := self._lost()) and time.monotonic() < deadline:

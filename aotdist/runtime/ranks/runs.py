@@ -29,16 +29,26 @@ from typing import Any, Literal
 
 from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
-from aotdist.runtime.ranks.board import Board, Memory, Party, Run, StoreGone, party_key, poll, spell
+from aotdist.runtime.ranks.board import (
+    Board,
+    Memory,
+    Party,
+    Run,
+    StoreGone,
+    board_of_this_process,
+    party_key,
+    poll,
+    spell,
+)
 from aotdist.runtime.ranks.failing import (
     deaths_of,
-    divergence_of,
     ended_among,
     failures_of,
     farewell,
     go_on,
-    say_divergence,
+    leaving_of,
     say_end,
+    say_leaving,
 )
 from aotdist.runtime.ranks.sequence import (
     Sequenced,
@@ -69,7 +79,7 @@ _KEPT = 4
 _DIGITS = 12
 """Hexadecimal digits of a digest that are compared: 48 bits."""
 
-_FIRST_DOUBT_S, _LONGEST_DOUBT_S = 0.1, 2.0
+_FIRST_DOUBT_S, _LONGEST_DOUBT_S = 0.1, 10.0
 """Seconds between two questions what became of a peer; the pause doubles up to the second."""
 
 _PROBE_AFTER_S = 0.9
@@ -131,6 +141,9 @@ class RunCheck:
             RankLost: a peer failed or died.
         """
         board, memory = self.board, self.board.memory
+        now = board_of_this_process()
+        if now is None or now.store is not board.store:
+            return  # the ranks have met anew since it was compiled
         if memory.troubles:
             go_on(board)
         checks = self._checks(memory)
@@ -139,6 +152,7 @@ class RunCheck:
             if checks and (error := self._compare()) is not None:
                 memory.failures += 1  # peers may have given up on this rank at a table
                 with contextlib.suppress(StoreGone):
+                    say_leaving(board, error)
                     farewell(board, self.peers)
                 raise error
 
@@ -150,12 +164,11 @@ class RunCheck:
         """A peer that is known to run something else than what was announced."""
         return self._look(1)[0]
 
-    def diverged(self, fault: Fault, *, announced: bool = False) -> RankDivergence:
-        """Tell the peers, and say what either rank is about to run."""
-        if announced:  # as far as peers are concerned, this run is over
-            self._write_down(ahead=False)
+    def gives_up(self, fault: Fault) -> RankDivergence:
+        """Tell the peers that the announced run is over, and say what either rank is about to run."""
+        self._write_down(ahead=False)
         error = self._error(fault)
-        say_divergence(self.board, error.what)
+        say_leaving(self.board, error)
         return error
 
     def _checks(self, memory: Memory) -> bool:
@@ -182,7 +195,7 @@ class RunCheck:
             nonlocal doubts_at, said
             fault, behind = self._look(0)
             if fault is not None:
-                return self.diverged(fault)
+                return self._error(fault)
             if not behind or waited > self.settings.rank_timeout_s:
                 return "alike"
             if waited < doubts_at:
@@ -191,7 +204,7 @@ class RunCheck:
             if waited > _SAY_SO_S and not said:
                 said = True
                 log.warning("waiting for %s before `%s` runs", spell(behind), self.label)
-            return self._reason(behind, probes=waited > _PROBE_AFTER_S)
+            return self._reason(behind, probes=waited > _PROBE_AFTER_S and self._probes(behind))
 
         found = poll(look, first_pause_s=0.0)
         return None if found == "alike" else found
@@ -219,12 +232,10 @@ class RunCheck:
     def _reason(self, behind: Sequence[int], *, probes: bool) -> AotdistError | None:
         """Why peers will not come, if that is known."""
         board = self.board
-        if (said := divergence_of(board, behind)) is not None:
-            say_divergence(board, said)  # to peers of this rank's other parties
-            return RankDivergence(said, stage="runtime", fix=_FIX)
+        if (known := leaving_of(board, self.peers)) is not None:
+            return known
         if (ended := ended_among(board, behind)) is not None:
             what = f"{ended}, and {spell([board.rank])} is about to run `{self.label}` ({self.phase})"
-            say_divergence(board, what)
             return RankDivergence(what, stage="runtime", fix=_FIX)
         dead = deaths_of(board, behind, []) if probes else {}
         reasons = {**dead, **failures_of(board, list(dead))}  # a rank that only failed may go on
@@ -233,15 +244,20 @@ class RunCheck:
         fix = f"see what {spell(reasons)} printed; `{self.label}` stops here so as not to wait for ever"
         return RankLost("; ".join(reasons.values()), stage="runtime", fix=fix)
 
+    def _probes(self, behind: Sequence[int]) -> bool:
+        """Whether this rank is one of two that probe: ports that nobody serves answer some thousand times."""
+        present = [rank for rank in (*self.peers, self.board.rank) if rank not in behind]
+        return self.board.rank in sorted(present)[:2]
+
     def _error(self, fault: Fault) -> RankDivergence:
         board, number = self.board, fault.number
-        shown = steps_to_notice(view(self.steps, fault.party))
-        board.post(_shown_key(board.rank), [number, f"`{self.label}` ({self.phase})", shown])
+        shown, key = steps_to_notice(view(self.steps, fault.party)), party_key(fault.party)
+        board.post(_shown_key(board.rank), [key, number, f"`{self.label}` ({self.phase})", shown])
 
         def look(waited: float) -> list[Any] | bool | None:
             notice = board.read(_shown_key(fault.peer))
-            if notice is not None and notice[0] >= number:
-                return notice
+            if notice is not None and notice[:2] == [key, number]:
+                return notice[2:]
             return False if waited > _SHOW_TIMEOUT_S else None
 
         one, other = sorted((board.rank, fault.peer))
@@ -253,9 +269,9 @@ class RunCheck:
         if not isinstance(theirs, list):
             what += f"{spell([board.rank])} `{self.label}` ({self.phase}), {spell([fault.peer])} another"
             return RankDivergence(what, stage="runtime", fix=_FIX)
-        words = {board.rank: f"`{self.label}` ({self.phase})", fault.peer: theirs[1]}
+        words = {board.rank: f"`{self.label}` ({self.phase})", fault.peer: theirs[0]}
         what += ", ".join(f"{spell([rank])} {words[rank]}" for rank in sorted(words))
-        sides = {board.rank: steps_from_notice(shown), fault.peer: steps_from_notice(theirs[2])}
+        sides = {board.rank: steps_from_notice(shown), fault.peer: steps_from_notice(theirs[1])}
         details = describe_difference(dict(sorted(sides.items())))
         return RankDivergence(f"{what}: {details}" if details else what, stage="runtime", fix=_FIX)
 
