@@ -20,6 +20,7 @@ from aotdist.runtime.ranks.sequence import Sequenced, Shared, groups_with_peers
 from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
+    is_wrapper,
     leaves,
     module_rules,
     process_groups,
@@ -60,7 +61,10 @@ def number_of_its_kind(module: nn.Module) -> int:
     It tells models apart whose parameters have the same names, and counts alike on ranks that compile such
     models in the same order. It is 0 for a module that shares nothing: a rank may have some for itself.
     """
-    names = process_groups(map(recipe_of, (*module.parameters(), *module.buffers())))
+    if board_of_this_process() is None:
+        return 0
+    state = (*module.parameters(), *module.buffers())
+    names = process_groups(recipe_of(tensor) for tensor in state if is_wrapper(tensor))
     if not names and not module_rules(module):
         return 0
     parties = sorted(group.party for name, group in groups_with_peers().items() if name in names)
