@@ -146,7 +146,7 @@ def batches() -> Any:
 def checks() -> Any:
     return [
         failure_of(lambda: torch._check_tensor_all(torch.tensor([True, False]), lambda: "not all")),
-        failure_of(lambda: torch.distributions.Normal(0.0, -1.0)),
+        failure_of(lambda: torch.distributions.Normal(0.0, -1.0, validate_args=True)),
         torch._is_all_true(torch.tensor([True])),
     ]
 
