@@ -169,9 +169,9 @@ def class_named(module: str, name: str) -> type[Any]:
     Raises:
         SignatureMismatch: there is none.
     """
-    try:
-        found: Any = reduce(getattr, name.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
+    try:  # not by `getattr`, which lets lazy modules import
+        found: Any = reduce(lambda owner, part: vars(owner)[part], name.split("."), sys.modules[module])
+    except (KeyError, TypeError):
         raise _missing(f"the class `{module}.{name}` is not imported here") from None
     is_known = isinstance(found, type) and (issubclass(found, torch.Tensor) or hasattr(found, "_fields"))
     if not is_known and found not in _BUILT_IN:
