@@ -134,7 +134,7 @@ class Graphs:
             for key in ("ins", "outs")
         )
         graph = Graph(self._module(json["nodes"]), ins, outs)
-        results = require(graph.results(), tuple[Node | None, ...], "what a graph returns")
+        results = require(graph.results(), tuple, "what a graph returns")
         if len(graph.placeholders()) != len(ins) or len(results) != len(outs):
             raise damaged("a graph takes or returns more, or less, than it says")
         if len(set(ins)) < len(ins) or len(set(outs)) < len(outs):

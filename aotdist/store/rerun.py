@@ -7,7 +7,7 @@ bytes to keep) is of the program that runs.
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,21 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from aotdist.codegen.fx import attribute_of
+from aotdist.facts import (
+    Facts,
+    Fresh,
+    FunctionView,
+    IsInput,
+    NotATensor,
+    Step,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
 from aotdist.passes.verify import verify
-from aotdist.program import Graph
+from aotdist.program import BACKWARD_ROLES, Graph, NodeOutIdx, OutIdx, PrimalIdx, Program
+from aotdist.runtime.plan import is_plain
+from aotdist.store.kinds import NAMES_OF_FUNCTIONS
 from aotdist.store.typed import damaged
 from aotdist.torch_seam.functional import (
     DataDependentOutputException,
@@ -27,7 +40,9 @@ from aotdist.torch_seam.functional import (
     quiet_fakes,
 )
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
+from aotdist.torch_seam.symbols import is_open
+from aotdist.torch_seam.trees import pytree
 
 _UNTOLD = (
     *(DataDependentOutputException, DynamicOutputShapeException),
@@ -55,10 +70,40 @@ class Rerun:
             InternalError: an invariant of all graphs does not hold.
         """
         verify(graph, "reading a file")
+        for slot, result in graph.named_results().items():
+            if result is None and slot.role not in BACKWARD_ROLES:
+                raise damaged(f"a graph returns nothing for `{slot}`")
+        self.check_operators(graph.gm)
+
+    def check_operators(self, gm: GraphModule) -> None:
+        """See that operators compute what a graph says of its values, and say it where it says nothing.
+
+        Raises:
+            BadArtifact: they don't.
+        """
         with no_modes(), self._fake_mode, torch.no_grad(), quiet_fakes():
-            for node in graph.gm.graph.nodes:
-                if isinstance(node.target, OpOverload) or node.target is operator.getitem:
-                    self._check_node(graph.gm, node)
+            self._check_nodes(gm)
+
+    def _check_nodes(self, gm: GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if isinstance(node.target, OpOverload) or id(node.target) in NAMES_OF_FUNCTIONS:
+                self._check_node(gm, node)
+            elif isinstance(node.target, HigherOrderOperator):
+                self._check_control_flow(gm, node)
+
+    def _check_control_flow(self, gm: GraphModule, node: Node) -> None:
+        """See that the graphs of a `cond` or `while_loop` take what it is given; the last returns its results."""
+        (first, last) = (1, 3) if node.target is torch.ops.higher_order.cond else (0, 2)
+        inner = [attribute_of(gm, arg) for arg in node.args[first:last] if isinstance(arg, Node)]
+        given = [_kind(arg.meta["val"]) for arg in pytree.tree_leaves(node.args[last:])]
+        for part in inner:
+            taken = [_kind(each.meta["val"]) for each in part.graph.find_nodes(op="placeholder")]
+            if taken != given:
+                raise damaged(f"`{node.name}` gives a graph {given}, which takes {taken}")
+            self._check_nodes(part)
+        results = tuple(_kind(each.meta["val"]) for each in inner[-1].graph.output_node().args[0])
+        if len(inner) != 2 or results != _kind(node.meta["val"]):
+            raise damaged(f"`{node.name}` has other results than its graphs")
 
     def _check_node(self, gm: GraphModule, node: Node) -> None:
         def val_of(source: Node) -> Any:
@@ -76,13 +121,62 @@ class Rerun:
             return
         except Exception as error:
             raise damaged(f"`{node.name}` does not run: {type(error).__name__}: {error}") from error
-        if _kind(found) != _kind(node.meta["val"]):
+        if node.meta["val"] is None:
+            node.meta["val"] = found
+        elif has_symbols(found) or _kind(found) != _kind(node.meta["val"]):
             raise damaged(f"`{node.name}` is said to be {_kind(node.meta['val'])}, and is {_kind(found)}")
-        self._seen.add(key)
+        else:
+            self._seen.add(key)
 
     def _faked(self, value: Any) -> Any:
         is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
         return self._fake_mode.from_tensor(value) if is_real else value
+
+
+def check_views(facts: Facts, program: Program[PrimalIdx], fake_mode: FakeTensorMode) -> None:
+    """See that what is made outside of the graph can be made: views, of plain tensors that nothing reshapes.
+
+    Args:
+        facts: say of what, and how.
+        program: with the inputs of the call.
+        fake_mode: to make them in.
+
+    Raises:
+        BadArtifact: they cannot.
+    """
+    if facts.reshaped() or not is_plain(facts):
+        return
+
+    def made(idx: OutIdx) -> Any:
+        match facts.outputs[idx]:
+            case ViewOfInput(base=base, steps=steps):
+                return _viewed(fake_mode.from_tensor(program.examples[base]), steps)
+            case IsInput(input=base):
+                return fake_mode.from_tensor(program.examples[base])
+            case ViewOfIntermediate(base=base, steps=steps):
+                return _viewed(returned(base), steps)
+            case Fresh(value=value):
+                return returned(value)
+            case ViewOfOutput(base=base, steps=steps):
+                return _viewed(made(base), steps)
+            case NotATensor():
+                return None
+
+    def returned(idx: NodeOutIdx) -> torch.Tensor:
+        plain: Any = facts.node_outs[idx].recipe
+        return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype)
+
+    with no_modes(), fake_mode, torch.no_grad(), quiet_fakes():
+        for idx in facts.outputs.indices():
+            made(idx)
+
+
+def _viewed(base: Any, steps: Sequence[Step]) -> Any:
+    for step in steps:
+        for each in step.steps if isinstance(step, FunctionView) else (step,):
+            found = each.of(base)
+            base = found if each.pick is None else found[each.pick]
+    return base
 
 
 class _Same:
@@ -94,6 +188,13 @@ class _Same:
 
     def __repr__(self) -> str:
         return self._shown
+
+
+def has_symbols(val: Any) -> bool:
+    """Whether a value is, or has sizes, that differ from call to call."""
+    if isinstance(val, (tuple, list)):
+        return any(map(has_symbols, val))
+    return any(map(is_open, (*val.shape, *val.stride()) if isinstance(val, torch.Tensor) else (val,)))
 
 
 def _kind(val: Any) -> Any:

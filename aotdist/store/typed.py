@@ -309,6 +309,7 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ("numbers that depend on data, which no file holds", lambda it: not it.numbers and not it.answers),
         ("inputs of several numbers", lambda it: len(it.inputs) == len(it.recipes) == len(it.backward.grads)),
         ("an index of nothing", lambda it: _indices_exist(it)),
+        ("an output that is never made", lambda it: set(it.outputs.indices()) <= {*it.early, *it.order}),
     ),
     Wrapper: (
         (_NAMES, lambda it: _are_names(it.attributes)),
