@@ -204,7 +204,8 @@ def _read(record: Mapping[str, Json]) -> Exported:
                 node.meta["val"] = _symbolic(sizes[node.name], env, symbols, fake_mode, node.name)
     Rerun(fake_mode).check_operators(gm)
     _call_as_joint(gm, record["joint"])
-    return Exported(gm, None if record["signature"] is None else _read_signature(record["signature"], values, gm))
+    signature = record["signature"]
+    return Exported(gm, None if signature is None else _read_signature(signature, values, gm))
 
 
 def _call_as_joint(gm: GraphModule, counts: Json) -> None:
@@ -212,7 +213,8 @@ def _call_as_joint(gm: GraphModule, counts: Json) -> None:
         return
     num_primals, num_values = require(counts, list[int], "how a joint graph is called")
     results: Any = gm.graph.output_node().args[0]
-    if not (0 <= num_primals <= len(gm.graph.find_nodes(op="placeholder")) and 0 <= num_values <= len(results)):
+    num_arguments = len(gm.graph.find_nodes(op="placeholder"))
+    if not (0 <= num_primals <= num_arguments and 0 <= num_values <= len(results)):
         raise damaged("a joint graph has fewer arguments or results than it says")
     call_with_primals_and_tangents(gm, num_primals, num_values)
 
@@ -225,8 +227,8 @@ def _read_signature(json: Json, values: Values, gm: GraphModule) -> GraphSignatu
     inputs = {*signature.inputs_to_parameters, *signature.inputs_to_buffers, *signature.user_inputs}
     if inputs != {node.name for node in gm.graph.find_nodes(op="placeholder")}:
         raise damaged("the signature does not name the inputs of its graph")
-    outputs = {*signature.buffers_to_mutate, *signature.parameters_to_mutate, *signature.user_inputs_to_mutate}
-    outputs |= {name for name in signature.user_outputs if name is not None}
+    outputs = {*signature.buffers_to_mutate, *signature.parameters_to_mutate}
+    outputs |= {*signature.user_inputs_to_mutate, *filter(None, signature.user_outputs)}
     if read is not None:
         outputs |= {read.loss_output, *read.gradients_to_parameters, *read.gradients_to_user_inputs}
     if not outputs <= {node.name for node in gm.graph.output_node().all_input_nodes}:

@@ -47,7 +47,7 @@ _ALWAYS_BYTES, _MAX_RATIO = 64 * 2**20, 100
 """How many bytes a file may have unpacked: so many, or so many times its own. Ours have 9 to 15 times."""
 
 _ALWAYS_VALUES, _MAX_VALUES = 4_000_000, 4
-"""How many values it may hold, or how many for each of its bytes. Ours have 1; Python takes 60 bytes for one."""
+"""How many values it may hold, or how many for each of its bytes. Ours have 1; one takes Python 60 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

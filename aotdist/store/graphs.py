@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -90,6 +93,8 @@ class Graphs:
                 json[key] = self._values.written(map_arg(value, _at(position)), where)
         self._name_group(node, json)
         json["meta"] = {key: node.meta[key] for key in META if node.meta.get(key) is not None}
+        if "source" in json["meta"] and not self._to_compile:
+            json["meta"]["source"] = without_folder(node.meta["source"])
         return json | {"val": self._val(node.meta.get("val"), where)}
 
     def _val(self, val: Any, where: str) -> Json:
@@ -144,8 +149,8 @@ class Graphs:
     def _module(self, nodes: Sequence[Json]) -> GraphModule:
         graph, root = torch.fx.Graph(), torch.nn.Module()
         made: list[Node] = []
-        for json in require(nodes, list[dict[str, Any]], "the nodes of a graph"):
-            made.append(self._made(graph, root, json, made))
+        for json in require(nodes, list, "the nodes of a graph"):
+            made.append(self._made(graph, root, require(json, dict, "a node"), made))
         kinds = [node.op for node in made]
         first = kinds.index("output")
         if first != len(kinds) - 1 or "placeholder" in kinds[kinds.count("placeholder") :]:
@@ -153,7 +158,7 @@ class Graphs:
         return graph_module(root, graph)
 
     def _made(self, graph: torch.fx.Graph, root: torch.nn.Module, json: Json, before: Sequence[Node]) -> Node:
-        name, op = json["name"], require(json["op"], _Op, "what a node is")
+        name, op = json["name"], require(json["op"], _Op, "the kind of a node")
         target = self._values.read(json["target"])
         if op == "call_function":
             require(target, Callable[..., Any] | HigherOrderOperator | PackedLaunch, "what a node calls")
@@ -190,7 +195,7 @@ class Graphs:
             return tuple(map(self._read_val, json))
         if type(json) is int and 0 <= json < len(self._shapes):
             return self._fake(self._shapes[json]) if self._to_compile else self._fakes[json]
-        return None if json is None else self._values.read(json["other"])
+        return None if json is None else self._values.read(require(json, dict, "a value")["other"])
 
     def _fake(self, shape: Shape) -> torch.Tensor:
         with self._fake_mode:
@@ -223,6 +228,16 @@ def _read_meta(json: Json) -> dict[str, Any]:
         if key not in _META or type(value) not in (int, bool, str):
             raise damaged(f"a node carries {key!r}")
     return meta
+
+
+def without_folder(source: str) -> str:
+    """A line of source (`file:line   code`) without the folder that its package, or the program, lies in."""
+    path, line, code = source.partition(":")
+    if not os.path.isabs(path):
+        return source
+    folders = sorted((*sys.path, str(Path.cwd())), key=len, reverse=True)
+    inside = next((folder for folder in folders if folder and path.startswith(folder + os.sep)), None)
+    return (os.path.relpath(path, inside) if inside else os.path.basename(path)) + line + code
 
 
 def _at(position: Mapping[Node, int]) -> Callable[[Node], Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -170,7 +169,9 @@ def class_named(module: str, name: str) -> type[Any]:
         SignatureMismatch: there is none.
     """
     try:  # not by `getattr`, which lets lazy modules import
-        found: Any = reduce(lambda owner, part: vars(owner)[part], name.split("."), sys.modules[module])
+        found: Any = sys.modules[module]
+        for part in name.split("."):
+            found = vars(found)[part]
     except (KeyError, TypeError):
         raise _missing(f"the class `{module}.{name}` is not imported here") from None
     is_known = isinstance(found, type) and (issubclass(found, torch.Tensor) or hasattr(found, "_fields"))

@@ -38,7 +38,7 @@ from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.other_kinds import Arrived
 from aotdist.runtime.plan import node_plan
 from aotdist.settings import Settings
-from aotdist.store.graphs import Graphs
+from aotdist.store.graphs import Graphs, without_folder
 from aotdist.store.kinds import Shape
 from aotdist.store.live import NOTHING_LIVE, Live
 from aotdist.store.rerun import Rerun, check_views
@@ -74,7 +74,7 @@ def written(
     emitted = {
         name: {
             "graph": graphs.written(each.call.graph),
-            "fusion": values.written(each.call.fusion, "the report"),
+            "fusion": values.written(_without_folders(each.call.fusion), "the report"),
         }
         for name, each in compilation.emitted().items()
         if isinstance(each.call, Ahead)
@@ -91,6 +91,13 @@ def written(
         "emitted": emitted,
         "shapes": values.written(graphs.shapes(), "the graphs"),
     }
+
+
+def _without_folders(fusion: Fusion) -> Fusion:
+    kernels = (
+        replace(kernel, sources=tuple(map(without_folder, kernel.sources))) for kernel in fusion.kernels
+    )
+    return replace(fusion, kernels=tuple(kernels))
 
 
 def _refuse_symbols(compilation: Compilation) -> None:

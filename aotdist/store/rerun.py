@@ -7,8 +7,9 @@ bytes to keep) is of the program that runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,14 +21,16 @@ from aotdist.facts import (
     Fresh,
     FunctionView,
     IsInput,
+    NodeOut,
     NotATensor,
+    OutputFact,
     Step,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
 )
 from aotdist.passes.verify import verify
-from aotdist.program import BACKWARD_ROLES, Graph, NodeOutIdx, OutIdx, PrimalIdx, Program
+from aotdist.program import BACKWARD_ROLES, Graph, PrimalIdx, Program, Row
 from aotdist.runtime.plan import is_plain
 from aotdist.store.kinds import NAMES_OF_FUNCTIONS
 from aotdist.store.typed import damaged
@@ -92,27 +95,26 @@ class Rerun:
                 self._check_control_flow(gm, node)
 
     def _check_control_flow(self, gm: GraphModule, node: Node) -> None:
-        """See that the graphs of a `cond` or `while_loop` take what it is given; the last returns its results."""
-        (first, last) = (1, 3) if node.target is torch.ops.higher_order.cond else (0, 2)
+        """See that the graphs of a `cond` or `while_loop` take what it is given, and return its results."""
+        first, last = (1, 3) if node.target is torch.ops.higher_order.cond else (0, 2)
         inner = [attribute_of(gm, arg) for arg in node.args[first:last] if isinstance(arg, Node)]
-        given = [_kind(arg.meta["val"]) for arg in pytree.tree_leaves(node.args[last:])]
+        given = [_kind(_val_of(gm, arg)) for arg in pytree.tree_leaves(node.args[last:])]
         for part in inner:
             taken = [_kind(each.meta["val"]) for each in part.graph.find_nodes(op="placeholder")]
             if taken != given:
                 raise damaged(f"`{node.name}` gives a graph {given}, which takes {taken}")
             self._check_nodes(part)
-        results = tuple(_kind(each.meta["val"]) for each in inner[-1].graph.output_node().args[0])
-        if len(inner) != 2 or results != _kind(node.meta["val"]):
+        results: Any = inner[-1].graph.output_node().args[0]
+        found = tuple(_kind(_val_of(inner[-1], result)) for result in results)
+        if len(inner) != 2 or found != _kind(node.meta["val"]):
             raise damaged(f"`{node.name}` has other results than its graphs")
 
     def _check_node(self, gm: GraphModule, node: Node) -> None:
-        def val_of(source: Node) -> Any:
-            return source.meta["val"] if source.op != "get_attr" else attribute_of(gm, source)
-
-        target: Any = node.target
+        target, val_of = cast("Any", node.target), functools.partial(_val_of, gm)
         args, kwargs = map_arg((node.args, dict(node.kwargs)), val_of)
         # Equal values are one object, as long as the graphs live.
-        key = str((target, map_arg((node.args, node.kwargs), lambda n: _Same(val_of(n))), _Same(val_of(node))))
+        given: Any = map_arg((node.args, node.kwargs), lambda source: cast("Any", _Same(val_of(source))))
+        key = str((target, given, _Same(node.meta["val"])))
         if key in self._seen:
             return
         try:
@@ -146,29 +148,32 @@ def check_views(facts: Facts, program: Program[PrimalIdx], fake_mode: FakeTensor
     """
     if facts.reshaped() or not is_plain(facts):
         return
-
-    def made(idx: OutIdx) -> Any:
-        match facts.outputs[idx]:
-            case ViewOfInput(base=base, steps=steps):
-                return _viewed(fake_mode.from_tensor(program.examples[base]), steps)
-            case IsInput(input=base):
-                return fake_mode.from_tensor(program.examples[base])
-            case ViewOfIntermediate(base=base, steps=steps):
-                return _viewed(returned(base), steps)
-            case Fresh(value=value):
-                return returned(value)
-            case ViewOfOutput(base=base, steps=steps):
-                return _viewed(made(base), steps)
-            case NotATensor():
-                return None
-
-    def returned(idx: NodeOutIdx) -> torch.Tensor:
-        plain: Any = facts.node_outs[idx].recipe
-        return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype)
-
     with no_modes(), fake_mode, torch.no_grad(), quiet_fakes():
-        for idx in facts.outputs.indices():
-            made(idx)
+        inputs = Row[PrimalIdx, torch.Tensor](map(fake_mode.from_tensor, program.examples))
+        for fact in facts.outputs:
+            _outside(fact, facts, inputs)
+
+
+def _outside(fact: OutputFact, facts: Facts, inputs: Row[PrimalIdx, torch.Tensor]) -> Any:
+    """An output, made of tensors without data; None if it is none."""
+    match fact:
+        case NotATensor():
+            return None
+        case IsInput(input=base):
+            return inputs[base]
+        case ViewOfInput(base=base, steps=steps):
+            return _viewed(inputs[base], steps)
+        case ViewOfOutput(base=base, steps=steps):
+            return _viewed(_outside(facts.outputs[base], facts, inputs), steps)
+        case Fresh(value=value):
+            return _returned(facts.node_outs[value])
+        case ViewOfIntermediate(base=base, steps=steps):
+            return _viewed(_returned(facts.node_outs[base]), steps)
+
+
+def _returned(out: NodeOut) -> torch.Tensor:
+    plain: Any = out.recipe
+    return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype)
 
 
 def _viewed(base: Any, steps: Sequence[Step]) -> Any:
@@ -177,6 +182,13 @@ def _viewed(base: Any, steps: Sequence[Step]) -> Any:
             found = each.of(base)
             base = found if each.pick is None else found[each.pick]
     return base
+
+
+def _val_of(gm: GraphModule, value: Any) -> Any:
+    """What a node says of its value, or what it holds; what is no node is its own."""
+    if not isinstance(value, Node):
+        return value
+    return attribute_of(gm, value) if value.op == "get_attr" else value.meta["val"]
 
 
 class _Same:

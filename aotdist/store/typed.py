@@ -7,7 +7,6 @@ a number and a name is a name. What prints and runs it afterwards may trust it a
 from __future__ import annotations
 
 import builtins
-import collections
 import functools
 import json
 import keyword
@@ -69,7 +68,6 @@ def only_ours() -> Generator[None]:
         raise damaged(f"the artifact contradicts itself ({type(error).__name__}: {error})") from error
 
 
-
 def damaged(what: str) -> BadArtifact:
     """An error for a file that holds what no version of ours writes."""
     return BadArtifact(what, stage="store", fix="make the artifact again, or copy it again")
@@ -97,7 +95,10 @@ def _shown(value: Any) -> str:
 
 
 def _name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(typing.get_args(hint))}"
+    named = isinstance(hint, type) and not typing.get_args(hint)
+    return hint.__name__ if named else str(hint).replace("typing.", "")
 
 
 def made(cls: type[Any], fields: Mapping[str, Any]) -> Any:
@@ -126,7 +127,7 @@ def _hints(cls: type[Any]) -> Mapping[str, Any]:
 
 @functools.cache
 def test_of(hint: Any) -> Test:
-    """Tells whether a value is what a type says; of our own data, whose fields were tested, its class alone."""
+    """Tells whether a value is what a type says; of our own data (tested when made) its class alone."""
     if isinstance(hint, NewType):
         return lambda value: type(value) is int and 0 <= value <= MAX_INT
     if hint in _SIMPLE:
@@ -139,7 +140,7 @@ def test_of(hint: Any) -> Test:
         return lambda value: any(test(value) for test in tests)
     if origin is type:
         return lambda value: isinstance(value, type)
-    if origin is collections.abc.Callable:
+    if origin is Callable:
         return _is_function
     return _test_of_container(origin, args) if origin else lambda value: isinstance(value, hint)
 
@@ -157,7 +158,7 @@ def _test_of_container(origin: Any, args: tuple[Any, ...]) -> Test:
     if issubclass(origin, Mapping):
         key, part = map(test_of, args)
         return lambda value: type(value) is dict and all(key(k) and part(v) for k, v in value.items())
-    kinds = (tuple, list) if origin is collections.abc.Sequence else origin
+    kinds = (tuple, list) if origin is Sequence else origin
     return _all_are(kinds, test_of(args[0]))
 
 
@@ -262,7 +263,7 @@ def _indices(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
     elif origin in (tuple, frozenset, Row):
         for part in value:
             yield from _indices(part, args[1] if origin is Row else args[0])
-    elif origin in (dict, collections.abc.Mapping):
+    elif origin in (dict, Mapping):
         yield from _indices(frozenset(value), frozenset[args[0]])
         yield from _indices(tuple(value.values()), tuple[args[1], ...])
     elif CLASSES.get(getattr(hint, "__name__", "")) is hint:
@@ -305,7 +306,10 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
     facts.MetadataWrite: ((_NAMES, lambda it: _are_names(it.kwargs)),),
     facts.Waypoint: (("a name of several lines", lambda it: is_line(it.path)),),
     facts.Facts: (
-        ("a question that autograd is not asked", lambda it: all(asked in _ASKED for _, asked, _ in it.asked)),
+        (
+            "a question that autograd is not asked",
+            lambda it: all(asked in _ASKED for _, asked, _ in it.asked),
+        ),
         ("numbers that depend on data, which no file holds", lambda it: not it.numbers and not it.answers),
         ("inputs of several numbers", lambda it: len(it.inputs) == len(it.recipes) == len(it.backward.grads)),
         ("an index of nothing", lambda it: _indices_exist(it)),

@@ -233,7 +233,7 @@ def parts_of_mesh(mesh: DeviceMesh) -> list[DeviceMesh]:
 
 
 def layout_kinds() -> dict[str, tuple[type[Any], dict[str, Any]]]:
-    """The classes that say how a DTensor is laid out, by name, each with its constructor's arguments' types."""
+    """The classes that say how a DTensor is laid out, by name, each with the types of its parts."""
     from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

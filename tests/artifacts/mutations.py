@@ -1,4 +1,4 @@
-"""Files as somebody would write them who means harm, or whose disk does: changed inside, with checksums that fit."""
+"""Files as somebody writes them who means harm: changed inside, with checksums that fit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def mutated(json_: Any, known: list[tuple[Any, ...]], rng: random.Random) -> tup
         case "missing":
             del there[key]
         case "extra" if isinstance(there, dict):
-            there[rng.choice((*_TEXTS, "path", "of", "is", "kwargs", "args", "name"))] = rng.choice((0, "x", []))
+            there[rng.choice((*_TEXTS, "path", "of", "is", "kwargs", "args", "name"))] = rng.choice(
+                (0, "x", [])
+            )
         case "extra":
             there.insert(key, copy.deepcopy(rng.choice(owner)))
         case "swapped":
@@ -153,9 +155,25 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 _watched: list[list[str]] = []
 _FORBIDDEN = (
-    *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.remove", "os.rename"),
+    *(
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.fork",
+        "os.forkpty",
+        "os.remove",
+        "os.rename",
+    ),
     *("os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate", "os.putenv"),
-    *("subprocess.Popen", "shutil.rmtree", "shutil.move", "shutil.copyfile", "ctypes.dlopen", "socket.connect"),
+    *(
+        "subprocess.Popen",
+        "shutil.rmtree",
+        "shutil.move",
+        "shutil.copyfile",
+        "ctypes.dlopen",
+        "socket.connect",
+    ),
 )
 
 

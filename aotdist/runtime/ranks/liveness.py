@@ -63,7 +63,7 @@ class Address:
 def address_of_this_process(store: Store) -> Address:
     """Open this process's port, once, and say where it is for ranks that can reach the store.
 
-    It is open on the interface that leads to the store's host, as the ranks' own connections are; on no other.
+    It is open on the interface that leads to the store's host, as connections of the ranks are, and no other.
     """
     ip = _ip_towards(_host_of(store))
     return Address(_machine(), ip, _open_port(ip).getsockname()[1])
