@@ -24,13 +24,14 @@ from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, argume
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import is_open
 
-META = (
-    *("phase", "source", "module", "seq_nr", "function", "unit", "grad", "serial", "draws", "policy"),
-    "overwritten",
-    "strides_asked",
-)
-"""What nodes carry beside their values, see `aotdist.program.Graph`: numbers and texts."""
-_META = frozenset(META)
+META: Mapping[str, Any] = {
+    "phase": Literal["forward", "backward"],
+    **dict.fromkeys(("source", "module", "function", "unit"), str),
+    **dict.fromkeys(("seq_nr", "serial"), int),
+    **dict.fromkeys(("grad", "draws", "overwritten", "strides_asked"), bool),
+    "policy": Literal["must_save", "must_recompute"],
+}
+"""What nodes carry beside their values, see `aotdist.program.Graph`, and of which type."""
 
 
 class Graphs:
@@ -225,8 +226,9 @@ def _read_meta(json: Json) -> dict[str, Any]:
     """What a node carries: numbers and texts, of the names that are known."""
     meta = require(json, dict, "what a node carries")
     for key, value in meta.items():
-        if key not in _META or type(value) not in (int, bool, str):
+        if key not in META:
             raise damaged(f"a node carries {key!r}")
+        require(value, META[key], f"`{key}` of a node")
     return meta
 
 
