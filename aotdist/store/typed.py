@@ -282,7 +282,7 @@ _POINTER = re.compile(r"\*[a-z0-9]+")
 def _is_of_triton(metadata: str) -> bool:
     """Whether it names a kernel: the name becomes that of a file, and of a function."""
     said = json.loads(metadata)
-    return isinstance(said, dict) and is_name(said.get("name")) and isinstance(said.get("target"), dict)
+    return isinstance(said, dict) and is_name(said.get("name"))
 
 
 _ASKED = (

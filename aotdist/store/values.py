@@ -34,7 +34,7 @@ Json: TypeAlias = Any
 """What the `json` module reads and writes."""
 
 _Fields: TypeAlias = Mapping[str, Json]
-_NAMED_BY_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
 _OTHER = object()
 """What a reader returns of a kind that is not among its own."""
 
@@ -183,7 +183,7 @@ class Values:
         if type(json) is list:
             return tuple(self._all_read(json))
         if type(json) is not dict:
-            return require(json, _SCALAR, "a value")
+            return json if type(json) is int else require(json, _Scalar, "a value")
         kind = json.get("is")
         try:
             for reader in (self._read_container, self._read_of_torch, self._read_of_ours):
@@ -298,15 +298,14 @@ def _higher_order(name: str) -> HigherOrderOperator:
 
 
 _OPERATOR = re.compile(r"\w+\.\w+\.\w+")
-_SCALAR = bool | int | float | str | None
-_NAMED_BY_TORCH_OF = torch.dtype | torch.layout | torch.memory_format
+_Scalar: TypeAlias = bool | int | float | str | None
 
 _NAMED: Mapping[str, Callable[[_Fields], Any]] = {
     "float": lambda json: float(json["text"]),
     "complex": lambda json: complex(*map(float, json["of"])),
     "size": lambda json: torch.Size(require(json["of"], list[int], "a size")),
     "ellipsis": lambda json: ...,
-    "torch": lambda json: require(vars(torch).get(json["name"]), _NAMED_BY_TORCH_OF, "what torch names"),
+    "torch": lambda json: require(vars(torch).get(json["name"]), _NAMED_BY_TORCH, "what torch names"),
     "creation": lambda json: CreationMeta.__members__[json["name"]],
     "operator": lambda json: _operator(json["name"]),
     "higher_order": lambda json: _higher_order(json["name"]),
