@@ -21,7 +21,6 @@ from aotdist.facts import (
     Fresh,
     FunctionView,
     IsInput,
-    NodeOut,
     NotATensor,
     OutputFact,
     Step,
@@ -34,6 +33,7 @@ from aotdist.program import BACKWARD_ROLES, Graph, PrimalIdx, Program, Row
 from aotdist.runtime.plan import is_plain
 from aotdist.store.kinds import NAMES_OF_FUNCTIONS
 from aotdist.store.typed import damaged
+from aotdist.subclasses.protocol import Plain, Recipe, recipe_of
 from aotdist.torch_seam.functional import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -149,7 +149,7 @@ def check_views(facts: Facts, program: Program[PrimalIdx], fake_mode: FakeTensor
     if facts.reshaped() or not is_plain(facts):
         return
     with no_modes(), fake_mode, torch.no_grad(), quiet_fakes():
-        inputs = Row[PrimalIdx, torch.Tensor](map(fake_mode.from_tensor, program.examples))
+        inputs = program.examples.map(recipe_of).map(_without_data)
         for fact in facts.outputs:
             _outside(fact, facts, inputs)
 
@@ -166,13 +166,15 @@ def _outside(fact: OutputFact, facts: Facts, inputs: Row[PrimalIdx, torch.Tensor
         case ViewOfOutput(base=base, steps=steps):
             return _viewed(_outside(facts.outputs[base], facts, inputs), steps)
         case Fresh(value=value):
-            return _returned(facts.node_outs[value])
+            return _without_data(facts.node_outs[value].recipe)
         case ViewOfIntermediate(base=base, steps=steps):
-            return _viewed(_returned(facts.node_outs[base]), steps)
+            return _viewed(_without_data(facts.node_outs[base].recipe), steps)
 
 
-def _returned(out: NodeOut) -> torch.Tensor:
-    plain: Any = out.recipe
+def _without_data(recipe: Recipe) -> torch.Tensor:
+    plain = cast("Plain", recipe)
+    if len(plain.stride) < len(plain.size):  # of another layout
+        return torch.empty(plain.size, dtype=plain.dtype)
     return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype)
 
 
