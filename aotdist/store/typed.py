@@ -276,6 +276,10 @@ def _indices_exist(it: facts.Facts) -> bool:
     return all(index < ends[kind] for kind, index in _indices(it, facts.Facts))
 
 
+def _are_all_made(it: facts.Facts) -> bool:
+    return {*it.outputs.indices()} <= {*it.early, *(one for one in it.order if isinstance(one, int))}
+
+
 _POINTER = re.compile(r"\*[a-z0-9]+")
 
 
@@ -313,7 +317,7 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ("numbers that depend on data, which no file holds", lambda it: not it.numbers and not it.answers),
         ("inputs of several numbers", lambda it: len(it.inputs) == len(it.recipes) == len(it.backward.grads)),
         ("an index of nothing", lambda it: _indices_exist(it)),
-        ("an output that is never made", lambda it: set(it.outputs.indices()) <= {*it.early, *it.order}),
+        ("an output that is never made", _are_all_made),
     ),
     Wrapper: (
         (_NAMES, lambda it: _are_names(it.attributes)),
