@@ -72,7 +72,7 @@ def compile_call(
     """
     with class_functions_off():
         job = Job(call, backend, settings, symbolic)
-        return loaded_together(call.name, settings, lambda: _compile(job), earlier)
+        return loaded_together(call.name, settings, lambda: printed(_compile(job)), earlier)
 
 
 @alone
@@ -89,15 +89,24 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
     return compilation
 
 
+def printed(compilation: Compilation) -> Artifact:
+    """A compilation as something to call, for the calls that it fits."""
+    fit, settings = fit_of(compilation), compilation.settings
+    refuse_overlap(fit)
+    if settings.validate_guards:
+        prove_guards(fit.sizes, [count.name for count in fit.counts])
+    return load(compilation, fit)
+
+
 def loaded_together(
-    label: str, settings: Settings, made: Callable[[], Compilation], earlier: Artifacts | None = None
+    label: str, settings: Settings, made: Callable[[], Artifact], earlier: Artifacts | None = None
 ) -> Artifact:
     """Load what `made` makes on each rank, when all have made theirs and agree on it.
 
     Args:
         label: what is compiled, for messages.
         settings: how it is compiled.
-        made: compiles it, or reads what was compiled before.
+        made: compiles it, or reads what was compiled before, and prints it.
         earlier: artifacts for other calls of the same function.
 
     Raises:
@@ -106,11 +115,8 @@ def loaded_together(
     """
     # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
     with failing_together(label), collector_paused():
-        compilation = made()
-        fit = fit_of(compilation)
-        refuse_overlap(fit)
-        if settings.validate_guards:
-            prove_guards(fit.sizes, [count.name for count in fit.counts])
+        artifact = made()
+    compilation = artifact.compilation
     agree(
         fingerprint_of(compilation),
         label=label,
@@ -119,7 +125,6 @@ def loaded_together(
         earlier=() if earlier is None else earlier.agreed(),
         check=checks_of(compilation)["forward"],
     )
-    artifact = load(compilation, fit)
     log_compiled(artifact)
     return artifact
 

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aotdist.errors import CacheCorrupt
@@ -55,9 +55,14 @@ class Entry:
         if hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
             raise CacheCorrupt("it is damaged: its checksum is another", stage="cache")
         end = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
-        fields = json.loads(body[_LENGTH:end])
-        if fields["key"] != key:
+        try:
+            fields = json.loads(body[_LENGTH:end])
+            ends = list(itertools.accumulate(fields["sizes"], initial=end))
+            found = cls(fields["key"], fields["about"], fields["content"])
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise CacheCorrupt(f"it is written in another way ({error})", stage="cache") from error
+        if found.key != key:
             raise CacheCorrupt("it is of another key", stage="cache")
-        ends = list(itertools.accumulate(fields["sizes"], initial=end))
-        binaries = tuple(body[low:high] for low, high in itertools.pairwise(ends))
-        return cls(key, fields["about"], fields["content"], binaries)
+        if ends[-1] != len(body):
+            raise CacheCorrupt("it has more bytes, or less, than it says", stage="cache")
+        return replace(found, binaries=tuple(body[low:high] for low, high in itertools.pairwise(ends)))

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
-from aotdist.codegen.fx import attribute_of
-from aotdist.errors import BadArtifact, BadSettings, UnsupportedProgram
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.signature import BackwardSignature, GraphSignature
 from aotdist.files import refuse_unwritable
 from aotdist.joint.symbols import symbolic_strides
@@ -26,12 +25,14 @@ from aotdist.sizes import is_symbolic
 from aotdist.store.archive import FORMAT, Manifest, check_versions, open_archive, version_of
 from aotdist.store.archive import save as save_archive
 from aotdist.store.graphs import Graphs
+from aotdist.store.kinds import Shape
 from aotdist.store.live import GroupName, Live
 from aotdist.store.ranks import merged
+from aotdist.store.rerun import Rerun, has_symbols
+from aotdist.store.typed import damaged, made, only_ours, require
 from aotdist.store.values import Json, Values
-from aotdist.torch_seam.functional import FakeTensorMode, quiet_fakes
+from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.groups import world_group_name
-from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents, primals_and_values
 from aotdist.torch_seam.symbols import expression, hint, is_open, new_symbol, shape_env
 
@@ -104,14 +105,8 @@ def load(path: str | Path) -> Exported:
     """
     archive = open_archive(Path(path), "exported")
     check_versions(Path(path), archive.manifest)
-    try:
+    with only_ours():
         return _read(archive.record_of(0))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise BadArtifact(
-            f"{path} is written in another way than ours ({type(error).__name__}: {error})",
-            stage="store",
-            fix="save it again with this aotdist",
-        ) from error
 
 
 def _parts(exported: Any) -> tuple[GraphModule, GraphSignature | None]:
@@ -154,18 +149,12 @@ def _without_symbols(gm: GraphModule) -> Graph:
             break
         new = builder.placeholder(node) if node.op == "placeholder" else builder.copy(node)
         val = node.meta.get("val")
-        if is_symbolic(val) or _has_symbols(val):
+        if is_symbolic(val) or has_symbols(val):
             new.meta["val"] = None
     ins = [Slot("primal", node.name) for node in builder.graph.find_nodes(op="placeholder")]
     results: Any = map_arg(gm.graph.output_node().args[0], builder.env.__getitem__)
     outs = [Slot("output", f"out[{k}]") for k in range(len(results))]
     return builder.finish(results, ins, outs)
-
-
-def _has_symbols(val: Any) -> bool:
-    if isinstance(val, (tuple, list)):
-        return any(map(_has_symbols, val))
-    return isinstance(val, torch.Tensor) and any(map(is_open, (*val.shape, *val.stride())))
 
 
 def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
@@ -176,7 +165,7 @@ def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
     found: dict[str, Json] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         val = node.meta.get("val")
-        if _has_symbols(val):
+        if has_symbols(val):
             found[node.name] = {
                 "names": [_name(size) for size in val.shape],
                 "size": [hint(size) for size in val.shape],
@@ -203,32 +192,58 @@ def _signature(signature: GraphSignature, values: Values) -> Json:
 
 def _read(record: Mapping[str, Json]) -> Exported:
     values = _values()
-    sizes: Mapping[str, Json] = record["sizes"]
+    sizes = require(record["sizes"], dict[str, dict[str, Any]], "what is known of symbolic sizes")
     env = shape_env() if sizes else None
     fake_mode = FakeTensorMode(static_shapes=not sizes, shape_env=env)
-    gm = Graphs(values, fake_mode, values.read(record["shapes"])).read(record["graph"]).gm
+    shapes = require(values.read(record["shapes"]), tuple[Shape, ...], "the shapes")
+    gm = Graphs(values, fake_mode, shapes).read(record["graph"]).gm
     if env is not None:
         symbols: dict[str, Any] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             if node.name in sizes:
                 node.meta["val"] = _symbolic(sizes[node.name], env, symbols, fake_mode, node.name)
-        _find_out(gm, fake_mode)
-    if record["joint"] is not None:
-        call_with_primals_and_tangents(gm, *record["joint"])
-    if record["signature"] is None:
-        return Exported(gm, None)
-    fields: dict[str, Any] = values.read(record["signature"])
+    Rerun(fake_mode).check_operators(gm)
+    _call_as_joint(gm, record["joint"])
+    signature = record["signature"]
+    return Exported(gm, None if signature is None else _read_signature(signature, values, gm))
+
+
+def _call_as_joint(gm: GraphModule, counts: Json) -> None:
+    if counts is None:
+        return
+    num_primals, num_values = require(counts, list[int], "how a joint graph is called")
+    results: Any = gm.graph.output_node().args[0]
+    num_arguments = len(gm.graph.find_nodes(op="placeholder"))
+    if not (0 <= num_primals <= num_arguments and 0 <= num_values <= len(results)):
+        raise damaged("a joint graph has fewer arguments or results than it says")
+    call_with_primals_and_tangents(gm, num_primals, num_values)
+
+
+def _read_signature(json: Json, values: Values, gm: GraphModule) -> GraphSignature:
+    fields: dict[str, Any] = values.read(json)
     backward = fields["backward_signature"]
-    fields["backward_signature"] = None if backward is None else BackwardSignature(**backward)
-    return Exported(gm, GraphSignature(**fields))
+    read = None if backward is None else made(BackwardSignature, backward)
+    signature: GraphSignature = made(GraphSignature, {**fields, "backward_signature": read})
+    inputs = {*signature.inputs_to_parameters, *signature.inputs_to_buffers, *signature.user_inputs}
+    if inputs != {node.name for node in gm.graph.find_nodes(op="placeholder")}:
+        raise damaged("the signature does not name the inputs of its graph")
+    outputs = {*signature.buffers_to_mutate, *signature.parameters_to_mutate}
+    outputs |= {*signature.user_inputs_to_mutate, *filter(None, signature.user_outputs)}
+    if read is not None:
+        outputs |= {read.loss_output, *read.gradients_to_parameters, *read.gradients_to_user_inputs}
+    if not outputs <= {node.name for node in gm.graph.output_node().all_input_nodes}:
+        raise damaged("the signature names results that its graph has not")
+    return signature
 
 
 def _symbolic(
     json: Mapping[str, Json], env: Any, symbols: dict[str, Any], fake_mode: FakeTensorMode, name: str
 ) -> torch.Tensor:
     """A fake tensor with symbols among its sizes; those of the same name are the same."""
+    names = require(json["names"], list[str | None], "the names of symbols")
+    numbers = require(json["size"], list[int], "a size")
     size: list[Any] = []
-    for dim, (symbol, number) in enumerate(zip(json["names"], json["size"], strict=True)):
+    for dim, (symbol, number) in enumerate(zip(names, numbers, strict=True)):
         known = number if symbol is None else symbols.get(symbol)
         if known is None:
             known = new_symbol(env, number, f"{name}.size({dim})")
@@ -239,27 +254,11 @@ def _symbolic(
     def stride_at(dim: int, number: int) -> int | torch.SymInt:
         return new_symbol(env, number, f"{name}.stride({dim})") if dim in json["open_strides"] else number
 
-    stride = symbolic_strides(size, json["size"], json["stride"], stride_at)
-    dtype, device = getattr(torch, json["dtype"]), torch.device(json["device"])
+    stride = symbolic_strides(size, numbers, require(json["stride"], list[int], "strides"), stride_at)
+    dtype = require(vars(torch).get(json["dtype"]), torch.dtype, "the dtype of an input")
     with fake_mode:
-        tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    for symbol, made in zip(json["names"], size, strict=True):
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=torch.device(json["device"]))
+    for symbol, made_of in zip(names, size, strict=True):
         if symbol == "":
-            int(made)  # asking makes a number of it, as the trace did once the tensor was there
+            int(made_of)  # asking makes a number of it, as the trace did once the tensor was there
     return tensor
-
-
-def _find_out(gm: GraphModule, fake_mode: FakeTensorMode) -> None:
-    """Let each node say its value again: it follows from those of the inputs."""
-
-    def val_of(node: Node) -> Any:
-        if node.op != "get_attr":
-            return node.meta["val"]
-        held = attribute_of(gm, node)
-        return fake_mode.from_tensor(held) if isinstance(held, torch.Tensor) else held
-
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.meta["val"] is None:
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), val_of)
-            with no_modes(), fake_mode, torch.no_grad(), quiet_fakes():
-                node.meta["val"] = node.target(*args, **kwargs)

@@ -22,7 +22,7 @@ from aotdist.runtime.gate import is_apart
 from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.print_outputs import print_changes
-from aotdist.runtime.printer import Printer, Told, print_size, print_step, sequence
+from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.results import Versions, saved_beside
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
 from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
@@ -225,7 +225,7 @@ def _print_forward(
         hints = [str(out.slot) for out in plan.outs]
         outs = print_results(printer, list(plan.unwrap.outs), values, hints)
         for idx, out in plan.outs.enumerate():
-            printer.line(f"o{idx} = {outs[idx]}  # {out.slot.role} {out.slot}")
+            printer.line(f"o{idx} = {outs[idx]}{remark(f'{out.slot.role} {out.slot}')}")
         _print_versions(printer, versions)
         saved = [_saved(printer, source, plains, versions) for source in plan.saved.sources]
         printer.spread("ctx.save_for_backward(", saved, ")")

@@ -48,7 +48,7 @@ from aotdist.facts import (
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.printer import Printer, print_size, print_step, sequence
+from aotdist.runtime.printer import Printer, print_size, print_step, remark, sequence
 from aotdist.sizes import NumberStep, concrete, is_symbolic
 from aotdist.torch_seam.symbols import SYMBOLIC, expression
 from aotdist.torch_seam.trees import pytree, tree_children
@@ -271,8 +271,8 @@ def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
 
 def _assignment(source: Source, value: str, bind: Callable[[str, Any], str]) -> str:
     if source.is_grown_list:
-        return f"{source.whole().expression(bind)}.extend({value})  # {source.path} grows"
-    return f"{source.assignment(value, bind)}  # {source.path} is reassigned"
+        return f"{source.whole().expression(bind)}.extend({value}){remark(f'{source.path} grows')}"
+    return f"{source.assignment(value, bind)}{remark(f'{source.path} is reassigned')}"
 
 
 def print_changes(printer: Printer, changes: BackwardChanges) -> None:
@@ -290,9 +290,10 @@ def print_changes(printer: Printer, changes: BackwardChanges) -> None:
         printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
     for place, items in changes.grown:
         values = ", ".join(_own(printer, item) for item in items)
-        printer.line(f"{place.expression(bind)}.extend([{values}])  # {place.path} grows")
+        printer.line(f"{place.expression(bind)}.extend([{values}]){remark(f'{place.path} grows')}")
     for place, step in changes.added:
-        printer.line(f"{place.assignment(str(step), bind, adds=True)}  # {place.path} is counted in")
+        added = place.assignment(str(step), bind, adds=True)
+        printer.line(f"{added}{remark(f'{place.path} is counted in')}")
     for place, value in changes.assigned:
         printer.line(_assignment(place, _own(printer, value), bind))
     for place in changes.deleted:

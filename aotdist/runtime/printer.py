@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from aotdist.codegen.python_source import Bindings, identifier, load_function
+from aotdist.errors import InternalError
 from aotdist.sizes import SCOPE, Expression, NumberStep
 
 _WIDTH = 100
@@ -41,7 +42,13 @@ class Printer:
         self._bindings = Bindings(reserved=(*_OWN_NAMES, *variables))
 
     def line(self, text: str = "") -> None:
-        """Append one line at the current indentation."""
+        """Append one line at the current indentation.
+
+        Raises:
+            InternalError: it is several: a name that the user or a file chose would be code.
+        """
+        if "\n" in text or "\r" in text:
+            raise InternalError(f"{text!r} is printed as a line", stage="runtime")
         self._lines.append("    " * self._indent + text if text else "")
 
     def comment(self, text: str) -> None:
@@ -92,6 +99,11 @@ class Printer:
     def load(self, function: str, label: str) -> Callable[..., Any]:
         """Run what was printed and return its `function`. Tracebacks show the printed lines."""
         return load_function(self.source(), function, self._bindings.values(), label)
+
+
+def remark(text: str) -> str:
+    """A comment behind a line; newlines in `text` are flattened."""
+    return f"  # {' '.join(text.split())}"
 
 
 def sequence(items: list[str]) -> str:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.fx import attribute_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.store.kinds import NodeAt, Shape
-from aotdist.store.values import Json, Values, damaged
+from aotdist.store.typed import damaged, is_name, is_plain, require
+from aotdist.store.values import Json, Values
 from aotdist.torch_seam.functional import FakeTensorMode
-from aotdist.torch_seam.operators import OpOverload, argument_names
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, argument_names
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import is_open
 
-META = (
-    *("phase", "source", "module", "seq_nr", "function", "unit", "grad", "serial", "draws", "policy"),
-    "overwritten",
-    "strides_asked",
-)
-"""What nodes carry beside their values, see `aotdist.program.Graph`: numbers and texts."""
+META: Mapping[str, Any] = {
+    "phase": Literal["forward", "backward"],
+    **dict.fromkeys(("source", "module", "function", "unit"), str),
+    **dict.fromkeys(("seq_nr", "serial"), int),
+    **dict.fromkeys(("grad", "draws", "overwritten", "strides_asked"), bool),
+    "policy": Literal["must_save", "must_recompute"],
+}
+"""What nodes carry beside their values, see `aotdist.program.Graph`, and of which type."""
 
 
 class Graphs:
@@ -87,6 +94,8 @@ class Graphs:
                 json[key] = self._values.written(map_arg(value, _at(position)), where)
         self._name_group(node, json)
         json["meta"] = {key: node.meta[key] for key in META if node.meta.get(key) is not None}
+        if "source" in json["meta"] and not self._to_compile:
+            json["meta"]["source"] = without_folder(node.meta["source"])
         return json | {"val": self._val(node.meta.get("val"), where)}
 
     def _val(self, val: Any, where: str) -> Json:
@@ -126,48 +135,111 @@ class Graphs:
         Raises:
             BadArtifact: it was not written like that.
         """
-        ins: tuple[Slot, ...] = self._values.read(json["ins"])
-        outs: tuple[Slot, ...] = self._values.read(json["outs"])
-        return Graph(self._module(json["nodes"]), ins, outs)
+        ins, outs = (
+            require(self._values.read(json[key]), tuple[Slot, ...], "what a graph takes or returns")
+            for key in ("ins", "outs")
+        )
+        graph = Graph(self._module(json["nodes"]), ins, outs)
+        results = require(graph.results(), tuple, "what a graph returns")
+        if len(graph.placeholders()) != len(ins) or len(results) != len(outs):
+            raise damaged("a graph takes or returns more, or less, than it says")
+        if len(set(ins)) < len(ins) or len(set(outs)) < len(outs):
+            raise damaged("a graph has several arguments or results of one name")
+        return graph
 
     def _module(self, nodes: Sequence[Json]) -> GraphModule:
         graph, root = torch.fx.Graph(), torch.nn.Module()
         made: list[Node] = []
-        for json in nodes:
-            made.append(self._made(graph, root, json, made))
+        for json in require(nodes, list, "the nodes of a graph"):
+            made.append(self._made(graph, root, require(json, dict, "a node"), made))
+        kinds = [node.op for node in made]
+        first = kinds.index("output")
+        if first != len(kinds) - 1 or "placeholder" in kinds[kinds.count("placeholder") :]:
+            raise damaged("a graph has its nodes in another order")
         return graph_module(root, graph)
 
     def _made(self, graph: torch.fx.Graph, root: torch.nn.Module, json: Json, before: Sequence[Node]) -> Node:
-        target = json["target"]
-        if json["op"] == "get_attr":
-            if not str(target).isidentifier() or str(target).startswith("__"):
-                raise damaged(f"a graph holds something as {target!r}")
+        name, op = json["name"], require(json["op"], _Op, "the kind of a node")
+        target = self._values.read(json["target"])
+        if op == "call_function":
+            require(target, Callable[..., Any] | HigherOrderOperator | PackedLaunch, "what a node calls")
+        elif not _is_target(target):
+            raise damaged(f"a graph holds something as {target!r}")
+        if op == "get_attr":
             held = json["holds"]
-            setattr(root, target, self._module(held["nodes"]) if "nodes" in held else self._values.read(held))
-        elif json["op"] == "call_function":
-            target = self._values.read(target)
-        elif json["op"] not in ("placeholder", "output"):
-            raise damaged(f"a graph has a node of the kind {json['op']!r}")
+            nested = type(held) is dict and "nodes" in held
+            value = self._module(held["nodes"]) if nested else self._values.read(held)
+            setattr(root, target, require(value, GraphModule | torch.Tensor, "what a graph holds"))
 
         def linked(value: Any) -> Any:
             return before[value.position] if isinstance(value, NodeAt) else value
 
-        args: Any = map_aggregate(self._values.read(json.get("args", [])), linked)
-        kwargs: Any = map_aggregate(self._values.read(json["kwargs"]) if "kwargs" in json else {}, linked)
-        node = graph.create_node(json["op"], target, args, kwargs, name=json["name"])
-        node.meta = {**json["meta"], "val": self._read_val(json["val"])}
+        args, kwargs = (
+            map_aggregate(self._argument(json[key]) if key in json else none, linked)
+            for key, none in (("args", ()), ("kwargs", {}))
+        )
+        node: Node = graph.create_node(op, target, args, kwargs, name=name)  # type: ignore[arg-type]
+        if node.name != name:
+            raise damaged(f"a node is called {name!r}, which is no name or that of another")
+        node.meta = {**_read_meta(json["meta"]), "val": self._read_val(json["val"])}
         return node
+
+    def _argument(self, json: Json) -> Any:
+        """What a node is given: other nodes, numbers and texts, and what PyTorch names."""
+        value = self._values.read(json)
+        if not _is_argument(value):
+            raise damaged("a node is given what no graph of ours holds")
+        return value
 
     def _read_val(self, json: Json) -> Any:
         if isinstance(json, list):
             return tuple(map(self._read_val, json))
-        if isinstance(json, int):
+        if type(json) is int and 0 <= json < len(self._shapes):
             return self._fake(self._shapes[json]) if self._to_compile else self._fakes[json]
-        return None if json is None else self._values.read(json["other"])
+        return None if json is None else self._values.read(require(json, dict, "a value")["other"])
 
     def _fake(self, shape: Shape) -> torch.Tensor:
         with self._fake_mode:
             return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=shape.device)
+
+
+_Op: TypeAlias = Literal["placeholder", "get_attr", "call_function", "output"]
+
+
+def _is_target(target: Any) -> bool:
+    return is_name(target) and not target.startswith("__")
+
+
+def _is_argument(value: Any) -> bool:
+    match value:
+        case tuple() | list():
+            return all(map(_is_argument, value))
+        case dict():
+            return all(is_name(key) and _is_argument(part) for key, part in value.items())
+        case slice():
+            return all(map(_is_argument, (value.start, value.stop, value.step)))
+        case _:
+            return isinstance(value, NodeAt) or value is ... or is_plain(value)
+
+
+def _read_meta(json: Json) -> dict[str, Any]:
+    """What a node carries: numbers and texts, of the names that are known."""
+    meta = require(json, dict, "what a node carries")
+    for key, value in meta.items():
+        if key not in META:
+            raise damaged(f"a node carries {key!r}")
+        require(value, META[key], f"`{key}` of a node")
+    return meta
+
+
+def without_folder(source: str) -> str:
+    """A line of source (`file:line   code`) without the folder that its package, or the program, lies in."""
+    path, line, code = source.partition(":")
+    if not os.path.isabs(path):
+        return source
+    folders = sorted((*sys.path, str(Path.cwd())), key=len, reverse=True)
+    inside = next((folder for folder in folders if folder and path.startswith(folder + os.sep)), None)
+    return (os.path.relpath(path, inside) if inside else os.path.basename(path)) + line + code
 
 
 def _at(position: Mapping[Node, int]) -> Callable[[Node], Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aotdist import facts, sizes
+from aotdist import facts
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import Check
 from aotdist.capture.prints import Printed
@@ -47,7 +47,7 @@ _OURS: tuple[type[Any], ...] = (
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
     *(facts.Facts, facts.BackwardFacts, facts.BackwardWrite, facts.ResultWrite, facts.Choice),
-    *(sizes.NumberStep, facts.NodeOut, facts.Untouched, facts.DataWritten),
+    *(facts.NodeOut, facts.Untouched, facts.DataWritten),
     *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite, facts.Swap),
     *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
     *(facts.Inside, facts.Around, facts.OutputView, facts.Waypoint, facts.Passages),
@@ -55,6 +55,9 @@ _OURS: tuple[type[Any], ...] = (
 
 CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}
 """Frozen data of ours, by name; written field by field."""
+
+NOT_WRITTEN = ("cache_folder", "cache_bytes")
+"""Fields of `Settings` that are of the machine: whoever loads a file says where to keep what."""
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
@@ -75,6 +78,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not")},
 }
 """What graphs, views and writes of metadata call that is no operator; the last three rows are of sizes."""
+
+HIGHER_ORDER = frozenset({"cond", "while_loop"})
+"""Operators of PyTorch's that call graphs, which graphs of ours have."""
 
 NAMES_OF_FUNCTIONS: Mapping[int, str] = {id(function): name for name, function in FUNCTIONS.items()}
 """Their names, by identity."""

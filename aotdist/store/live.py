@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -169,9 +168,11 @@ def class_named(module: str, name: str) -> type[Any]:
     Raises:
         SignatureMismatch: there is none.
     """
-    try:
-        found: Any = reduce(getattr, name.split("."), sys.modules[module])
-    except (KeyError, AttributeError):
+    try:  # not by `getattr`, which lets lazy modules import
+        found: Any = sys.modules[module]
+        for part in name.split("."):
+            found = vars(found)[part]
+    except (KeyError, TypeError):
         raise _missing(f"the class `{module}.{name}` is not imported here") from None
     is_known = isinstance(found, type) and (issubclass(found, torch.Tensor) or hasattr(found, "_fields"))
     if not is_known and found not in _BUILT_IN:

@@ -10,11 +10,11 @@ import torch
 
 from aotdist.capture.capture import UserCall
 from aotdist.errors import BadArtifact, SignatureMismatch
-from aotdist.pipeline import loaded_together
+from aotdist.pipeline import loaded_together, printed
 from aotdist.runtime.artifact import Artifact, Artifacts
-from aotdist.runtime.compilation import Compilation
 from aotdist.store.archive import Archive, check_versions, open_archive
 from aotdist.store.record import read, settings_of
+from aotdist.store.typed import only_ours
 from aotdist.store.values import Json
 from aotdist.torch_seam.modes import class_functions_off
 
@@ -55,18 +55,21 @@ class Stored:
             RankLost: another rank failed to load it.
         """
         manifest = self.archive.manifest
-        built: list[Json] = self.archive.record_of(_rank() if manifest.world_size > 1 else 0)["calls"]
-        with class_functions_off():
+        with only_ours():
+            built: list[Json] = self.archive.record_of(_rank() if manifest.world_size > 1 else 0)["calls"]
             settings = settings_of(built[0])
+        with class_functions_off():
             return loaded_together(manifest.name, settings, lambda: self._fitting(built, call), artifacts)
 
-    def _fitting(self, built: Sequence[Json], call: UserCall) -> Compilation:
-        """Which of the calls that it was built for it is, as a compilation."""
+    def _fitting(self, built: Sequence[Json], call: UserCall) -> Artifact:
+        """What was built for this call, among all."""
         device_type, binaries = self.archive.manifest.device_type, dict(self.archive.binaries)
         mismatches: list[SignatureMismatch] = []
         for record in built:
             try:
-                return read(record, call, settings_of(record), device_type, binaries)
+                compilation = read(record, call, settings_of(record), device_type, binaries)
+                with only_ours():
+                    return printed(compilation)
             except SignatureMismatch as mismatch:
                 mismatches.append(mismatch)
         first, *others = mismatches

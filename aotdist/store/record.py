@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.codegen.ahead import LOADED, Ahead
-from aotdist.codegen.contract import Backend, Emitted
+from aotdist.codegen.contract import Backend, Emitted, Fusion
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.fx import FxBackend
 from aotdist.convention import dedupe, synthetic_base
@@ -29,6 +29,7 @@ from aotdist.joint.symbols import Symbols
 from aotdist.joint.trace import Traced
 from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import linked, plan_gates
+from aotdist.passes.verify import verify_split
 from aotdist.pipeline import drawn_on
 from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.runtime.backward import Part
@@ -37,9 +38,12 @@ from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.other_kinds import Arrived
 from aotdist.runtime.plan import node_plan
 from aotdist.settings import Settings
-from aotdist.store.graphs import Graphs
+from aotdist.store.graphs import Graphs, without_folder
+from aotdist.store.kinds import Shape
 from aotdist.store.live import NOTHING_LIVE, Live
+from aotdist.store.rerun import Rerun, check_views
 from aotdist.store.signature import check_same, signature_of, steady_path, storages_of
+from aotdist.store.typed import damaged, only_ours, require
 from aotdist.store.values import Json, Values
 from aotdist.torch_seam.functional import FakeTensorMode
 
@@ -70,7 +74,7 @@ def written(
     emitted = {
         name: {
             "graph": graphs.written(each.call.graph),
-            "fusion": values.written(each.call.fusion, "the report"),
+            "fusion": values.written(_without_folders(each.call.fusion), "the report"),
         }
         for name, each in compilation.emitted().items()
         if isinstance(each.call, Ahead)
@@ -87,6 +91,13 @@ def written(
         "emitted": emitted,
         "shapes": values.written(graphs.shapes(), "the graphs"),
     }
+
+
+def _without_folders(fusion: Fusion) -> Fusion:
+    kernels = (
+        replace(kernel, sources=tuple(map(without_folder, kernel.sources))) for kernel in fusion.kernels
+    )
+    return replace(fusion, kernels=tuple(kernels))
 
 
 def _refuse_symbols(compilation: Compilation) -> None:
@@ -143,8 +154,10 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
 
 
 def settings_of(json: Json) -> Settings:
-    """How what was written as `json` was compiled."""
-    return Values(NOTHING_LIVE, {}).read(json["settings"])
+    """How what was written as `json` was compiled; where and how much to keep is this process's own."""
+    settings: Settings = require(Values(NOTHING_LIVE, {}).read(json["settings"]), Settings, "the settings")
+    own = Settings.from_environment()
+    return replace(settings, cache_folder=own.cache_folder, cache_bytes=own.cache_bytes)
 
 
 def read(
@@ -172,14 +185,19 @@ def read(
         captured = capture(call, settings, scope)
     values = Values(Live.of(captured, device_type), binaries)
     distinct, deduped = dedupe.lower(captured.program)
-    bases = cast("BasePlan", values.read(json["bases"]))
-    program = synthetic_base.lower(_with_closed_over(distinct, captured, json["closed_over"]), bases)
-    called = signature_of(call.target, captured, deduped, program, values)
-    check_same(captured.name, json["signature"], called)
-    facts = cast("Facts", values.read(json["facts"]))
-    check_same(captured.name, json["storages"], storages_of(facts.storages, program))
-    reading = _Reading(captured, deduped, bases, program, facts, settings, values)
-    compilation = reading.compilation(json)
+    with only_ours():
+        bases: BasePlan = require(values.read(json["bases"]), BasePlan, "the plan of what shares memory")
+        paths = require(json["closed_over"], list[str], "what is closed over")
+        program = synthetic_base.lower(_with_closed_over(distinct, captured, paths), bases)
+        called = signature_of(call.target, captured, deduped, program, values)
+        check_same(captured.name, require(json["signature"], dict[str, str], "the signature"), called)
+        facts: Facts = require(values.read(json["facts"]), Facts, "what the trace showed")
+        if len(facts.inputs) != len(program.ins):
+            raise damaged(f"the facts are of {len(facts.inputs)} inputs, and there are {len(program.ins)}")
+        places = require(json["storages"], dict[str, str], "where tensors lie")
+        check_same(captured.name, places, storages_of(facts.storages, program))
+        reading = _Reading(captured, deduped, bases, program, facts, settings, values)
+        compilation = reading.compilation(json)
     return replace(compilation, seconds={"load": time.perf_counter() - started})
 
 
@@ -225,12 +243,18 @@ class _Reading:
     def compilation(self, json: Json) -> Compilation:
         """The compilation that was written as `json`: graphs are read, plans and the runtime made anew."""
         fake_mode, region = FakeTensorMode(), json["region"]
-        graphs = Graphs(self.values, fake_mode, self.values.read(json["shapes"]))
+        shapes = require(self.values.read(json["shapes"]), tuple[Shape, ...], "the shapes")
+        graphs = Graphs(self.values, fake_mode, shapes)
         symbols = Symbols(None, {})
         graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
+        rerun = Rerun(fake_mode)
+        rerun.check(graph)
+        check_views(self.facts, self.program, fake_mode)
         traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
         _, plans = lower_all(self.program, self.facts, drawn_on=drawn_on(graph))
         split = None if "graph" in region else self._split(region, graphs)
+        for half in () if split is None else (split.forward, split.backward):
+            rerun.check(half)
         of = {"inference": graph} if split is None else {"forward": split.forward, "backward": split.backward}
         emitted = {
             name: self._emitted(name, each, graphs, of[name]) for name, each in json["emitted"].items()
@@ -259,18 +283,21 @@ class _Reading:
 
     def _emitted(self, name: str, json: Json, graphs: Graphs, traced: Graph) -> Emitted:
         """A graph with kernels in it, which were compiled for the GPU that is here."""
-        ahead = Ahead(graphs.read(json["graph"]), self.values.read(json["fusion"]))
+        fusion = require(self.values.read(json["fusion"]), Fusion, "what was fused")
+        ahead = Ahead(graphs.read(json["graph"]), fusion)
         device = self.values.live.device_here(torch.device(self.values.live.device_type))
         return ahead.emitted_on(device, traced, self.settings, f"{self.captured.name} {name}")
 
     def _split(self, json: Json, graphs: Graphs) -> Split:
-        return Split(
+        split = Split(
             graphs.read(json["forward"]),
             graphs.read(json["backward"]),
-            self.values.read(json["saved"]),
-            self.values.read(json["saved_primals"]),
-            json["saved_bytes"],
+            require(self.values.read(json["saved"]), tuple[Slot, ...], "what is saved"),
+            require(self.values.read(json["saved_primals"]), dict[Slot, Slot], "what is saved"),
+            require(json["saved_bytes"], int, "how much is saved"),
         )
+        verify_split(split)
+        return split
 
     def _training(
         self,
@@ -307,7 +334,7 @@ class _Reading:
             parts=more.parts,
             gates=plan_gates(cut, self.facts),
             differentiable_parts=_refuse_double_backward,
-            others=_refuse_other_kinds if json["meets_other_kinds"] else None,
+            others=_refuse_other_kinds if require(json["meets_other_kinds"], bool, "a flag") else None,
             double_backward=None,
         )
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias, cast
 
@@ -21,18 +22,19 @@ from aotdist.capture.source import Source
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, UnsupportedProgram
 from aotdist.program import Row
-from aotdist.store.kinds import CLASSES, FUNCTIONS, NAMES_OF_FUNCTIONS
-from aotdist.store.live import Live, MeshName, class_named
+from aotdist.store.kinds import CLASSES, FUNCTIONS, HIGHER_ORDER, NAMES_OF_FUNCTIONS, NOT_WRITTEN
+from aotdist.store.live import GroupName, Live, MeshName, Place, class_named
+from aotdist.store.typed import NOT_OURS, damaged, made, require
 from aotdist.torch_seam.autograd import CreationMeta
 from aotdist.torch_seam.dtensor import layout_kinds
-from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, operator_named
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, is_of_tensors, operator_named
 from aotdist.torch_seam.trees import TreeSpec, pytree, tree_children, tree_of
 
 Json: TypeAlias = Any
 """What the `json` module reads and writes."""
 
 _Fields: TypeAlias = Mapping[str, Json]
-_NAMED_BY_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
 _OTHER = object()
 """What a reader returns of a kind that is not among its own."""
 
@@ -107,9 +109,9 @@ class Values:
         match value:
             case torch.device():
                 return {"is": "device", "name": str(self.live.device_in_artifact(value))}
-            case OpOverload():
+            case OpOverload() if is_of_tensors(value):
                 return {"is": "operator", "name": str(value)}
-            case HigherOrderOperator():
+            case HigherOrderOperator() if value.name() in HIGHER_ORDER:
                 return {"is": "higher_order", "name": value.name()}
             case torch.Tensor():
                 return self._tensor(value)
@@ -122,7 +124,7 @@ class Values:
             case _ if isinstance(value, _NAMED_BY_TORCH):
                 return {"is": "torch", "name": str(value).removeprefix("torch.")}
             case _:
-                known, fields = self._layouts.get(type(value).__name__, (None, ()))
+                known, fields = self._layouts.get(type(value).__name__, (None, {}))
                 parts = {key: self.written(getattr(value, key), where) for key in fields}
                 return {"is": type(value).__name__, **parts} if known is type(value) else None
 
@@ -159,7 +161,7 @@ class Values:
             return {"is": "class", "module": value.__module__, "name": value.__qualname__}
         if CLASSES.get(type(value).__name__) is not type(value):
             return None
-        fields = (field.name for field in dataclasses.fields(value))
+        fields = (field.name for field in dataclasses.fields(value) if field.name not in NOT_WRITTEN)
         return {"is": type(value).__name__} | {
             name: self.written(getattr(value, name), f"{where}, {name}") for name in fields
         }
@@ -167,14 +169,9 @@ class Values:
     def _packed(self, kernel: Packed, where: str) -> Json:
         name = hashlib.sha256(kernel.code).hexdigest()
         self._binaries[name] = kernel.code
-        arguments = {key: self.written(dict(getattr(kernel, key)), where) for key in ("pointers", "blocks")}
-        return {
-            "is": "packed",
-            "code": name,
-            "metadata": kernel.metadata,
-            "registers": kernel.registers,
-            **arguments,
-        }
+        fields = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(kernel)}
+        written = {key: self.written(value, where) for key, value in fields.items() if key != "code"}
+        return {"is": "packed", "code": name, **written}
 
     def read(self, json: Json) -> Any:
         """The value that was written as `json`.
@@ -183,11 +180,11 @@ class Values:
             BadArtifact: nothing is written like that.
             SignatureMismatch: something that it names is not there.
         """
-        if not isinstance(json, (list, dict)):
-            return json
-        if isinstance(json, list):
+        if type(json) is list:
             return tuple(self._all_read(json))
-        kind = cast("_Fields", json).get("is")
+        if type(json) is not dict:
+            return json if type(json) is int else require(json, _Scalar, "a value")
+        kind = json.get("is")
         try:
             for reader in (self._read_container, self._read_of_torch, self._read_of_ours):
                 value = reader(kind, json)
@@ -195,13 +192,13 @@ class Values:
                     return value
         except AotdistError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except NOT_OURS as error:
             what = f"a {kind} is written in another way than ours ({type(error).__name__}: {error})"
             raise damaged(what) from error
         raise damaged(f"the artifact holds a {kind!r}, which is no kind of ours")
 
     def _all_read(self, parts: Any) -> list[Any]:
-        return [self.read(part) for part in parts]
+        return [self.read(part) for part in require(parts, list, "what a container holds")]
 
     def _read_container(self, kind: Any, json: _Fields) -> Any:
         match kind:
@@ -215,87 +212,103 @@ class Values:
                 return frozenset(self._all_read(json["of"]))
             case "slice":
                 return slice(*self._all_read(json["of"]))
+            case str() if kind in _NAMED:
+                return _NAMED[kind](json)
             case _:
-                return _NAMED[kind](json) if kind in _NAMED else _OTHER
+                return _OTHER
 
     def _read_of_torch(self, kind: Any, json: _Fields) -> Any:
         match kind:
             case "device":
-                return self.live.device_here(torch.device(json["name"]))
+                return self._device(json["name"])
             case "tensor":
                 return self._read_tensor(json)
             case "mesh":
-                return self.live.mesh(self.read(json["name"]))
+                return self.live.mesh(require(self.read(json["name"]), MeshName, "the name of a mesh"))
             case "group":
-                return self.live.group(self.read(json["name"]))
+                return self.live.group(require(self.read(json["name"]), GroupName, "the name of a group"))
             case "leaf":
                 return tree_of(None, None, [])
             case "tree":
-                known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in pytree.SUPPORTED_NODES}
-                return tree_of(known[json["class"]], self.read(json["context"]), self._all_read(json["of"]))
-            case _ if kind in self._layouts:
-                return self._layouts[kind][0](**self._read_fields(json))
+                return self._read_tree(json)
+            case str() if kind in self._layouts:
+                cls, hints = self._layouts[kind]
+                fields = self._read_fields(json)
+                return cls(**{key: require(fields[key], hints[key], f"`{kind}.{key}`") for key in fields})
             case _:
                 return _OTHER
 
     def _read_of_ours(self, kind: Any, json: _Fields) -> Any:
         match kind:
             case "place":
-                return self.live.source_of(self.read(json["name"]))
+                return self.live.source_of(require(self.read(json["name"]), Place, "the name of a place"))
             case "packed":
-                code, pointers, blocks = self._binaries[json["code"]], json["pointers"], json["blocks"]
-                return Packed(
-                    code, json["metadata"], self.read(pointers), self.read(blocks), json["registers"]
-                )
+                return self._read_packed(json)
             case "class":
                 return class_named(json["module"], json["name"])
-            case _ if kind in CLASSES:
-                return CLASSES[kind](**self._read_fields(json))
+            case str() if kind in CLASSES:
+                return made(CLASSES[kind], self._read_fields(json))
             case _:
                 return _OTHER
 
     def _read_fields(self, json: _Fields) -> dict[str, Any]:
         return {key: self.read(part) for key, part in json.items() if key != "is"}
 
+    def _read_tree(self, json: _Fields) -> TreeSpec:
+        known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in pytree.SUPPORTED_NODES}
+        context, children = require(self.read(json["context"]), Any, "a context"), self._all_read(json["of"])
+        require(children, list[TreeSpec], "the parts of a structure")
+        return tree_of(known[json["class"]], context, children)
+
+    def _read_packed(self, json: _Fields) -> Packed:
+        fields = self._read_fields(json)
+        return made(Packed, fields | {"code": self._binaries[require(json["code"], str, "a kernel's code")]})
+
+    def _device(self, name: Any) -> torch.device:
+        return self.live.device_here(torch.device(require(name, str, "a device")))
+
     def _read_tensor(self, json: _Fields) -> torch.Tensor:
-        data = bytearray(base64.b64decode(json["base64"]))
+        data = bytearray(base64.b64decode(json["base64"], validate=True))
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        made = flat.view(_checked(getattr(torch, json["dtype"]), torch.dtype)).reshape(json["size"])
-        return made.to(self.live.device_here(torch.device(json["device"])))
-
-
-def damaged(what: str) -> BadArtifact:
-    """An error for an artifact that holds what no version of ours writes."""
-    return BadArtifact(what, stage="store", fix="make the artifact again, or copy it again")
-
-
-def _checked(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
-    if not isinstance(value, kinds):
-        raise TypeError(f"{value!r} is something else")
-    return value
+        size = require(json["size"], list[int], "the size of a tensor")
+        dtype = require(vars(torch).get(json["dtype"]), torch.dtype, "the dtype of a tensor")
+        if math.prod(size) * dtype.itemsize != len(data) or any(part < 0 for part in size):
+            raise damaged(f"a tensor of size {size} has {len(data)} bytes")
+        return flat.view(dtype).reshape(size).to(self._device(json["device"]))
 
 
 @functools.cache
 def _operator(name: str) -> OpOverload:
-    found = operator_named(name)
+    found = operator_named(name) if _OPERATOR.fullmatch(name) else None
     if found is None:
         raise BadArtifact(
             f"the artifact calls the operator {name}, which is not there",
             stage="store",
             fix="import what registers it before the artifact is loaded",
         )
+    if not is_of_tensors(found):
+        raise damaged(f"the artifact calls {name}, which does more than to compute with tensors")
     return found
 
+
+def _higher_order(name: str) -> HigherOrderOperator:
+    if name not in HIGHER_ORDER:
+        raise damaged(f"the artifact calls the higher-order operator {name}, which no graph of ours has")
+    return getattr(torch.ops.higher_order, name)
+
+
+_OPERATOR = re.compile(r"\w+\.\w+\.\w+")
+_Scalar: TypeAlias = bool | int | float | str | None
 
 _NAMED: Mapping[str, Callable[[_Fields], Any]] = {
     "float": lambda json: float(json["text"]),
     "complex": lambda json: complex(*map(float, json["of"])),
-    "size": lambda json: torch.Size(json["of"]),
+    "size": lambda json: torch.Size(require(json["of"], list[int], "a size")),
     "ellipsis": lambda json: ...,
-    "torch": lambda json: _checked(getattr(torch, json["name"]), _NAMED_BY_TORCH),
+    "torch": lambda json: require(vars(torch).get(json["name"]), _NAMED_BY_TORCH, "what torch names"),
     "creation": lambda json: CreationMeta.__members__[json["name"]],
     "operator": lambda json: _operator(json["name"]),
-    "higher_order": lambda json: _checked(getattr(torch.ops.higher_order, json["name"]), HigherOrderOperator),
+    "higher_order": lambda json: _higher_order(json["name"]),
     "function": lambda json: FUNCTIONS[json["name"]],
 }
 """What reads the kinds that hold no others."""

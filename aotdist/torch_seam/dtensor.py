@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Hashable
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -232,30 +232,38 @@ def parts_of_mesh(mesh: DeviceMesh) -> list[DeviceMesh]:
     return parts if root is None or root is mesh else [*parts, root]
 
 
-def layout_kinds() -> dict[str, tuple[type[Any], tuple[str, ...]]]:
-    """The classes that say how a DTensor is laid out, by name, each with its constructor's arguments."""
+def layout_kinds() -> dict[str, tuple[type[Any], dict[str, Any]]]:
+    """The classes that say how a DTensor is laid out, by name, each with the types of its parts."""
     from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    fields = ("mesh", "placements", "tensor_meta", "shard_order")
-    kinds: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-        "Shard": (Shard, ("dim",)),
-        "Replicate": (Replicate, ()),
-        "Partial": (Partial, ("reduce_op",)),
-        "TensorMeta": (TensorMeta, ("shape", "stride", "dtype")),
+    fields = {
+        "mesh": DeviceMesh,
+        "placements": tuple[placement_types.Placement, ...],
+        "tensor_meta": TensorMeta | None,
+        "shard_order": Any,
+    }
+    kinds: dict[str, tuple[type[Any], dict[str, Any]]] = {
+        "Shard": (Shard, {"dim": int}),
+        "Replicate": (Replicate, {}),
+        "Partial": (Partial, {"reduce_op": Literal["sum", "avg", "product", "min", "max"]}),
+        "TensorMeta": (
+            TensorMeta,
+            {"shape": torch.Size, "stride": tuple[int, ...], "dtype": torch.dtype},
+        ),
         "DTensorSpec": (
             DTensorSpec,
-            tuple(name for name in fields if name in DTensorSpec.__dataclass_fields__),
+            {name: hint for name, hint in fields.items() if name in DTensorSpec.__dataclass_fields__},
         ),
     }
     strided = getattr(placement_types, "_StridedShard", None)
     if strided is not None:
-        kinds["_StridedShard"] = (strided, ("dim", "split_factor"))
+        kinds["_StridedShard"] = (strided, {"dim": int, "split_factor": int})
     try:
         from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
     except ImportError:  # not in every torch has a spec an order of its own
         return kinds
-    return kinds | {"ShardOrderEntry": (ShardOrderEntry, ("tensor_dim", "mesh_dims"))}
+    return kinds | {"ShardOrderEntry": (ShardOrderEntry, {"tensor_dim": int, "mesh_dims": tuple[int, ...]})}
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> None:

@@ -206,3 +206,27 @@ def operator_named(name: str) -> OpOverload | None:
         if isinstance(found, OpOverload):
             return found
     return None
+
+
+_OUTSIDE = ("debugprims", "profiler")
+"""Namespaces of operators that read files, or act on the process, by a name."""
+
+_NAMES_OF_FILES = ("file", "filename", "path", "uri", "url")
+
+_OF_SIZES = ("aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size")
+"""Operators without tensors that graphs have."""
+
+
+def is_of_tensors(operator: OpOverload) -> bool:
+    """Whether an operator computes with tensors, and does nothing else.
+
+    PyTorch also has some that map files, which are told by the names of their arguments, some that switch
+    something in the process, and those of TorchScript, which have no kernel (`aten::save`).
+    """
+    schema = operator._schema
+    if operator.namespace in _OUTSIDE or not torch._C._dispatch_has_kernel(operator.name()):
+        return False
+    if any(argument.name in _NAMES_OF_FILES and "str" in str(argument.type) for argument in schema.arguments):
+        return False
+    parts = (*schema.arguments, *schema.returns)
+    return any("Tensor" in str(part.type) for part in parts) or operator.name() in _OF_SIZES

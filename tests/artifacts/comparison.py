@@ -25,11 +25,11 @@ def assert_same_as_eager(
     eager, loaded = make(), make()
     called = aotdist.load(path, loaded[0])
     for _ in range(2):
-        steps = _step(*eager, eager[0], grad=grad), _step(*loaded, called, grad=grad)
+        steps = step(*eager, eager[0], grad=grad), step(*loaded, called, grad=grad)
         assert_same(*steps, exactly=exactly)
 
 
-def _step(target: Any, args: tuple[Any, ...], call: Any, *, grad: bool) -> list[torch.Tensor | None]:
+def step(target: Any, args: tuple[Any, ...], call: Any, *, grad: bool) -> list[torch.Tensor | None]:
     """Results, gradients, and what arguments and state hold afterwards."""
     torch.manual_seed(1)
     with nullcontext() if grad else torch.no_grad():

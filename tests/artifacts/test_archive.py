@@ -1,6 +1,7 @@
 """A file that is damaged, or was made by or for something else, is refused with the reason."""
 
 import json
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import aotdist
 from aotdist.store import load as loading
 from aotdist.store.archive import open_archive
-from tests.artifacts.programs import mlp
+from tests.artifacts.programs import counting, mlp
 
 Contents = dict[str, bytes]
 
@@ -26,7 +27,7 @@ def rewrite(path: Path, change: Callable[[Contents], Contents]) -> None:
     """The file with other members, as somebody would leave it who does not know of checksums."""
     with zipfile.ZipFile(path) as file:
         contents = {name: file.read(name) for name in file.namelist()}
-    with zipfile.ZipFile(path, "w") as file:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for name, data in change(contents).items():
             file.writestr(name, data)
 
@@ -52,10 +53,19 @@ RECORD = "variants/0.json"
         (lambda c: c | {RECORD: c[RECORD].replace(b"relu", b"gelu") + b" "}, f"{RECORD} is damaged"),
         (without(RECORD), f"{RECORD} is missing"),
         (without("manifest.json"), "cannot be read"),
-        (lambda c: c | {"more.json": b""}, "does not know the member more.json"),
+        (lambda c: c | {"more.json": b""}, "a member that ours have not, or one twice: .'more.json'."),
+        (lambda c: c | {"variants/1.json": b""}, "does not know the member variants/1.json"),
         (lambda c: c | {"manifest.json": b"{"}, "cannot be read"),
         (with_manifest(world_size=2), "some of its ranks have no record"),
-        (with_manifest(format=1), "has format 1, and this aotdist reads format 10"),
+        (with_manifest(world_size=10**9), "some of its ranks have no record"),
+        (with_manifest(world_size="1"), "`Manifest.world_size` is '1', and not int"),
+        (with_manifest(members=[]), "`Manifest.members`"),
+        (with_manifest(more=1), "a `Manifest` has no `more`"),
+        (lambda c: c | {"../evil.json": b""}, "a member that ours have not"),
+        (lambda c: c | {"manifest.json": b"[" * 10**6}, "cannot be read"),
+        (lambda c: c | {"manifest.json": b"[NaN]"}, "NaN is no number of JSON's"),
+        (lambda c: c | {"manifest.json": b"[" + b"0," * 5_000_000 + b"0]"}, "more values than such a file"),
+        (with_manifest(format=1), "has format 1, and this aotdist reads format 11"),
         (with_manifest(target="sm_90"), "built for sm_90, and here is no GPU"),
         (with_manifest(versions={"torch": "2.0.0"}), "built with torch 2.0.0, and here is 2"),
         (with_manifest(versions={"aotdist": "9.9"}), "built with aotdist 9.9, and here is"),
@@ -66,6 +76,30 @@ def test_it_is_refused(artifact: Path, change: Callable[[Contents], Contents], r
     rewrite(artifact, change)
     with pytest.raises(aotdist.BadArtifact, match=reason):
         aotdist.load(artifact, mlp()[0])
+
+
+def test_what_is_unpacked_is_bounded(tmp_path: Path) -> None:
+    """Of 70 kB that say they are 70 MB, nothing is unpacked."""
+    with zipfile.ZipFile(tmp_path / "bomb", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("manifest.json", b" " * 70 * 2**20)
+    with pytest.raises(aotdist.BadArtifact, match="unpacked it would have more than 67,108,864 bytes"):
+        open_archive(tmp_path / "bomb")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_member_that_is_there_twice_is_refused(artifact: Path) -> None:
+    with zipfile.ZipFile(artifact, "a") as file:
+        file.writestr("manifest.json", b"{}")
+    with pytest.raises(aotdist.BadArtifact, match="or one twice"):
+        open_archive(artifact)
+
+
+def test_lines_of_source_are_without_folders(tmp_path: Path) -> None:
+    aotdist.build(counting, tmp_path / "it.aot")
+    with zipfile.ZipFile(tmp_path / "it.aot") as file:
+        text = file.read(RECORD).decode()
+    assert "tests/artifacts/programs.py:" in text
+    assert str(Path(__file__).parents[2]) not in text and sys.prefix not in text
 
 
 def test_no_damage_is_overlooked(artifact: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from aotdist import api
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.contract import Backend
-from aotdist.pipeline import compilation_of, loaded_together
+from aotdist.pipeline import compilation_of, loaded_together, printed
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
 from aotdist.store.record import read, written
@@ -31,4 +31,4 @@ def _compile_call(call: UserCall, backend: Backend, settings: Settings, **_: Any
     compilation = compilation_of(call, backend, settings)
     record = json.loads(json.dumps(written(call.target, compilation, "cpu", {}), allow_nan=False))
     with class_functions_off():
-        return loaded_together("it", settings, lambda: read(record, call, settings, "cpu", {}))
+        return loaded_together("it", settings, lambda: printed(read(record, call, settings, "cpu", {})))

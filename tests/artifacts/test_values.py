@@ -4,6 +4,8 @@ import collections
 import json
 import math
 import operator
+import sys
+import types
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import aotdist
 from aotdist import facts
 from aotdist.program import PrimalIdx, Row, Slot
-from aotdist.store.live import Live
+from aotdist.store.live import NOTHING_LIVE, Live
 from aotdist.store.values import Values
 from aotdist.subclasses.protocol import Plain
 from aotdist.torch_seam.autograd import CreationMeta
@@ -38,7 +40,7 @@ EXAMPLES = [
     *(Row([1, 2]), Slot("primal", "x", "._local_tensor"), Plain(torch.Size([2]), (1,), torch.int8)),
     *(VIEW, facts.ViewOfInput(PrimalIdx(1), (VIEW,)), facts.Inside("._a"), CreationMeta.MULTI_OUTPUT_NODE),
     *(torch.ops.aten.add.Tensor, torch.ops.higher_order.cond, operator.getitem, facts.data_of, SPEC),
-    *(torch.Tensor.detach_, torch.Tensor, Point, aotdist.Settings(disabled_passes=frozenset({"bucket"}))),
+    *(torch.Tensor.detach_, torch.Tensor, Point),
 ]
 
 
@@ -47,6 +49,12 @@ def test_it_comes_back(value: Any, values: Values) -> None:
     text = json.dumps(values.written(value, "it"), allow_nan=False)
     found = values.read(json.loads(text))
     assert type(found) is type(value) and repr(found) == repr(value) and found == value
+
+
+def test_settings_come_back_but_for_the_cache_which_is_the_loaders(values: Values) -> None:
+    settings = aotdist.Settings(disabled_passes=frozenset({"bucket"}), cache_folder="/theirs", cache_bytes=1)
+    found = values.read(json.loads(json.dumps(values.written(settings, "it"))))
+    assert found == aotdist.Settings(disabled_passes=frozenset({"bucket"}))
 
 
 def test_not_a_number_comes_back(values: Values) -> None:
@@ -84,12 +92,97 @@ def test_what_has_no_name_is_not_written(value: Any, values: Values) -> None:
         {"is": "Slot", "role": "primal", "path": "x", "more": 1},
         {"is": "packed", "code": "missing", "metadata": "", "pointers": {}, "blocks": {}},
         {"is": "device", "name": "tape:0"},
+        {"is": "operator", "name": "aten.from_file.default"},
+        {"is": "operator", "name": "aten.save.default"},
+        {"is": "operator", "name": "aten.manual_seed.default"},
+        {"is": "higher_order", "name": "call_torchbind"},
+        {"is": "tensor", "dtype": "uint8", "size": [10**12], "device": "cpu", "base64": "AAAA"},
+        {"is": "size", "of": [2**63]},
+        {"is": "Slot", "role": "primal", "path": "x\nexit()", "inner": ""},
+        {"is": "Slot", "role": "primal", "path": "x", "inner": "._a()"},
+        {"is": "Slot", "role": "primal", "path": "x", "inner": ".__class__"},
+        {"is": "Slot", "role": "size", "path": "exit()", "inner": ""},
+        {"is": "Inside", "path": ".a\n    exit()"},
+        {"is": "Check", "error": "exec", "message": "exit()"},
+        {"is": "Check", "error": "SystemExit", "message": None},
+        {"is": "Fresh", "value": "0"},
+        {"is": "Fresh", "value": True},
+        {"is": "IsInput", "input": -1},
+        {"is": "Partial", "reduce_op": "x"},
+        {"is": "Settings", "cache_bytes": "1"},
+        {"is": "place", "name": "x"},
+        {"is": "tree", "class": "builtins.list", "context": {"is": "function", "name": "add"}, "of": []},
     ],
     ids=str,
 )
 def test_what_we_never_write_is_not_read(json_: Any, values: Values) -> None:
     with pytest.raises(aotdist.BadArtifact):
         values.read(json_)
+
+
+def step(**fields: Any) -> dict[str, Any]:
+    plain = {"args": [], "kwargs": [], "pick": None, "grad": True, "serial": 0, "shared": False}
+    return {"is": "ViewStep", "op": {"is": "operator", "name": "aten.t.default"}, **plain, **fields}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kwargs": [["x=exit()", 1]]},
+        {"pick": "0"},
+        {"pick": 1.0},
+        {"serial": "0"},
+        {"args": [{"is": "function", "name": "add"}]},
+        {"op": {"is": "class", "module": "torch", "name": "Tensor"}},
+        {"op": "exit"},
+        {"grad": "True"},
+    ],
+    ids=str,
+)
+def test_what_is_printed_is_of_its_type(fields: dict[str, Any], values: Values) -> None:
+    values.read(step())
+    with pytest.raises(aotdist.BadArtifact, match="`ViewStep"):
+        values.read(step(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": json.dumps({"name": "../../evil"})},
+        {"metadata": json.dumps([])},
+        {"metadata": "{"},
+        {"pointers": {"is": "dict", "of": [["in_0", "*fp32; system()"]]}},
+        {"pointers": {"is": "dict", "of": [["a b", "*fp32"]]}},
+        {"blocks": {"is": "dict", "of": [["BLOCK", "8"]]}},
+    ],
+    ids=str,
+)
+def test_a_kernel_has_names_that_are_names(fields: dict[str, Any]) -> None:
+    """They become those of files, and stand in the C of Triton's launcher."""
+    values = Values(NOTHING_LIVE, {"code": b"machine code"})
+    kernel = {
+        "is": "packed",
+        "code": "code",
+        "metadata": json.dumps({"name": "kernel_0"}),
+        "pointers": {"is": "dict", "of": [["in_0", "*fp32"]]},
+        "blocks": {"is": "dict", "of": [["BLOCK", 8]]},
+        "registers": 8,
+    }
+    assert values.read(kernel).blocks == {"BLOCK": 8}
+    with pytest.raises(aotdist.BadArtifact):
+        values.read(kernel | fields)
+
+
+def test_looking_for_a_class_imports_nothing(values: Values) -> None:
+    """Lazy modules import what `getattr` asks them for."""
+    lazy = types.ModuleType("a_lazy_module")
+    lazy.__getattr__ = lambda name: pytest.fail(f"{name} is imported")  # type: ignore[method-assign]
+    sys.modules["a_lazy_module"] = lazy
+    try:
+        with pytest.raises(aotdist.SignatureMismatch):
+            values.read({"is": "class", "module": "a_lazy_module", "name": "Tensor"})
+    finally:
+        del sys.modules["a_lazy_module"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,13 @@ def test_the_own_process_is_alive(store):
     assert address_of_this_process(store) == address_of_this_process(store)
 
 
+def test_the_port_is_open_on_the_interface_of_the_ranks_alone(store, own_ip):
+    address = address_of_this_process(store)
+    assert address.ip == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((own_ip, address.port), timeout=5).close()
+
+
 def test_a_stopped_process_is_alive_and_a_killed_one_is_dead(other):
     process, address = other
     os.kill(process.pid, signal.SIGSTOP)
@@ -52,7 +59,7 @@ def test_a_stopped_process_is_alive_and_a_killed_one_is_dead(other):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # Python 3.12
 def test_a_forked_child_does_not_keep_its_parent_alive(store):
     address_of_this_process(store)
-    port = liveness._open_port()
+    port = liveness._open_port("127.0.0.1")
     child = os.fork()
     if child == 0:
         os._exit(0 if port.fileno() == -1 else 1)
@@ -84,7 +91,7 @@ def test_a_loopback_address_of_another_machine_says_nothing(closed_port):
 
 def test_a_refusal_counts_only_from_a_machine_that_has_answered(store, closed_port, own_ip):
     """A firewall refuses like a kernel does; this machine's outer address stands for another machine's."""
-    living = Address("another machine", own_ip, address_of_this_process(store).port)
+    living = Address("another machine", own_ip, liveness._open_port(own_ip).getsockname()[1])
     gone = Address("another machine", own_ip, closed_port)
     assert pulses({0: gone}) == {0: "unknown"}
     meet_machines({0: gone, 1: living}, turn=5)

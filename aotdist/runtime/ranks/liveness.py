@@ -38,6 +38,9 @@ _AT_ONCE = 256
 """Ranks probed together: well below the usual limit of 1,024 open files."""
 
 
+_ports: list[socket.socket] = []
+"""That this process has opened, one for each interface."""
+
 _answering: set[str] = set()
 """Addresses of other machines of which some port has answered: no firewall refuses in their place."""
 
@@ -48,7 +51,7 @@ class Address:
 
     Args:
         machine: identifies the machine and its network namespace.
-        ip: numeric address for other machines.
+        ip: numeric address of the interface.
         port: TCP port.
     """
 
@@ -58,8 +61,12 @@ class Address:
 
 
 def address_of_this_process(store: Store) -> Address:
-    """Open this process's port, once, and say where it is for ranks that can reach the store."""
-    return Address(_machine(), _ip_towards(_host_of(store)), _open_port().getsockname()[1])
+    """Open this process's port, once, and say where it is for ranks that can reach the store.
+
+    It is open on the interface that leads to the store's host, as connections of the ranks are, and no other.
+    """
+    ip = _ip_towards(_host_of(store))
+    return Address(_machine(), ip, _open_port(ip).getsockname()[1])
 
 
 def is_hosted_by_a_rank(store: Store) -> bool:
@@ -107,23 +114,22 @@ def _machine() -> str:
 
 
 @functools.cache
-def _open_port() -> socket.socket:
-    any_interface = socket.has_dualstack_ipv6()
-    port = socket.create_server(
-        ("", 0),
-        family=socket.AF_INET6 if any_interface else socket.AF_INET,
-        dualstack_ipv6=any_interface,
-        backlog=_BACKLOG,
-    )
+def _open_port(ip: str) -> socket.socket:
+    port = socket.create_server((ip, 0), family=_family(ip), backlog=_BACKLOG)
     atexit.register(port.close)
+    _ports.append(port)
     return port
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
 def _close_in_child() -> None:
     """A forked data loader that outlives its rank must not keep the rank's port open."""
-    if _open_port.cache_info().currsize:
-        _open_port().close()
-        _open_port.cache_clear()
+    while _ports:
+        _ports.pop().close()
+    _open_port.cache_clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -151,11 +157,9 @@ def _probe(addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Puls
     codes: dict[int, int] = {}
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
         for rank, address in addresses.items():
-            ip = "127.0.0.1" if address.machine == _machine() else address.ip
-            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-            probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe = opened.enter_context(socket.socket(_family(address.ip), socket.SOCK_STREAM))
             probe.setblocking(False)
-            codes[rank] = probe.connect_ex((ip, address.port))
+            codes[rank] = probe.connect_ex((address.ip, address.port))
             if codes[rank] == errno.EINPROGRESS:
                 selector.register(probe, selectors.EVENT_WRITE, rank)
         _await_answers(selector, codes, time.monotonic() + timeout_s)
