@@ -129,6 +129,16 @@ def several_models() -> Told | None:
     return told(steps)
 
 
+def new_after_a_caught_divergence() -> Told | None:
+    """What the late rank announced for the call whose error it caught says nothing of this one."""
+    run, trained = branching(), model()
+    caught = told(lambda: run(torch.ones(2, 8), sums=odd()))
+    assert caught is not None and caught[0] == "RankDivergence"
+    if odd():
+        time.sleep(1.0)
+    return told(lambda: train(trained))
+
+
 def seldom(check_ranks: str) -> Told | None:
     trained = model(settings=Settings(rank_timeout_s=30.0, check_ranks=check_ranks))
     return told(lambda: [train(trained, 2 + (odd() and step == 3)) for step in range(5)])
@@ -147,6 +157,7 @@ GOING_ON: dict[str, Callable[[], Told | None]] = {
     "shapes of the rank": shapes_of_the_rank,
     "evaluated on one rank": evaluated_on_one_rank,
     "several models": several_models,
+    "new after a caught divergence": new_after_a_caught_divergence,
     "checked at times": lambda: seldom("steps:2"),
     "checked at first": lambda: seldom("first"),
 }

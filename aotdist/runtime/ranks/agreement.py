@@ -307,6 +307,8 @@ def _break_up(
     Each table ends up with this rank's refusal or with a verdict that this rank has read, so no
     table can call this rank as a witness after it has left.
     """
+    if meeting.check is not None:
+        meeting.check.retract()
     notice = verdict_to_notice(_as_refusal(cause, meeting.label))
     final = {table: found.get(table) for table in meeting.tables}
     for table, verdict in final.items():

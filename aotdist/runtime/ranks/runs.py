@@ -160,6 +160,10 @@ class RunCheck:
         """Write down the next run before it begins, while the ranks still agree on the program."""
         self._write_down(ahead=True)
 
+    def retract(self) -> None:
+        """What was announced will not run: ranks that catch the error may go on to something else."""
+        self.board.post(_record_key(self.board.rank), self.board.memory.runs)
+
     def fault(self) -> Fault | None:
         """A peer that is known to run something else than what was announced."""
         return self._look(1)[0]
