@@ -25,13 +25,13 @@ FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup train float8-curves test test-all test-other-torch test-device browser bench bench-gpu models zoo kernels check format docs clean
+.PHONY: help setup train float8-curves test test-all test-other-torch test-device browser bench bench-gpu models zoo ranks kernels check format docs clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18; echo
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)  TORCH=$(TORCH)"
-	@echo "  ARGS='...' goes to train, test, bench, bench-gpu, models, zoo and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
+	@echo "  ARGS='...' goes to train, test, bench, bench-gpu, models, zoo, ranks and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
 
 setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, validate, docs and dev extras
 
@@ -87,6 +87,9 @@ models: $(STAMP) ## Train real models in each layout and precision; ARGS="--fami
 
 zoo: $(STAMP) ## Train forty architectures, and have them generate; ARGS="--models LlamaForCausalLM" runs some anew
 	$(BIN)/python -m benchmarks.architectures.run $(ARGS)
+
+ranks: $(STAMP) ## Have ranks differ in ninety ways, beside eager; ARGS="--scenarios killed barrier" runs some anew
+	$(BIN)/python -m benchmarks.ranks.run $(ARGS)
 
 kernels: $(STAMP) ## Compile the kernels of real models for a GPU that need not be there; writes a markdown table
 	$(BIN)/python -m benchmarks.kernels $(ARGS)

@@ -31,7 +31,7 @@ from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.fit import MISS
-from aotdist.runtime.ranks import number_of_its_kind, present
+from aotdist.runtime.ranks import agree, fingerprint_of_state, number_of_its_kind, present
 from aotdist.runtime.signature import what_changed, what_helps
 from aotdist.settings import Settings, settings_of
 from aotdist.store.load import Stored
@@ -109,6 +109,15 @@ class Compiling:
         self._settings = settings
         self._open_dims = open_dims
         self._said = set[bool]()  # whether programs were dropped, when it was said
+
+    def agree_on_state(self, model: nn.Module) -> None:
+        """Compare a model's distributed state with the peers', before it runs as it is written.
+
+        Raises:
+            RankDivergence: a name, a shape, a dtype, a placement or the order differs.
+            RankLost: a peer failed, died, or did not come to compare.
+        """
+        agree(fingerprint_of_state(model), label=type(model).__name__, settings=self._settings)
 
     def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact:
         """See `Maker`."""

@@ -21,7 +21,8 @@ from aotdist.store.graphs import META, Graphs
 from aotdist.store.live import NOTHING_LIVE
 from aotdist.store.values import Json, Values
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
-from aotdist.torch_seam.groups import size_of_group
+from aotdist.torch_seam.groups import extent_of_group
+from aotdist.torch_seam.inductor import merges_gathers
 from aotdist.torch_seam.operators import OpOverload, argument_names, schema_of
 from aotdist.torch_seam.tensors import StorageWeakRef
 
@@ -168,11 +169,14 @@ def _described(operator: OpOverload) -> str:
     return f"{schema_of(operator)} {sorted(map(str, operator.tags))}"
 
 
-def _groups(gm: GraphModule) -> Iterator[tuple[str, int]]:
+def _groups(gm: GraphModule) -> Iterator[tuple[str, Json]]:
+    """The groups that a graph communicates in: their sizes, and this rank's places where code has them."""
+    has_places = merges_gathers()
     for node in _all_nodes(gm):
         if str(node.target).startswith(_OUTSIDE):
             raise UnsupportedProgram(f"`{node.name}` calls a kernel of yours", stage="cache")
         names = argument_names(node.target) if isinstance(node.target, OpOverload) else []
         if "group_name" in names and names.index("group_name") < len(node.args):
             name = str(node.args[names.index("group_name")])
-            yield name, size_of_group(name)
+            size, place = extent_of_group(name)
+            yield name, [size, place if has_places else None]

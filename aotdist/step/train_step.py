@@ -18,6 +18,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.ranks import present
 from aotdist.settings import Settings
 from aotdist.step.attributes import Attributes
 from aotdist.step.done import Done
@@ -77,6 +78,7 @@ def train_step(
     recipe = Recipe(model, loss_fn, optimizers, clip, scaler, accumulate)  # type: ignore[arg-type]  # checked now
     _check_kinds(recipe, optimizer)
     _check(recipe)
+    present()
     return TrainStep(recipe, None if is_eager(backend) else compiling(backend, settings))
 
 
@@ -148,6 +150,8 @@ class TrainStep(Explained):
         _refuse_hooks(recipe.optimizers, params)
         self._notice_what_varies()
         if not self._has_stepped:
+            if self._make is not None and self._accumulated == 0:
+                self._make.agree_on_state(recipe.model)
             self._reached = _reproducible(params)
             return recipe.as_written(args, kwargs, updates=updates)
         if recipe.scaler is not None and recipe.scaler.is_enabled() and not has_scaled(recipe.scaler):

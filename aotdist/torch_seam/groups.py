@@ -38,11 +38,12 @@ def group_words(group_name: Any) -> str:
     return f"{word} ({group.size()} ranks)"
 
 
-def size_of_group(name: str) -> int:
-    """How many ranks the process group of this name has."""
+def extent_of_group(name: str) -> tuple[int, int]:
+    """How many ranks the process group of this name has, and which of them this one is."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(cast("Any", name)).size()
+    group = _resolve_process_group(cast("Any", name))
+    return group.size(), group.rank()
 
 
 class ObjectsExchangedError(RuntimeError):

@@ -264,6 +264,16 @@ def inductor_options() -> dict[str, Any]:
     return {name: value for name, value in options.items() if not _OF_NO_CONSEQUENCE.match(name)}
 
 
+def merges_gathers() -> bool:
+    """Whether Inductor may merge gathers: each rank's code then writes into its own part of a buffer.
+
+    Source: `merge_all_gather_bucket` in `torch/_inductor/fx_passes/bucketing.py`.
+    """
+    options = inductor_options()
+    scheduled = options.get("aten_distributed_optimizations.enable_overlap_scheduling", False)
+    return scheduled or options.get("bucket_all_gathers_fx", "none") != "none"
+
+
 def inductor_extensions() -> Iterator[tuple[Any, Any]]:
     """Operators with what Inductor makes of each: PyTorch's own functions, and those that others registered.
 

@@ -1,4 +1,4 @@
-"""What the ranks of `test_backend.py` run."""
+"""What the ranks of `test_backend.py` and `test_of_a_rank.py` run."""
 
 from typing import Any
 
@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 import aotdist
 from aotdist.codegen.inductor import InductorBackend
+from aotdist.torch_seam.inductor import inductor_config
 from tests.artifacts.programs import sharded_evenly
+from tests.cache.of_a_rank import OF_A_RANK, Program, gathering_twice, of_a_group
 
 
 def compiled_by(folder: str) -> int:
@@ -38,3 +40,26 @@ def compiled_by(folder: str) -> int:
 def _gradients(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> list[Any]:
     model(*args).square().mean().backward()
     return [parameter.grad for parameter in model.parameters()]
+
+
+def each_its_own(folder: str) -> dict[str, str]:
+    """Whether a rank compiled each program or took it from the cache; its results are close to eager's.
+
+    Rank 0 comes first with the program that does not communicate: the other one would find what it left.
+    """
+    rank, found = dist.get_rank(), dict[str, str]()
+    found["a group"] = _found_by(of_a_group(rank), folder)
+    with inductor_config(bucket_all_gathers_fx="all"):
+        found["merged gathers"] = _found_by(gathering_twice, folder)
+    for turn in range(dist.get_world_size()):
+        if turn == rank:
+            found["a tensor"] = _found_by(OF_A_RANK["a tensor"](rank), folder)
+        dist.barrier()
+    return found
+
+
+def _found_by(program: Program, folder: str) -> str:
+    compiled = aotdist.compile(program, backend="inductor", settings={"cache_folder": folder})
+    x = torch.arange(12.0).reshape(4, 3) + dist.get_rank()
+    torch.testing.assert_close(compiled(x), program(x))
+    return "found" if "from the compile cache" in str(aotdist.explain(compiled)) else "compiled"

@@ -18,7 +18,12 @@ a group whose ranks have diverged could only hang.
 from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import board_of_this_process, poll
 from aotdist.runtime.ranks.failing import failing_together, present
-from aotdist.runtime.ranks.fingerprint import checks_of, fingerprint_of, number_of_its_kind
+from aotdist.runtime.ranks.fingerprint import (
+    checks_of,
+    fingerprint_of,
+    fingerprint_of_state,
+    number_of_its_kind,
+)
 from aotdist.runtime.ranks.loss import naming_lost_ranks
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import Sequenced
@@ -31,6 +36,7 @@ __all__ = [
     "checks_of",
     "failing_together",
     "fingerprint_of",
+    "fingerprint_of_state",
     "naming_lost_ranks",
     "number_of_its_kind",
     "poll",

@@ -41,6 +41,15 @@ def fingerprint_of(compilation: Compilation) -> tuple[Sequenced, ...]:
     return (*_described(compilation, shared), *reads, *compilation.collectives())
 
 
+def fingerprint_of_state(model: nn.Module) -> tuple[Sequenced, ...]:
+    """What peers compare before a model runs as it is written: tensors that are distributed over ranks."""
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    recipes = {name: recipe_of(tensor) for name, tensor in tensors.items()}
+    groups = {name: tuple(sorted(process_groups([recipe]))) for name, recipe in recipes.items()}
+    shared = [name for name in recipes if groups[name]]
+    return tuple(Shared("state", f"`{name}` {_words(recipes[name])}", groups[name]) for name in shared)
+
+
 def checks_of(compilation: Compilation) -> dict[Phase, RunCheck | None]:
     """What stands before each run of the graphs of a program, see `aotdist.runtime.ranks.runs`."""
     board, found = board_of_this_process(), dict[Phase, RunCheck | None]()
