@@ -15,8 +15,7 @@ from benchmarks.ranks.run import RESULTS
 from benchmarks.ranks.scenarios import SCENARIOS
 from benchmarks.ranks.verdict import faults
 from benchmarks.ranks.vocabulary import Row, Seen
-from tests.ranks.harness import World
-from tests.ranks.harness import world2 as world2
+from tests.ranks.harness import fresh_world
 
 ROWS = Rows.load(RESULTS)
 TOLD = (Seen("RankDivergence", "they differ", 0.5, 2),) * 2
@@ -78,36 +77,30 @@ def test_the_page_shows_the_worst() -> None:
 
 
 SMALL = (
-    WIDER,
-    "a weight is transposed: other shape, same size",
-    "it calls two layers of one size in the other order",
+    "`train_step`: its model is wider",
     "it registers two weights of one size in the other order",
     "it calls two models of one size in the other order",
-    "it takes the maximum, not the sum",
     "it evaluates where the other one trains; both have done both",
-    "it takes a branch that both have taken before",
     "it leaves a backward out",
     "a long batch takes a branch that is new",
-    "`train_step`: its model is wider",
 )
-"""Some that end alike on both ranks, before anything is sent: one world of ranks runs all of them."""
+"""Some that end alike on both ranks, before anything is sent."""
 
 
-def ends_of(names: tuple[str, ...], folder: str) -> dict[str, str]:
-    """How each scenario ends on this rank."""
-    ends = dict[str, str]()
-    for number, name in enumerate(names):
-        scenario = SCENARIOS[name]
-        diary = Diary(Path(folder, f"{number}-{dist.get_rank()}"))
-        try:
-            scenario.act(Part(dist.get_rank() == scenario.odd_rank, "fx", diary))
-            ends[name] = "finished"
-        except AotdistError as error:
-            ends[name] = type(error).__name__
-    return ends
+def end_of(name: str, folder: str) -> str:
+    """How a scenario ends on this rank."""
+    scenario = SCENARIOS[name]
+    try:
+        scenario.act(
+            Part(dist.get_rank() == scenario.odd_rank, "fx", Diary(Path(folder, str(dist.get_rank()))))
+        )
+    except AotdistError as error:
+        return type(error).__name__
+    return "finished"
 
 
 @pytest.mark.ranks
-def test_differences_are_told_on_both_ranks(world2: World, tmp_path: Path) -> None:
-    for ends in world2.run(ends_of, SMALL, str(tmp_path)):
-        assert ends == dict.fromkeys(SMALL, "RankDivergence")
+@pytest.mark.parametrize("name", SMALL)
+def test_differences_are_told_on_both_ranks(name: str, tmp_path: Path) -> None:
+    with fresh_world(2) as world:
+        assert world.run(end_of, name, str(tmp_path)) == ["RankDivergence"] * 2
