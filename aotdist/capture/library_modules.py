@@ -14,6 +14,7 @@ from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code
 from aotdist.capture.constants import is_constant
 from aotdist.capture.source import Source
+from aotdist.torch_seam.fsdp import is_fsdp_hook
 from aotdist.torch_seam.modules import PARAMETRIZATIONS
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -28,11 +29,17 @@ def is_watched(name: str, value: Any) -> bool:
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    """The hooks of a module, named by their positions: keys differ from process to process."""
+    """The hooks of a module, named by their positions: keys differ from process to process.
+
+    Those of FSDP2 are not entered: what they do is traced by rules, and their state changes at each call, so
+    that a program which reads any attribute (`getattr(self, name)`) would fit no call.
+    """
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         hooks: dict[int, Any] = getattr(module, name)
         shown = f"{path}.{name}" if path else name
         for position, (key, hook) in enumerate(hooks.items()):
+            if is_fsdp_hook(hook):
+                continue
             yield Source(shown, hooks).item(key, f"{shown}[{position}]"), hook
 
 

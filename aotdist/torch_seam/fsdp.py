@@ -79,6 +79,11 @@ def fsdp_state(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
+def is_fsdp_hook(hook: Any) -> bool:
+    """Whether a module's hook is one that `fully_shard` registered; they are methods of its state."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+
+
 def reduces_plainly(ddp: Any) -> bool:
     """Whether DDP's reducer averages gradients and does nothing else: no hooks, no `join()`."""
     return not (

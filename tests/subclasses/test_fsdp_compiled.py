@@ -39,6 +39,16 @@ def checkpointed_inside() -> Net:
     return shard_blocks(model, line(2))
 
 
+class ByName(Net):
+    """Finds its blocks by names that the program makes, so that it may read any attribute of anything."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for name in "01":
+            x = getattr(self.blocks, name)(x)
+        return x * self.gain
+
+
 TWO: dict[str, Callable[[], nn.Module]] = {
     "bf16": lambda: shard_blocks(Net(), line(2), mp_policy=BF16),
     "not resharded": lambda: shard_blocks(Net(), line(2), reshard_after_forward=False),
@@ -46,6 +56,7 @@ TWO: dict[str, Callable[[], nn.Module]] = {
     "a unit used twice": lambda: shard_blocks(Looped(), line(2)),
     "checkpoints inside units": checkpointed_inside,
     "checkpoints around units": lambda: shard_blocks(Checkpointed(), line(2)),
+    "units found by name": lambda: shard_blocks(ByName(), line(2)),
     "modules sharded together": lambda: grouped(Net(), BF16),
 }
 FOUR: dict[str, Callable[[], nn.Module]] = {
