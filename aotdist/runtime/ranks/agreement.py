@@ -35,7 +35,7 @@ from aotdist.runtime.ranks.board import (
     poll,
     spell,
 )
-from aotdist.runtime.ranks.failing import farewell, report
+from aotdist.runtime.ranks.failing import farewell, meet_again, report
 from aotdist.runtime.ranks.patience import Patience
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import (
@@ -190,6 +190,8 @@ def meet(
         raise
     for table, num_rounds in rounds.items():
         _clear_before(board, table, num_rounds)
+    if parties:
+        meet_again(board)
     met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
     report(board, f"running `{label}`{met}")
 

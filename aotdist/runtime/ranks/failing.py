@@ -47,8 +47,7 @@ def failing_together(label: str) -> Generator[None]:
 
 def report(board: Board, doing: str) -> None:
     """Say what this rank is doing and where it can be probed; it is at work, so no trouble of it holds."""
-    board.erase(board.memory.troubles)
-    board.memory.troubles.clear()
+    go_on(board)
     address = address_of_this_process(board.store)
     board.post(_status_key(board.rank), {"doing": doing, "address": asdict(address)})
 
@@ -151,6 +150,18 @@ def go_on(board: Board) -> None:
     if caught:
         board.erase(caught)
         board.memory.troubles.difference_update(caught)
+
+
+def meet_again(board: Board) -> None:
+    """This rank has agreed with its peers since it last heard of an error, so all of them have heard of it.
+
+    Until then its notice hangs: one who catches an error may be at work again before the store's host looks,
+    which would wait for it.
+    """
+    heard = _heard_key(board.rank)
+    if heard in board.memory.troubles:
+        board.erase([heard])
+        board.memory.troubles.discard(heard)
 
 
 def deaths_of(board: Board, suspects: Sequence[int], present: Sequence[int]) -> dict[int, str]:
