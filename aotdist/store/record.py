@@ -41,7 +41,7 @@ from aotdist.settings import Settings
 from aotdist.store.graphs import Graphs, without_folder
 from aotdist.store.kinds import Shape
 from aotdist.store.live import NOTHING_LIVE, Live
-from aotdist.store.rerun import Rerun, check_views
+from aotdist.store.rerun import Rerun, check_results, check_views
 from aotdist.store.signature import check_same, signature_of, steady_path, storages_of
 from aotdist.store.typed import damaged, only_ours, require
 from aotdist.store.values import Json, Values
@@ -249,12 +249,14 @@ class _Reading:
         graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
         rerun = Rerun(fake_mode)
         rerun.check(graph)
+        check_results(graph, self.facts, self.program.ins)
         check_views(self.facts, self.program, fake_mode)
         traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
         _, plans = lower_all(self.program, self.facts, drawn_on=drawn_on(graph))
         split = None if "graph" in region else self._split(region, graphs)
         for half in () if split is None else (split.forward, split.backward):
             rerun.check(half)
+            check_results(half, self.facts, self.program.ins)
         of = {"inference": graph} if split is None else {"forward": split.forward, "backward": split.backward}
         emitted = {
             name: self._emitted(name, each, graphs, of[name]) for name, each in json["emitted"].items()

@@ -29,11 +29,11 @@ from aotdist.facts import (
     ViewOfOutput,
 )
 from aotdist.passes.verify import verify
-from aotdist.program import BACKWARD_ROLES, Graph, PrimalIdx, Program, Row
+from aotdist.program import BACKWARD_ROLES, Graph, PrimalIdx, Program, Row, Slot
 from aotdist.runtime.plan import is_plain
 from aotdist.store.kinds import NAMES_OF_FUNCTIONS
 from aotdist.store.typed import damaged
-from aotdist.subclasses.protocol import Plain, Recipe, recipe_of
+from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, recipe_of
 from aotdist.torch_seam.functional import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -96,18 +96,22 @@ class Rerun:
 
     def _check_control_flow(self, gm: GraphModule, node: Node) -> None:
         """See that the graphs of a `cond` or `while_loop` take what it is given, and return its results."""
-        first, last = (1, 3) if node.target is torch.ops.higher_order.cond else (0, 2)
-        inner = [attribute_of(gm, arg) for arg in node.args[first:last] if isinstance(arg, Node)]
+        is_cond = node.target is torch.ops.higher_order.cond
+        first, last = (1, 3) if is_cond else (0, 2)
+        inner = [_val_of(gm, arg) for arg in node.args[first:last]]
+        if len(inner) != 2 or not all(isinstance(part, GraphModule) for part in inner):
+            raise damaged(f"`{node.name}` is given no graphs")
         given = [_kind(_val_of(gm, arg)) for arg in pytree.tree_leaves(node.args[last:])]
         for part in inner:
             taken = [_kind(each.meta["val"]) for each in part.graph.find_nodes(op="placeholder")]
             if taken != given:
                 raise damaged(f"`{node.name}` gives a graph {given}, which takes {taken}")
             self._check_nodes(part)
-        results: Any = inner[-1].graph.output_node().args[0]
-        found = tuple(_kind(_val_of(inner[-1], result)) for result in results)
-        if len(inner) != 2 or found != _kind(node.meta["val"]):
-            raise damaged(f"`{node.name}` has other results than its graphs")
+        for part in inner if is_cond else inner[-1:]:
+            results: Any = part.graph.output_node().args[0]
+            found = tuple(_kind(_val_of(part, result)) for result in results)
+            if type(results) is not tuple or found != _kind(node.meta["val"]):
+                raise damaged(f"`{node.name}` has other results than its graphs")
 
     def _check_node(self, gm: GraphModule, node: Node) -> None:
         target, val_of = cast("Any", node.target), functools.partial(_val_of, gm)
@@ -133,6 +137,36 @@ class Rerun:
     def _faked(self, value: Any) -> Any:
         is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
         return self._fake_mode.from_tensor(value) if is_real else value
+
+
+def check_results(graph: Graph, facts: Facts, ins: Row[PrimalIdx, Slot]) -> None:
+    """See that results and gradients are of the sizes and dtypes that the facts tell, as whoever gets them.
+
+    Args:
+        graph: returns them.
+        facts: tell of them.
+        ins: the names of the inputs.
+
+    Raises:
+        BadArtifact: they are of others.
+    """
+    told = {
+        Slot(out.slot.role, out.slot.path, inner): plain
+        for out in facts.node_outs
+        for inner, plain in leaves(out.recipe)
+    }
+    for slot, recipe, grad in zip(ins, facts.recipes, facts.backward.grads, strict=True):
+        if isinstance(grad, Plain | Wrapper):
+            told |= {Slot("grad", slot.path, inner): plain for inner, plain in leaves(grad)}
+            if isinstance(recipe, Plain | Wrapper) and grad.size != recipe.size and not facts.reshaped():
+                raise damaged(f"the gradient of `{slot}` is of other sizes than `{slot}`")
+    for slot, node in graph.named_results().items():
+        if node is not None and slot in told and _kind(_val_of(graph.gm, node)) != _kind_of(told[slot]):
+            raise damaged(f"the {slot.role} `{slot}` is {_kind(_val_of(graph.gm, node))}, and told otherwise")
+
+
+def _kind_of(plain: Plain) -> Any:
+    return tuple(plain.size), plain.dtype
 
 
 def check_views(facts: Facts, program: Program[PrimalIdx], fake_mode: FakeTensorMode) -> None:

@@ -276,6 +276,13 @@ def _indices_exist(it: facts.Facts) -> bool:
     return all(index < ends[kind] for kind, index in _indices(it, facts.Facts))
 
 
+def _levels_exist(it: facts.Facts) -> bool:
+    passages = it.backward.passages
+    num_levels = len(passages.waypoints) + 1
+    of_all = len(passages.levels) in (0, len(it.node_outs))
+    return of_all and all(0 <= level < num_levels for level in passages.levels)
+
+
 def _are_all_made(it: facts.Facts) -> bool:
     return {*it.outputs.indices()} <= {*it.early, *(one for one in it.order if isinstance(one, int))}
 
@@ -318,6 +325,7 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ("inputs of several numbers", lambda it: len(it.inputs) == len(it.recipes) == len(it.backward.grads)),
         ("an index of nothing", lambda it: _indices_exist(it)),
         ("an output that is never made", _are_all_made),
+        ("a level without a waypoint", _levels_exist),
     ),
     Wrapper: (
         (_NAMES, lambda it: _are_names(it.attributes)),
