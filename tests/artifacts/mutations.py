@@ -39,7 +39,7 @@ _TEXTS = (
     "exec",
     "eval",
     "../../../../tmp/canary",
-    "/tmp/canary",
+    "/etc/canary",
     "class",
     "None",
     "",
