@@ -29,13 +29,14 @@ from aotdist.torch_seam.functional import (
     second_shell,
 )
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.undo import PassesPrograms
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _UNFOLD = torch.ops.aten.unfold.default
 
 
-class LooksAround(BaseException):
+class LooksAround(PassesPrograms):
     """The program reaches memory around an input, and writes: the whole storage has to be its base.
 
     Not an `Exception`: it ends the trace, whatever the program catches.
