@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -568,8 +569,17 @@ def in_a_child(known: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_that_are_forked_during_a_capture() -> None:
+    """In a process of its own: what other tests leave (OpenMP's threads) hangs children of plain PyTorch."""
+    process = multiprocessing.get_context("spawn").Process(target=fork_during_a_capture)
+    process.start()
+    process.join(100)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
+
+
+def fork_during_a_capture() -> None:
     """Workers of a loader, and plain ones, which call what is compiled and compile more."""
     known, halt = aotdist.compile(lambda x: x * 2, backend="fx"), Halt()
     known(torch.ones(2))
