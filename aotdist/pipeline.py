@@ -38,7 +38,7 @@ from aotdist.runtime.fit import MISS, fit_of, refuse_overlap
 from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.runtime.proof import prove_guards
-from aotdist.runtime.ranks import agree, checks_of, failing_together, fingerprint_of
+from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
@@ -118,12 +118,12 @@ def loaded_together(
         artifact = made()
     compilation = artifact.compilation
     agree(
-        fingerprint_of(compilation),
+        artifact.agreed,
         label=label,
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),
         earlier=() if earlier is None else earlier.agreed(),
-        check=checks_of(compilation)["forward"],
+        check=artifact.check,
     )
     log_compiled(artifact)
     return artifact

@@ -45,6 +45,7 @@ class Artifact:
         compilation: how it came to be, without the tensors of the call.
         fit: when it fits a call, likewise.
         agreed: what its ranks agreed on, see `fingerprint_of`.
+        check: what stands before a run of its forward.
     """
 
     call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -52,6 +53,7 @@ class Artifact:
     compilation: Compilation
     fit: Fit
     agreed: tuple[Sequenced, ...]
+    check: RunCheck | None
 
     def forget_trace(self) -> None:
         """Let go of autograd's graph of the trace, if gradients of gradients can do without it."""
@@ -118,7 +120,8 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     names = fit.primal_variables()
     symbols = fit.symbols()
     plans = compilation.plans
-    watches = {name: _watch(compilation, check) for name, check in checks_of(compilation).items()}
+    checks = checks_of(compilation)
+    watches = {name: _watch(compilation, check) for name, check in checks.items()}
     watch = watches["forward"]
     gates = None
     match compilation.region:
@@ -175,7 +178,8 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     agreed = fingerprint_of(compilation)
     for graph in compilation.every_graph():
         graph.pack()
-    return Artifact(call, printer.source(), without_tensors(compilation), fit_without_tensors(fit), agreed)
+    kept = without_tensors(compilation), fit_without_tensors(fit)
+    return Artifact(call, printer.source(), *kept, agreed, checks["forward"])
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
