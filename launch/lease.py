@@ -189,15 +189,13 @@ def refuse_held(folder: Path) -> None:
     Raises:
         RunInUse: one does.
     """
-    found = _found(folder / LEASE_FILE)
-    if found is not None and found.lives_here:
+    if (found := _living(folder)) is not None:
         raise _in_use(folder, found)
 
 
 def is_held(folder: Path) -> bool:
     """Whether a living process of this machine holds a folder."""
-    found = _found(folder / LEASE_FILE)
-    return found is not None and found.lives_here
+    return _living(folder) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +248,12 @@ def _in_use(folder: Path, found: _Found) -> RunInUse:
         fix="wait for its end, or end its launcher there (Ctrl-C or SIGTERM: it saves first), and start this "
         "again; a new run takes another --run.name",
     )
+
+
+def _living(folder: Path) -> _Found | None:
+    """The lease of a folder that a living process of this machine holds."""
+    found = _found(folder / LEASE_FILE)
+    return found if found is not None and found.lives_here else None
 
 
 def _found(path: Path) -> _Found | None:

@@ -163,13 +163,18 @@ def read_metrics(path: Path) -> list[Record]:
     Raises:
         BadSettings: there is something else in its place, or it may not be read.
     """
-    lines, _ = _lines(path)
+    return _records(path)[0]
+
+
+def _records(path: Path) -> tuple[list[Record], bool]:
+    """The records of a file, and whether a line that was cut short stands after them."""
+    lines, rest = _lines(path)
     found = [_record_or_none(line) for line in lines]
     records = [record for record in found if record is not None]
     if len(records) < len(lines):
         first, count = found.index(None) + 1, len(lines) - len(records)
-        warnings.warn(f"aotdist: {path}: {count} damaged, the first in line {first}: left out", stacklevel=2)
-    return records
+        warnings.warn(f"aotdist: {path}: {count} damaged, the first in line {first}: left out", stacklevel=3)
+    return records, bool(rest)
 
 
 def _lines(path: Path) -> tuple[list[bytes], bytes]:
@@ -204,8 +209,8 @@ def cut_metrics(path: Path, step: int, validated: int) -> None:
         BadSettings: there is something else in its place, or it may not be read.
         OSError: it cannot be written.
     """
-    records = read_metrics(path) if path.exists() else []
-    if path.exists() and _lines(path)[1]:
+    records, is_cut_short = _records(path) if path.exists() else ([], False)
+    if is_cut_short:
         warnings.warn(f"aotdist: {path}: its last line was cut short: left out", stacklevel=2)
     kept = [r for r in records if r.step <= (validated if isinstance(r, ValidationRecord) else step)]
     write_whole(path, ((to_line(record) + "\n").encode() for record in kept), mode=AS_USUAL)

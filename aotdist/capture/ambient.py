@@ -12,6 +12,7 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.ambient import (
+    AUTOCAST_DEVICES,
     KERNEL_CHOICES,
     GlobalStateGuard,
     autocast_state,
@@ -22,7 +23,6 @@ from aotdist.torch_seam.ambient import (
 )
 from aotdist.torch_seam.dtensor import dtensor_dispatch
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 _WORDS = {
     "grad": "`torch.set_grad_enabled`",
     "inference": "`torch.inference_mode`",
@@ -64,7 +64,7 @@ class Ambient(NamedTuple):
 
 
 def _casting() -> tuple[bool, tuple[torch.dtype, ...]]:
-    cpu, cuda = _AUTOCAST_DEVICES
+    cpu, cuda = AUTOCAST_DEVICES
     return torch.is_autocast_cache_enabled(), (torch.get_autocast_dtype(cpu), torch.get_autocast_dtype(cuda))
 
 
@@ -73,7 +73,7 @@ def ambient() -> Ambient:
     return Ambient(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)),
+        tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)),
         _casting(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
@@ -115,7 +115,7 @@ class AmbientGuard:
 _OTHERS: tuple[Callable[[], Any], ...] = (
     torch.is_inference_mode_enabled,
     torch.is_autocast_cache_enabled,  # the snapshot has what autocast does only while it is on
-    *(functools.partial(torch.get_autocast_dtype, device) for device in _AUTOCAST_DEVICES),
+    *(functools.partial(torch.get_autocast_dtype, device) for device in AUTOCAST_DEVICES),
     dtensor_dispatch,
     device_of_context,
     *KERNEL_CHOICES,

@@ -28,7 +28,14 @@ from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.print_call import print_call
 from aotdist.runtime.print_node import Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer
-from aotdist.runtime.ranks import RunCheck, Sequenced, checks_of, fingerprint_of, naming_lost_ranks
+from aotdist.runtime.ranks import (
+    Phase,
+    RunCheck,
+    Sequenced,
+    checks_of,
+    fingerprint_of,
+    naming_lost_ranks,
+)
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.runtime.spent import Shares
 from aotdist.sizes import concrete, evaluate
@@ -120,8 +127,9 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     names = fit.primal_variables()
     symbols = fit.symbols()
     plans = compilation.plans
-    checks = checks_of(compilation)
-    watches = {name: _watch(compilation, check) for name, check in checks.items()}
+    agreed = fingerprint_of(compilation)
+    checks = checks_of(compilation, agreed)
+    watches = _watches(compilation, checks)
     watch = watches["forward"]
     gates = None
     match compilation.region:
@@ -175,7 +183,6 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
         turns=_turns(compilation),
     )
     call = printer.load("call", compilation.captured.name)
-    agreed = fingerprint_of(compilation)
     for graph in compilation.every_graph():
         graph.pack()
     kept = without_tensors(compilation), fit_without_tensors(fit)
@@ -305,14 +312,14 @@ def _is_recorded(compilation: Compilation) -> bool:
     return compilation.captured.ambient.grad and any(example.requires_grad for example in examples)
 
 
-def _watch(compilation: Compilation, check: RunCheck | None) -> Watch:
+def _watches(compilation: Compilation, checks: Mapping[Phase, RunCheck | None]) -> dict[Phase, Watch]:
+    """What stands around each run of the graphs of a program."""
     watch = naming_lost_ranks(
-        compilation.collectives(),
-        label=compilation.captured.name,
-        settings=compilation.settings,
-        check=check,
+        compilation.collectives(), label=compilation.captured.name, settings=compilation.settings
     )
-    return None if isinstance(watch, nullcontext) else watch
+    if isinstance(watch, nullcontext):
+        return dict.fromkeys(checks)
+    return {phase: watch.checking(check) for phase, check in checks.items()}
 
 
 def reference(artifact: Artifact) -> Call:

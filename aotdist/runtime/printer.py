@@ -53,7 +53,7 @@ class Printer:
 
     def comment(self, text: str) -> None:
         """Append a comment; newlines in `text` are flattened."""
-        self.line("# " + " ".join(text.split()))
+        self.line(remark(text).lstrip())
 
     def spread(self, head: str, items: Sequence[str], tail: str) -> None:
         """`head`, comma-separated `items` and `tail` on one line, or the items wrapped over several."""

@@ -101,6 +101,9 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device."""
 
 
+AUTOCAST_DEVICES = ("cpu", "cuda")
+"""Kinds of devices whose autocast a program may ask for."""
+
 AutocastState: TypeAlias = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
 """Whether casts are cached, and for each kind of device whether autocast is on, and its dtype."""
 
@@ -108,7 +111,7 @@ AutocastState: TypeAlias = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]
 def autocast_state() -> AutocastState:
     """How autocast is set for this thread."""
     of_kinds = (
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_DEVICES
     )
     return torch.is_autocast_cache_enabled(), tuple(of_kinds)
 

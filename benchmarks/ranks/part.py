@@ -103,6 +103,13 @@ class Part:
         }
         self.diary.write("finishes", values=numbers)
 
+    def learn(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+        """The rest of a step, from its loss on."""
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.note(loss=loss, weights=weights_of(model))
+
     def train(
         self,
         model: nn.Module,
@@ -125,10 +132,7 @@ class Part:
             before(step)
             loss = model(x).square().mean()
             between(step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            self.note(loss=loss, weights=weights_of(model))
+            self.learn(model, optimizer, loss)
 
 
 def everyone() -> dist.ProcessGroup:

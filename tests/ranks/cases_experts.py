@@ -6,34 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed import _functional_collectives as collectives
 
 import aotdist
-
-
-class Experts(nn.Module):
-    """Sends each row to the rank that its larger score names, which has the expert, and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores, self.expert = nn.Linear(4, 2), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, rank = self.scores(x).softmax(-1).max(-1)
-        order, group = rank.argsort(stable=True), dist.group.WORLD
-        sent = F.one_hot(rank, 2).sum(0)
-        there = collectives.all_to_all_single(sent, None, None, group)
-        sends, receives = sent.tolist(), there.tolist()
-        rows = collectives.all_to_all_single_autograd(x[order], receives, sends, group)
-        rows = collectives.all_to_all_single_autograd(self.expert(rows), sends, receives, group)
-        return torch.zeros_like(x).index_copy(0, order, rows) * weight[:, None]
+from benchmarks.ranks.scenarios.programs import Experts
 
 
 def trained(backend: str | None) -> list[Any]:
-    torch.manual_seed(0)
-    model = Experts()
+    model = Experts(width=4)
     if backend is not None:
         aotdist.compile(model, backend=backend)
     seen, generator = list[Any](), torch.Generator().manual_seed(dist.get_rank())

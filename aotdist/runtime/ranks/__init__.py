@@ -25,10 +25,11 @@ from aotdist.runtime.ranks.fingerprint import (
     number_of_its_kind,
 )
 from aotdist.runtime.ranks.loss import naming_lost_ranks
-from aotdist.runtime.ranks.runs import RunCheck
+from aotdist.runtime.ranks.runs import Phase, RunCheck
 from aotdist.runtime.ranks.sequence import Sequenced
 
 __all__ = [
+    "Phase",
     "RunCheck",
     "Sequenced",
     "agree",

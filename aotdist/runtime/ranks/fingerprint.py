@@ -7,12 +7,12 @@ peer has (the experts of one rank).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from aotdist.passes.collectives import collectives, reads_of_state
+from aotdist.passes.collectives import Collective, collectives, reads_of_state
 from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.ranks.board import Party, board_of_this_process
 from aotdist.runtime.ranks.runs import Phase, RunCheck, run_check
@@ -35,10 +35,11 @@ def fingerprint_of(compilation: Compilation) -> tuple[Sequenced, ...]:
     State is shared with the ranks of a process group if it is a tensor distributed over them, or if a
     collective of theirs holds it, or its gradient.
     """
-    shared = _groups_of_state(compilation)
+    found = compilation.collectives()
+    shared = _groups_of_state(compilation, found)
     read = reads_of_state(compilation.traced.graph, shared) if shared else ()
     reads = [Shared("read", f"`{path}`", shared[path]) for path in read]
-    return (*_described(compilation, shared), *reads, *compilation.collectives())
+    return (*_described(compilation, shared), *reads, *found)
 
 
 def fingerprint_of_state(model: nn.Module) -> tuple[Sequenced, ...]:
@@ -50,10 +51,14 @@ def fingerprint_of_state(model: nn.Module) -> tuple[Sequenced, ...]:
     return tuple(Shared("state", f"`{name}` {_words(recipes[name])}", groups[name]) for name in shared)
 
 
-def checks_of(compilation: Compilation) -> dict[Phase, RunCheck | None]:
-    """What stands before each run of the graphs of a program, see `aotdist.runtime.ranks.runs`."""
+def checks_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[Phase, RunCheck | None]:
+    """What stands before each run of the graphs of a program, see `aotdist.runtime.ranks.runs`.
+
+    Args:
+        compilation: the program.
+        sequence: its fingerprint.
+    """
     board, found = board_of_this_process(), dict[Phase, RunCheck | None]()
-    sequence = () if board is None else fingerprint_of(compilation)
     for phase, graph in compilation.run_graphs().items():
         label, settings = compilation.captured.name, compilation.settings
         found[phase] = run_check(board, label, phase, sequence, collectives(graph), settings)
@@ -82,12 +87,12 @@ def number_of_its_kind(module: nn.Module) -> int:
     return counts[tuple(parties)] - 1
 
 
-def _groups_of_state(compilation: Compilation) -> dict[str, tuple[str, ...]]:
+def _groups_of_state(compilation: Compilation, sequence: Sequence[Collective]) -> dict[str, tuple[str, ...]]:
     """The process groups that share each parameter and buffer, by its path, in the order of registration."""
     found: dict[str, set[str]] = {path: set() for path in compilation.state()}
     for path, recipe in _recipes(compilation):
         found[path] |= process_groups([recipe])
-    for collective in compilation.collectives():
+    for collective in sequence:
         for path in collective.serves:
             found[path].add(collective.group)
     return {path: tuple(groups) for path, groups in found.items() if groups}

@@ -12,8 +12,8 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -43,12 +43,12 @@ wrong arguments ("enforce fail")."""
 
 
 def naming_lost_ranks(
-    sequence: Iterable[Collective], *, label: str, settings: Settings, check: RunCheck | None = None
-) -> AbstractContextManager[None]:
+    sequence: Iterable[Collective], *, label: str, settings: Settings
+) -> LossWatch | nullcontext[None]:
     """Around every run of a graph with these collectives: a broken one raises `RankLost` with the culprit.
 
-    Make it once, after `agree`, and enter it at each run: that makes the check, if there is one; entering and
-    leaving by itself takes 0.6 us. Without peers it does nothing. Errors that do not come from a broken
+    Make it once, after `agree`, and enter it at each run: that makes its check, if it was given one; entering
+    and leaving by itself takes 0.6 us. Without peers it does nothing. Errors that do not come from a broken
     connection, and breaks for which no rank can be blamed, pass unchanged.
 
     A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end
@@ -68,7 +68,7 @@ def naming_lost_ranks(
         return nullcontext()
     roster = addresses(board, sorted(peers - {board.rank}))
     meet_machines(roster, turn=board.rank)
-    return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s), check)
+    return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,10 @@ class LossWatch:
     roster: Mapping[int, Address]
     grace_s: float
     check: RunCheck | None = None
+
+    def checking(self, check: RunCheck | None) -> LossWatch:
+        """The same, which compares on entering."""
+        return replace(self, check=check)
 
     def __enter__(self) -> None:
         if self.check is not None:

@@ -127,10 +127,10 @@ class Tied(nn.Module):
 class Experts(nn.Module):
     """Sends each row to the rank that its larger score names, which has the expert, and back."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.scores, self.expert = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
+        self.scores, self.expert = nn.Linear(width, 2), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, rank = self.scores(x).softmax(-1).max(-1)
@@ -167,10 +167,7 @@ def rows_of_batches(part: Part) -> None:
         part.begin()
         x = torch.ones(2 + step + 3 * part.rank, WIDTH)
         loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        part.note(loss=loss, weights=weights_of(model))
+        part.learn(model, optimizer, loss)
 
 
 def experts(part: Part) -> None:
@@ -219,10 +216,7 @@ def in_other_dtype(part: Part) -> None:
     optimizer = sgd(model)
     for _, x in part.batches():
         loss = model(x.to(dtype)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        part.note(loss=loss, weights=weights_of(model))
+        part.learn(model, optimizer, loss)
 
 
 def not_compiled(part: Part) -> None:
@@ -299,10 +293,7 @@ def in_autocast(part: Part) -> None:
     for _, x in part.batches():
         with torch.autocast("cpu", enabled=part.odd):
             loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        part.note(loss=loss, weights=weights_of(model))
+        part.learn(model, optimizer, loss)
 
 
 SCENARIOS = (

@@ -168,10 +168,7 @@ def flipped(part: Part) -> None:
     optimizer = sgd(model)
     for step, x in part.batches(5):
         loss = model(x, short=step == 1 or (part.odd and step == 3)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        part.note(loss=loss, weights=weights_of(model))
+        part.learn(model, optimizer, loss)
 
 
 def long_batch(part: Part) -> None:
@@ -181,10 +178,7 @@ def long_batch(part: Part) -> None:
     for step, x in part.batches(3, rows=4):
         x = x.repeat(4, 1) if part.odd and step == 2 else x
         loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        part.note(loss=loss, weights=weights_of(model))
+        part.learn(model, optimizer, loss)
 
 
 def accumulating(model: nn.Module, x: torch.Tensor, odd: bool) -> None:
@@ -228,10 +222,7 @@ def skipping_a_step(part: Part) -> None:
         if part.odd and step == 1:
             continue
         loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        part.note(loss=loss, weights=weights_of(model))
+        part.learn(model, optimizer, loss)
 
 
 def catching(part: Part) -> None:
