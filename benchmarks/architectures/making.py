@@ -29,12 +29,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """By the name of the model's class, in the order of the table."""
 
 
-def make(name: str, dropped: float = 0.1) -> PreTrainedModel:
+_NUMBERS_OF_LAYERS = {
+    *("num_hidden_layers", "num_layers", "n_layer"),
+    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
+}
+"""How configs call them."""
+
+
+def make(name: str, dropped: float = 0.1, *, num_layers: int | None = None) -> PreTrainedModel:
     """The model, in training mode: the same weights at every call.
 
     Args:
         name: of its class.
         dropped: how much of everything is dropped that its config knows how to drop, but for layers.
+        num_layers: of an encoder, and of a decoder; None for what the table says.
     """
     model: type[PreTrainedModel] = getattr(transformers, name)
     options: dict[str, Any] = {
@@ -44,6 +52,9 @@ def make(name: str, dropped: float = 0.1) -> PreTrainedModel:
     config_class: Any = model.config_class
     config = config_class(**options)
     _with_drops(config, dropped)
+    if num_layers is not None:
+        for key in _NUMBERS_OF_LAYERS & vars(config).keys():
+            setattr(config, key, num_layers)
     torch.manual_seed(0)
     return model(config).train()
 

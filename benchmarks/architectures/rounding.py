@@ -56,9 +56,12 @@ def fill(model: str, way: Way) -> Rounded:
     return rounded
 
 
-def apart_with_dropout(model: str, way: Way, num_steps: int = _NUM_STEPS) -> float:
+def apart_with_dropout(
+    model: str, way: Way, num_steps: int = _NUM_STEPS, *, num_layers: int | None = None
+) -> float:
     """The largest relative difference of a loss from eager's with the same seeds; NaN if one is no number."""
-    return _apart(*(_losses(model, how, num_steps) for how in (_as_it_is, _calling(way))))
+    runs = ((make(model, num_layers=num_layers), how) for how in (_as_it_is, _calling(way)))
+    return _apart(*(_losses(model, plain, how, num_steps) for plain, how in runs))
 
 
 def _calling(way: Way) -> Callable[[Any], Any]:
@@ -71,9 +74,8 @@ def _as_it_is(model: Any) -> Any:
     return model
 
 
-def _losses(name: str, call: Callable[[Any], Any], num_steps: int) -> list[float]:
+def _losses(name: str, plain: Any, call: Callable[[Any], Any], num_steps: int) -> list[float]:
     """Of steps of AdamW, dropout and all."""
-    plain = make(name)
     model, optimizer = call(plain), torch.optim.AdamW(plain.parameters(), lr=1e-3)
     losses = []
     for number in range(num_steps):

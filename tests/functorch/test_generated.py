@@ -13,13 +13,13 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.passes.order import PASS_NAMES
 from tests.semantics.observation import same_as_eager
 from tests.semantics.programs import Program, programs
-from tests.semantics.searching import REFUSALS
+from tests.semantics.searching import REFUSALS, SWEEP
 
 AS_IT_IS = {"disabled_passes": frozenset(PASS_NAMES)}
 search = settings(
     # The same programs every time: tests/semantics searches for new ones.
     derandomize=True,
-    max_examples=60,
+    max_examples=60 if SWEEP else 25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -41,6 +41,7 @@ SAVED = {
 """Jobs that leave checkpoints of their third step."""
 
 RESHARDED = {
+    "2-to-1": ("saved", 1, ["--compile.backend=eager"]),
     "2-to-4": ("saved", 4, ["--compile.backend=eager"]),
     "2-to-fsdp+tp": ("saved", 4, ["--data.batch-size=4", "--parallel.tp=2", "--compile.backend=eager"]),
     "4-to-1": ("saved-fsdp+tp", 1, ["--parallel.tp=1"]),
@@ -49,8 +50,9 @@ RESHARDED = {
 
 
 IN_THE_SWEEP = {
-    *("no-reshard", "hsdp", "replicate+tp", "untied", "tp-bf16", "float8-tp", "sparse24", "accumulate-sync"),
-    *("learns-again", "saved-float8", "saved-fsdp+tp", "2-to-fsdp+tp", "4-to-1"),
+    *("no-reshard", "hsdp", "fsdp+tp", "replicate+tp", "untied", "tp-bf16", "float8-tp", "sparse24"),
+    *("accumulate-sync", "inductor", "learns-again"),
+    *("saved-float8", "saved-fsdp+tp", "2-to-4", "2-to-fsdp+tp", "4-to-1"),
 }
 """Jobs that only tests of the sweep ask for."""
 

@@ -50,6 +50,7 @@ def test_min_cut_with_fx_is_bit_equal_too(runs):
     assert exactly(losses(runs["min-cut"])) == exactly(losses(runs["fsdp"]))
 
 
+@pytest.mark.sweep
 def test_inductor_gives_nearly_the_losses_of_eager(runs):
     assert losses(runs["inductor"]) == pytest.approx(losses(runs["fsdp"])[:2], rel=1e-4)
 

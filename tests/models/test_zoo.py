@@ -104,7 +104,7 @@ TRAINED_BY_DEFAULT = [
 def test_the_default_backend_trains_with_dropout(model: str) -> None:
     from benchmarks.architectures.rounding import apart_with_dropout
 
-    assert apart_with_dropout(model, "auto", num_steps=3) < 1e-4
+    assert apart_with_dropout(model, "auto", num_steps=3, num_layers=1) < 1e-4
 
 
 @pytest.mark.sweep

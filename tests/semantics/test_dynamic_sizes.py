@@ -24,6 +24,7 @@ from tests.semantics.meshes import mesh as mesh
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, same_as_eager
 from tests.semantics.programs import Program, programs
+from tests.semantics.searching import SWEEP
 from tests.semantics.vocabulary import INPUTS, WRAPPERS
 
 ROWS = (3, 5, 9, 4)
@@ -364,7 +365,10 @@ def resized(program: Program) -> Program:
     return replace(program, inputs=tuple(re.sub(r"\b3\b", "5", text) for text in program.inputs))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], max_examples=100)
+@settings(
+    max_examples=100 if SWEEP else 40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 @given(programs(inputs=SIZED))
 def test_generated_programs(program: Program) -> None:
     other = resized(program)

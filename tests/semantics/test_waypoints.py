@@ -31,6 +31,7 @@ from tests.semantics.observation import (
     tensors_in,
 )
 from tests.semantics.programs import Program, programs
+from tests.semantics.searching import SWEEP
 from tests.semantics.vocabulary import INPUTS, WRAPPERS
 
 Values = dict[str, torch.Tensor]
@@ -420,7 +421,10 @@ def test_a_model_that_returns_its_hidden_states() -> None:
     assert all(map(torch.equal, *grads))
 
 
-search = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+search = settings(
+    max_examples=60 if SWEEP else 25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 
 
 def compare_random(program: Program) -> None:
