@@ -17,6 +17,7 @@ from torch import nn
 
 from aotdist.cache.backend import caching
 from aotdist.capture.alone import alone, had_to_wait
+from aotdist.capture.ambient import Ambient, ambient
 from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
 from aotdist.capture.modules import refuse_script
@@ -32,8 +33,8 @@ from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.fit import MISS
 from aotdist.runtime.ranks import agree, fingerprint_of_state, number_of_its_kind, present
-from aotdist.runtime.signature import what_changed, what_helps
-from aotdist.settings import Settings, settings_of
+from aotdist.runtime.signature import ChangingSizes, what_changed, what_helps
+from aotdist.settings import Dynamic, Settings, settings_of
 from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
 from aotdist.torch_seam.dynamo import is_of_dynamo, keep_from_dynamo, tapes_off
@@ -109,6 +110,8 @@ class Compiling:
         self._settings = settings
         self._open_dims = open_dims
         self._said = set[bool]()  # whether programs were dropped, when it was said
+        self._guesses = settings.dynamic == "auto" and open_dims is None
+        self._fit_one_size = set[Ambient]()  # modes whose programs cannot be compiled for other sizes
 
     def agree_on_state(self, model: nn.Module) -> None:
         """Compare a model's distributed state with the peers', before it runs as it is written.
@@ -124,7 +127,12 @@ class Compiling:
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
         if self._open_dims is not None:
             call = replace(call, dims=self._open_dims(call))
+        sizes, modes = ChangingSizes(artifacts), ambient()
+        if self._guesses and symbolic and modes not in self._fit_one_size:
+            call = replace(call, guess=sizes)
         artifact = compile_call(call, self._backend, self._settings, earlier=artifacts, symbolic=symbolic)
+        if sizes.was_wrong(artifact):
+            self._fit_one_size.add(modes)
         self._warn_of_many(artifact, artifacts)
         return artifact
 
@@ -350,7 +358,7 @@ def compile(  # pyright: ignore[reportOverlappingOverload]  # a module is callab
     target: M,
     *,
     backend: str | Compiler | Backend = ...,
-    dynamic: bool | None = ...,
+    dynamic: Dynamic | None = ...,
     settings: Settings | Mapping[str, Any] | None = ...,
 ) -> M: ...
 @overload
@@ -358,21 +366,21 @@ def compile(
     target: Callable[..., Any],
     *,
     backend: str | Compiler | Backend = ...,
-    dynamic: bool | None = ...,
+    dynamic: Dynamic | None = ...,
     settings: Settings | Mapping[str, Any] | None = ...,
 ) -> CompiledFunction: ...
 @overload
 def compile(
     *,
     backend: str | Compiler | Backend = ...,
-    dynamic: bool | None = ...,
+    dynamic: Dynamic | None = ...,
     settings: Settings | Mapping[str, Any] | None = ...,
 ) -> Callable[[Callable[..., Any]], CompiledFunction]: ...
 def compile(
     target: Any = _NOT_GIVEN,
     *,
     backend: str | Compiler | Backend = "auto",
-    dynamic: bool | None = None,
+    dynamic: Dynamic | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Any:
@@ -388,7 +396,7 @@ def compile(
             for graphs that it compiles; else `fx`), `triton` (kernels of our own, for GPUs), or a function
             `(graph_module, fake_arguments)` that returns a callable. `eager` compiles nothing: a function
             comes back as it was written, and a module that was compiled in place is so no more.
-        dynamic: `Settings.dynamic`; None leaves it to `settings`.
+        dynamic: `Settings.dynamic`: `"auto"`, True or False; None leaves it to `settings`.
         settings: a `Settings`, a mapping of its fields, or None for `Settings.from_environment()`.
         others: what else `torch.compile` takes is refused, by the name of what is meant by it here.
 

@@ -72,7 +72,7 @@ def compile_call(
     """
     with class_functions_off():
         job = Job(call, backend, settings, symbolic)
-        return loaded_together(call.name, settings, lambda: printed(_compile(job)), earlier)
+        return loaded_together(call.name, settings, lambda: _printed(job), earlier)
 
 
 @alone
@@ -87,6 +87,16 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
         compilation = _compile(Job(call, backend, settings, finds_out=False))
         refuse_overlap(fit_of(compilation))
     return compilation
+
+
+def _printed(job: Job) -> Artifact:
+    """What is made of a call: without a guess of its dimensions, where no program can be made with it."""
+    try:
+        return printed(_compile(job))
+    except Exception:  # a user's compiler raises what it likes
+        if job.call.guess is None or not job.call.guess.opened:
+            raise
+        return printed(_compile(replace(job, call=replace(job.call, guess=None))))
 
 
 def printed(compilation: Compilation) -> Artifact:

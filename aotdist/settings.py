@@ -24,6 +24,7 @@ import torch
 from aotdist.errors import BadSettings
 
 PartitionPolicy = Literal["auto", "default", "min_cut"]
+Dynamic = bool | Literal["auto"]
 
 
 def default_cache_folder() -> str:
@@ -64,8 +65,10 @@ class Settings:
             takes 0.16 ms on two ranks; the more there are, the more it asks of the process that hosts the
             store.
         verify: check the graph's invariants after every pass.
-        dynamic: let every size of the arguments differ from call to call without compiling again, except
-            sizes of 0 and 1; see `aotdist.mark_dynamic` for single dimensions.
+        dynamic: which sizes of the arguments may differ from call to call without compiling again: with
+            False, those of `aotdist.mark_dynamic` alone; with True, all; with `auto`, those that have
+            changed, from the second program on, where the program takes any. Sizes of 0 and 1 are always
+            compiled for by themselves.
         validate_guards: prove with Z3 (extra `validate`) that the conditions which a call is checked for
             imply everything that was decided by symbolic sizes while it was compiled.
         backward_autocast: the autocast that the backward is recorded under: `off`, as in eager where
@@ -101,7 +104,7 @@ class Settings:
     rank_timeout_s: float = 300.0
     check_ranks: str = "every"
     verify: bool = True
-    dynamic: bool = False
+    dynamic: Dynamic = False
     validate_guards: bool = False
     backward_autocast: str = "off"
     functional_rng: bool = False
@@ -257,6 +260,7 @@ _WANTED: dict[Any, str] = {
     str: "a string",
     frozenset[str]: "a set of strings",
     NoneType: "None",
+    Literal["auto"]: "'auto'",
 }
 """What a setting may be, in words, by its annotation."""
 
@@ -288,6 +292,8 @@ def _taken(name: str, hint: Any, value: Any) -> Any:
             return float(value)
         case _ if type(value) in kinds:  # a bool is no number here
             return value
+        case str() if any(value in typing.get_args(kind) for kind in kinds):
+            return value
         case _:
             pass
     raise _bad(name, value, f"give {' or '.join(_WANTED[kind] for kind in kinds)}")
@@ -311,12 +317,17 @@ def _parse_bool(text: str) -> bool:
     return lowered in ("1", "true")
 
 
+def _parse_dynamic(text: str) -> Dynamic:
+    return "auto" if text.lower() == "auto" else _parse_bool(text)
+
+
 def _parse_names(text: str) -> frozenset[str]:
     return frozenset(part.strip() for part in text.split(",") if part.strip())
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     bool: _parse_bool,
+    Dynamic: _parse_dynamic,
     int: int,
     int | None: int,
     float: float,

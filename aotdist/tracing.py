@@ -61,6 +61,7 @@ class Job:
         of_data: let sizes and numbers depend on data.
         counts: places of numbers that symbols are to stand for.
         counted: such numbers among the arguments, by path.
+        opens: let dimensions differ that `call.guess` names.
     """
 
     call: UserCall
@@ -71,6 +72,7 @@ class Job:
     of_data: bool = False
     counts: tuple[Source, ...] = ()
     counted: tuple[str, ...] = ()
+    opens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,12 @@ def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCal
     counts = [*returned.counts(), *found.captured.in_backward.whole.counts()]
     if job.symbolic and (counts or returned.counted):
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
-        if (symbolic := _counting(counting, times, found)) is not found:
+        if (symbolic := _with_symbols(counting, times, found)) is not found:
             job, found = counting, symbolic
+    if job.symbolic and found.captured.guessed:
+        opening = replace(job, opens=True)
+        if (symbolic := _with_symbols(opening, times, found)) is not found:
+            job, found = opening, symbolic
     leaves = found.before.left()
     if not returned.deleted and (leaves is not None or _flags(job, found)):
         later = _set_up(job, times, found, on_failure)
@@ -137,8 +143,8 @@ def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
     return [(place, v) for place, v in constants if place.spot() not in counts and not numbers_of_data(v)]
 
 
-def _counting(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
-    """The trace with symbols for counts; `found` if they cannot stand for numbers (as keys, or in texts).
+def _with_symbols(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
+    """The trace with more symbols; `found` if they cannot stand for numbers (as keys, or in texts).
 
     Objects that the program makes once stay those of the first trace, which hold numbers.
     """
@@ -231,12 +237,31 @@ def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
     told: dict[Node, Any] = {node: node.meta["val"] for node in graph.named_sizes().values()}
     found: list[tuple[Any, list[Any]]] = []
     for node in graph.gm.graph.nodes:
-        if node not in told:
+        if _keeps_all(node):
+            told[node] = told[node.args[0]]
+        elif not node.users and getattr(node.target, "is_view", False):
+            continue
+        elif node not in told:
             told[node] = f"operation {len(found)}"
             args = pytree.tree_leaves((node.args, node.kwargs))
             args = [told[arg] if isinstance(arg, Node) else arg for arg in args]
             found.append((node.target if node.op in ("call_function", "get_attr") else node.op, args))
     return found
+
+
+def _keeps_all(node: Node) -> bool:
+    """Whether a node is its argument, at the sizes at hand: traces with numbers leave some of these out."""
+    if node.target not in _OF_SLICES:
+        return False
+    sizes = [[hint(size) for size in each.meta["val"].size()] for each in (node, node.all_input_nodes[0])]
+    return sizes[0] == sizes[1]
+
+
+_OF_SLICES = (
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.slice_backward.default,
+    torch.ops.aten.alias.default,
+)
 
 
 def _is_hinted(symbolic: Any, known: Any) -> bool:
@@ -335,7 +360,7 @@ def _trace_with_any_sizes(
         return _trace_with_any_numbers(job, times, bases, inputs)
     except _FailsWithSymbols as failure:
         failure.before.roll_back()
-        if job.counts or job.counted:
+        if job.counts or job.counted or job.opens:
             raise
         traced = _trace_with_any_numbers(replace(job, symbolic=False), times, bases, inputs)
         cause = failure.__cause__
@@ -436,6 +461,9 @@ def _trace_once(
             program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
         with times.stage("trace"):
             dims = captured.dims if job.symbolic else {}
+            if job.symbolic and job.opens:
+                keys, none = {*dims, *captured.guessed}, frozenset[int]()
+                dims = {key: dims.get(key, none) | captured.guessed.get(key, none) for key in keys}
             paths = (slot.path for slot in program.ins)
             fakes = fakes_of(zip(paths, program.examples, strict=True), captured.all_closed_over)
             _refuse_fakes(program, job.backend)

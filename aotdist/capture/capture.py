@@ -13,7 +13,7 @@ import functools
 import warnings
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -59,6 +59,17 @@ from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree
 
 
+class Guess(Protocol):
+    """From the tensors among the arguments, by path, to the dimensions that may differ from call to call."""
+
+    opened: bool
+    """Whether it has found any."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[int, frozenset[int]]:
+        """The dimensions, by the identity of the tensor."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class UserCall:
     """A call of the user's function or module.
@@ -71,6 +82,7 @@ class UserCall:
         dims: dimensions whose size may differ from call to call, by the identity of the tensor; others may be
             marked, or named by settings.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
+        guess: says which dimensions may differ besides, though nobody asked for it.
         prints: whether every call is to print what the program prints; else the capture prints it.
         number: how many modules like this one were compiled before it, for ranks to tell them apart.
     """
@@ -80,6 +92,7 @@ class UserCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    guess: Guess | None = None
     differentiates: bool = False
     prints: bool = True
     number: int = 0
@@ -200,6 +213,7 @@ class Captured:
         places: tensors whose gradients it may meet, with where to read them.
         name: a word for the function or module.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor.
+        guessed: more of them, that the program may be compiled for where it is the same program then.
         in_backward: watches what the backward changes in Python.
         leaves: puts back the objects that the program left in Python, if it is another program once they are
             there: the artifact is for this call alone then.
@@ -214,6 +228,7 @@ class Captured:
     places: Sequence[tuple[Source, torch.Tensor]]
     name: str
     dims: Mapping[int, frozenset[int]]
+    guessed: Mapping[int, frozenset[int]]
     in_backward: InBackward
     leaves: Callable[[], None] | None = None
     number: int = 0
@@ -320,7 +335,8 @@ def capture(
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
-    dims = {**_dynamic_dims(tensors if settings.dynamic else (), examples), **call.dims}
+    dims = {**_dynamic_dims(tensors if settings.dynamic is True else (), examples), **call.dims}
+    paths = dict(zip(arguments.tensor_paths(), tensors, strict=True))
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     places = [*_places(arguments, tensors), *state, *environment.reached.tensors]
@@ -335,6 +351,7 @@ def capture(
         places=places,
         name=call.name,
         dims=dims,
+        guessed={} if call.guess is None else call.guess(paths),
         in_backward=in_backward,
         number=call.number,
     )

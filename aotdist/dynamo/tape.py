@@ -94,7 +94,7 @@ def compile_backward(
     given = settings_of(settings)
     if dynamic not in (None, True, False):
         raise BadSettings(f"`dynamic` is {dynamic!r}", fix="give True, False or None")
-    dynamic = dynamic if dynamic is not None else given.dynamic or None
+    dynamic = dynamic if dynamic is not None else (True if given.dynamic is True else None)
     if is_eager(backend):
         yield
         return

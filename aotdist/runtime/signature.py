@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from aotdist.capture.ambient import ambient
 from aotdist.capture.arguments import CodeLeaf, ConstantLeaf
 from aotdist.capture.modules import ModuleGuard
 from aotdist.runtime.artifact import Artifact
+
+
+class ChangingSizes:
+    """Opens the dimensions of arguments whose sizes have changed since something was compiled for them.
+
+    Args:
+        artifacts: what was compiled so far.
+    """
+
+    def __init__(self, artifacts: Sequence[Artifact]) -> None:
+        self._artifacts = artifacts
+        self.opened = False
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[int, frozenset[int]]:
+        """Those of these tensors, by path, that differ from what was compiled for the same modes."""
+        modes, dims = ambient(), dict[int, frozenset[int]]()
+        for artifact in self._artifacts:
+            if artifact.fit.around.ambient == modes:
+                for slot, example in zip(artifact.fit.slots, artifact.fit.examples, strict=True):
+                    if slot.path in tensors and (found := _dims_that_differ(tensors[slot.path], example)):
+                        key = id(tensors[slot.path])
+                        dims[key] = dims.get(key, frozenset()).union(found)
+        self.opened = bool(dims)
+        return dims
+
+    def was_wrong(self, artifact: Artifact) -> bool:
+        """Whether the artifact, made with this guess, fits its own sizes only."""
+        return self.opened and not artifact.fit.symbols()
 
 
 def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:

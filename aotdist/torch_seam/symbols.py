@@ -285,13 +285,22 @@ def computes_exactly(number: Any) -> bool:
 
 
 def _is_exact(expr: Any) -> bool:
-    if expr.is_number or expr.is_integer:
+    if expr.is_number or _is_whole(expr):
         return True
     if expr.is_Add:  # a bias correction, 1 - beta**steps
         first, *rest = expr.args
         is_one = first.is_number and abs(float(first)) == 1
         return is_one and len(rest) == 1 and (_is_exact(rest[0]) or _is_exact(-rest[0]))
     return not expr.is_Symbol and not expr.is_Mul and all(map(_is_exact, expr.args))
+
+
+def _is_whole(expr: Any) -> bool:
+    """Whether a number is whole, an `int` or not: sums and products of such are exact, up to 2**53."""
+    if expr.is_Add or expr.is_Mul:
+        return all(map(_is_whole, expr.args))
+    if expr.is_number:
+        return float(expr).is_integer()
+    return bool(expr.is_integer) or (type(expr).__name__ == "ToFloat" and bool(expr.args[0].is_integer))
 
 
 def least_of(number: torch.SymInt) -> int | None:

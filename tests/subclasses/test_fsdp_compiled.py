@@ -118,6 +118,21 @@ def test_a_smaller_batch_on_one_tensor_parallel_group(world4: World) -> None:
     world4.run(uneven_case, "tensor parallel", [[2, 2], [2, 1], [1, 2], [1, 1]])
 
 
+def lengths_case(lengths: list[list[int]]) -> None:
+    """Sequences that differ in length from rank to rank: each rank has one program for all that changed."""
+    eager, compiled = (seeded(TWO["bf16"]) for _ in range(2))
+    compile_module(compiled, backend="fx", dynamic="auto", settings={"rank_timeout_s": 20.0})
+    for step, of_ranks in enumerate(lengths):
+        given = tokens(step).repeat(1, 3)[:, : of_ranks[dist.get_rank()]].contiguous()
+        assert same_bits(eager_step(eager, given), eager_step(compiled, given))
+        assert not (names := different_grads(eager, compiled)), (step, names)
+    assert len(compiled.graphs) == 2
+
+
+def test_lengths_that_differ_by_rank(world2: World) -> None:
+    world2.run(lengths_case, [[4, 4], [4, 6], [6, 5], [9, 6], [4, 9]])
+
+
 def hooks_case() -> None:
     """Hooks of a shard's gradient are not called where FSDP2 assigns it; those of what is accumulated are."""
     called: list[list[str]] = []
