@@ -237,9 +237,7 @@ def _compile_training(
     with times.stage("codegen"):
         halves = emitter.halves(split)
     facts, ins = traced.facts, traced.program.ins
-    double_backward = plan_double_backward(
-        linked(traced.graph), facts.backward.functions, split.saved, hooked=facts.backward.hooked
-    )
+    double_backward = plan_double_backward(linked(traced.graph), split.saved, facts.backward.obstacle)
     node = node_plan(traced, plans, split, halves.tangent_strides, double_backward)
     more = OnDemand(
         cut=cut,

@@ -149,7 +149,7 @@ class Graph:
     - `seq_nr`: the autograd sequence number; a backward node has that of its forward node;
     - `function`: name of the autograd node that a backward node belongs to;
     - `unit`: name of the FSDP unit that a collective serves, if any;
-    - `grad`: whether grad mode was on, of a forward node;
+    - `grad`: whether grad mode was on; in the backward it is for what is computed again (a checkpoint);
     - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
     - `on_host`: that it is computed on the CPU, in a program of a GPU's;
     - `draws`: whether graphs that an operator is given draw random numbers;

@@ -137,8 +137,7 @@ class BackwardTrace:
             writes=writes,
             result_writes=made,
             storages=storages,
-            functions=tuple(name for name in functions if name != NAMED),
-            hooked=forward.lifting.hooked,
+            obstacle=_obstacle(functions, context.log.unseen, hooked=forward.lifting.hooked),
             passages=self._waypoints.passages(len(forward.node_outs)),
             once=once,
             choices=chosen,
@@ -288,3 +287,13 @@ def _refuse_changes(inputs: Inputs, changes: Sequence[Change]) -> None:
         idx = inputs.index_of(change.tensor)
         if idx is not None and change.reshapes() and change.op is not resize_storage:
             raise refuse(inputs.row()[idx], "by the backward")
+
+
+def _obstacle(functions: Sequence[str], unseen: str, *, hooked: bool) -> str | None:
+    """See `BackwardFacts`; `functions` are the names of Python functions that gradients pass."""
+    own = [name for name in functions if name != NAMED]
+    if hooked:
+        return "hooks in it hear of gradients"
+    if own:
+        return f"it runs the autograd function `{own[0]}`"
+    return f"a tensor changes behind autograd's back ({unseen})" if unseen else None

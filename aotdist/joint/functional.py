@@ -24,6 +24,7 @@ from aotdist.joint.kernel_errors import as_in_eager
 from aotdist.joint.rebinding import Rebinding
 from aotdist.joint.strided import Strided
 from aotdist.sizes import is_symbolic
+from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -149,6 +150,7 @@ class Functionalisation(FunctionalTensorMode):
             if outs is not None:
                 return outs[0] if len(outs) == 1 else tuple(outs)
         self._tell_of_writes(func, args, kwargs)
+        _make_views_again((args, kwargs))
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         special = self._special(func, args, kwargs) if beneath_wrappers else None
         result = self._functionalise(func, types, args, kwargs) if special is None else special()
@@ -310,6 +312,16 @@ def _refuse_unknown_results(func: Any, args: Sequence[Any], kwargs: Mapping[str,
                 "an observer of `torch.ao.quantization` is called for the first time: it resizes buffers",
                 fix="run the model once before it is compiled",
             )
+
+
+def _make_views_again(given: Any) -> None:
+    """Compute views of what was written since: they have a history, also if `no_grad` is what reads them."""
+    if torch.is_grad_enabled() or in_backward():
+        return
+    with torch.enable_grad():
+        for one in pytree.tree_leaves(given):
+            if isinstance(one, FunctionalTensor):
+                functional_value(one)
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:

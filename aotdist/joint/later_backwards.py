@@ -40,7 +40,7 @@ from aotdist.subclasses.protocol import (
     mixes_with_plain,
     recipe_of,
 )
-from aotdist.torch_seam.autograd import custom_functions, is_once_differentiable
+from aotdist.torch_seam.autograd import is_once_differentiable
 from aotdist.torch_seam.modes import class_functions_off
 
 T = TypeVar("T")
@@ -245,8 +245,7 @@ class LaterBackwards:
             in_python=self._backward.in_python.beyond(),
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
-        functions = custom_functions([tensor for _, tensor in ends])
-        facts = _facts_of(Row(recipes), node_outs, found, functions)
+        facts = _facts_of(Row(recipes), node_outs, found)
         has_history = bool(ends) and not failure
         results = value_results(recorder, node_outs, tensors)
         return TracedDoubleBackward(
@@ -335,7 +334,6 @@ def _facts_of(
     recipes: Row[PrimalIdx, Recipe],
     node_outs: Row[NodeOutIdx, NodeOut],
     grads: Mapping[PrimalIdx, torch.Tensor],
-    functions: Sequence[str],
 ) -> Facts:
     """The facts of a backward as a program: it writes nothing, and its results are fresh.
 
@@ -343,7 +341,6 @@ def _facts_of(
         recipes: of its inputs.
         node_outs: what it returns.
         grads: the gradients that its inputs get.
-        functions: names of the user's autograd functions that these pass.
     """
     return Facts(
         inputs=recipes.map(lambda _: Untouched()),
@@ -353,7 +350,6 @@ def _facts_of(
         recipes=recipes,
         backward=BackwardFacts(
             grads=Row(recipe_of(grads[idx]) if idx in grads else None for idx in recipes.indices()),
-            functions=tuple(functions),
             freed=frozenset({frozenset(node_outs.indices())}),
         ),
     )

@@ -73,7 +73,7 @@ class Lifting(TorchFunctionMode):
         ran_backward: whether the program asked autograd for gradients itself.
         retained: inputs that it told to retain their gradients.
         asked: see `Facts.asked`.
-        hooked: see `BackwardFacts.hooked`.
+        hooked: whether there may be hooks on the program's own tensors, or on autograd's nodes for these.
     """
 
     def __init__(
@@ -240,6 +240,7 @@ class Lifting(TorchFunctionMode):
 
     def _note_question(self, name: str, tensor: torch.Tensor) -> None:
         idx = self._inputs.index_of(tensor)
+        self.hooked |= idx is None and name == "grad_fn" and tensor.grad_fn is not None
         if idx is not None:
             answer = getattr(self._inputs.row()[idx].example, name)
             self.asked[idx, name] = answer is not None if name == "grad_fn" else answer

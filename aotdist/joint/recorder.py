@@ -395,8 +395,7 @@ class Recorder:
             self._forward_origins.setdefault(seq_nr, (source, module))
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
         stamp["serial"] = next(self._serials)
-        if self.phase == "forward":
-            stamp["grad"] = torch.is_grad_enabled()
+        stamp["grad"] = torch.is_grad_enabled()
         if function:
             stamp["function"] = function
         if seq_nr is not None:

@@ -105,16 +105,13 @@ class DoubleBackwardPlan:
     failure: str = ""
 
 
-def plan_double_backward(
-    joint: Graph, functions: Sequence[str], saved: Sequence[Slot], *, hooked: bool
-) -> DoubleBackwardPlan:
+def plan_double_backward(joint: Graph, saved: Sequence[Slot], obstacle: str | None) -> DoubleBackwardPlan:
     """What is needed to differentiate the gradients of `joint`, as the trace recorded it.
 
     Args:
         joint: the graph, before any pass.
-        functions: names of the user's autograd functions in it.
         saved: what is saved for the backward.
-        hooked: whether there are hooks on the program's own tensors, which would run for these, too.
+        obstacle: why they cannot be differentiated, as far as the trace showed it, see `BackwardFacts`.
     """
     drawn = _drawn(joint)
     by_name = {slot.path.removeprefix("%"): slot for slot in saved if slot.path.startswith("%")}
@@ -124,29 +121,25 @@ def plan_double_backward(
     named = joint.named_placeholders().items()
     primals = tuple(slot for slot, node in named if slot.role == "primal" and node in needed)
     needed -= {node for node in needed if node.name in kept}
-    obstacle = "hooks in it hear of gradients" if hooked else _obstacle(joint, needed, written, functions)
+    obstacle = obstacle or _obstacle(joint, needed, written)
     is_exact = obstacle is None and _is_exact(joint, needed)
     return DoubleBackwardPlan(() if obstacle else primals, kept, obstacle, is_exact, _failure(needed))
 
 
 def _is_exact(joint: Graph, needed: set[Node]) -> bool:
-    """See `DoubleBackwardPlan`: no write under `no_grad` hides a history, and gradients have one formula."""
-    paths = {slot.path for slot, node in joint.named_results().items() if slot.role == "grad" and node}
-    named = joint.named_placeholders().items()
-    roots = (node for slot, node in named if slot.path in paths or slot.role in GRADIENT_ROLES)
-    with_history = joint.descendants(roots)
+    """See `DoubleBackwardPlan`: gradients have one formula."""
     return all(
-        operator_name(node.target) in _WITH_ONE_FORMULA if is_late(node) else _is_recorded_as_written(node)
-        for node in needed & with_history
+        operator_name(node.target) in _WITH_ONE_FORMULA if is_late(node) else _is_differentiated_alike(node)
+        for node in needed & _with_history(joint)
         if node.op == "call_function" and not is_getitem(node)
     )
 
 
-def _is_recorded_as_written(node: Node) -> bool:
-    """Whether autograd sees an operator of the forward as it saw it in the program."""
+def _is_differentiated_alike(node: Node) -> bool:
+    """Whether autograd differentiates an operator of the forward as it did what the program called."""
     val, name = node.meta.get("val"), operator_name(node.target) or "copy"
     is_complex = isinstance(val, torch.Tensor) and val.is_complex()
-    return bool(node.meta.get("grad")) and not is_complex and name != "copy" and "scatter" not in name
+    return not is_complex and name != "copy" and "scatter" not in name
 
 
 def _failure(needed: set[Node]) -> str:
@@ -184,11 +177,7 @@ def _drawn(joint: Graph) -> set[Node]:
     return drawn
 
 
-def _obstacle(
-    joint: Graph, needed: set[Node], written: frozenset[Node], functions: Sequence[str]
-) -> str | None:
-    if functions:
-        return f"it runs the autograd function `{functions[0]}`"
+def _obstacle(joint: Graph, needed: set[Node], written: frozenset[Node]) -> str | None:
     if any(slot.role == "backward_write" for slot in joint.outs):
         return "its backward writes a tensor"
     for node in joint.gm.graph.nodes:
@@ -204,6 +193,16 @@ def _obstacle(
             return "it draws random numbers"
         if node in written:
             return f"it writes `{node.name}`, whose old value its gradients depend on"
+    return _computed_again_without_history(joint) if any(map(_is_computed_again, needed)) else None
+
+
+def _computed_again_without_history(joint: Graph) -> str | None:
+    """What the program does under `no_grad`: where it is done again, it looks like autograd's own part."""
+    history = _with_history(joint)
+    for node in joint.gm.graph.nodes:
+        has_none = node.op == "call_function" and not is_late(node) and not node.meta.get("grad", True)
+        if has_none and node in history:
+            return f"it may compute again what has no history ({node.meta['source'] or node.target})"
     return None
 
 
@@ -246,8 +245,28 @@ class _InGradModes(Interpreter):
     """Runs each operator in the grad mode that it was recorded in; those of a backward, with it on."""
 
     def run_node(self, n: Node) -> Any:
-        with torch.set_grad_enabled(n.meta.get("grad", True)):
+        with torch.set_grad_enabled(is_late(n) or n.meta.get("grad", True)):
             return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(_AS_WRITES.get(target, target), args, kwargs)
+
+
+def _copied(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor).copy_(source)
+
+
+def _scattered(tensor: torch.Tensor, source: torch.Tensor, *where: Any) -> torch.Tensor:
+    whole = tensor.clone()
+    whole.as_strided(*where).copy_(source)
+    return whole
+
+
+_AS_WRITES: Mapping[Any, Callable[..., torch.Tensor]] = {
+    _ATEN.copy.default: _copied,  # has no derivative
+    _ATEN.as_strided_scatter.default: _scattered,  # has a wrong one: what was written over keeps its gradient
+}
+"""What writes became in the graph and autograd cannot differentiate, as writes."""
 
 
 def _needed(joint: Graph, outs: Sequence[Slot], kept: Container[str]) -> set[Node]:
@@ -257,6 +276,19 @@ def _needed(joint: Graph, outs: Sequence[Slot], kept: Container[str]) -> set[Nod
     return joint.ancestors(roots, stop={node for node in joint.gm.graph.nodes if node.name in kept})
 
 
+def _is_computed_again(node: Node) -> bool:
+    """Whether it is an operator of the forward that the backward repeats (in a checkpoint)."""
+    return node.op == "call_function" and is_late(node) and bool(node.meta.get("grad"))
+
+
+def _with_history(joint: Graph) -> set[Node]:
+    """Inputs that get gradients, gradients that arrive, and all that is computed of them."""
+    paths = {slot.path for slot, node in joint.named_results().items() if slot.role == "grad" and node}
+    named = joint.named_placeholders().items()
+    roots = (node for slot, node in named if slot.path in paths or slot.role in GRADIENT_ROLES)
+    return joint.descendants(roots)
+
+
 def _is_detached_by_autograd(node: Node) -> bool:
-    """Whether it is a `detach` that stems from saving a result for backward: no forward operator uses it."""
-    return node.target is DETACH and all(map(is_late, node.users))
+    """Whether it is a `detach` that stems from saving a value for backward: no forward operator uses it."""
+    return node.target is DETACH and not _is_computed_again(node) and all(map(is_late, node.users))

@@ -94,12 +94,11 @@ def part_of(
     Where `memory` is bytes and the part something else, `offset` counts bytes. `as_strided` comes first:
     functionalisation writes through it only where no other view comes before.
     """
-    with torch.no_grad():
-        if dtype == memory.dtype:
-            return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
-        count = dtype.itemsize
-        elements = memory.as_strided((*size, count), (*(step * count for step in stride), 1), offset)
-        return second_shell(elements.view(dtype).squeeze(-1))  # type: ignore[arg-type]
+    if dtype == memory.dtype:
+        return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
+    count = dtype.itemsize
+    elements = memory.as_strided((*size, count), (*(step * count for step in stride), 1), offset)
+    return second_shell(elements.view(dtype).squeeze(-1))  # type: ignore[arg-type]
 
 
 def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

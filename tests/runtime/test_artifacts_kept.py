@@ -111,7 +111,7 @@ TWICE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "what no history leads to": (lambda x: x * torch.no_grad()(torch.cos)(WEIGHT[0]), False),
     "another formula": (F.silu, True),
     "a write under no_grad": (_normed, True),
-    "a value under no_grad": (lambda x: x * torch.no_grad()(torch.sin)(x), True),
+    "a value under no_grad": (lambda x: x * torch.no_grad()(torch.sin)(x), False),
     "complex numbers": (lambda x: torch.fft.rfft(x).abs(), True),
     "an assigned slice": (lambda x: F.pad(x[None], (1, 1), mode="circular").sin(), True),
 }
