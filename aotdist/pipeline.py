@@ -35,7 +35,7 @@ from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward_compiler import DoubleBackwardCompiler
 from aotdist.runtime.fit import MISS, fit_of, refuse_overlap
-from aotdist.runtime.on_demand import OnDemand
+from aotdist.runtime.on_demand import OnDemand, compiled_ahead
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
@@ -227,22 +227,22 @@ def _compile_training(
         if settings.verify:
             verify_split(split)
         gates = plan_gates(cut, traced.facts)
-    by_choice = split.backward
-    whole = without_choices(by_choice, traced.facts, traced.program.ins)
-    split = replace(split, backward=whole)
+    facts, ins, by_choice = traced.facts, traced.program.ins, split.backward
+    whole = without_choices(by_choice, facts, ins)
+    ahead = compiled_ahead(whole, facts, emitter)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
-        backward, records_of_backward = run_passes(split.backward, "backward", settings)
+        backward, records_of_backward = run_passes(ahead, "backward", settings)
         split = replace(split, forward=forward, backward=backward)
     with times.stage("codegen"):
-        halves = emitter.halves(split)
-    facts, ins = traced.facts, traced.program.ins
+        halves = emitter.halves(split, whole)
     double_backward = plan_double_backward(linked(traced.graph), split.saved, facts.backward.obstacle)
-    node = node_plan(traced, plans, split, halves.tangent_strides, double_backward)
+    node = node_plan(traced, plans, whole, split, halves.tangent_strides, double_backward)
     more = OnDemand(
         cut=cut,
         joint=joint,
         by_choice=by_choice,
+        whole=whole,
         split=split,
         halves=halves,
         facts=facts,
@@ -255,10 +255,11 @@ def _compile_training(
         cut=cut,
         joint=joint,
         by_choice=by_choice,
+        whole=whole,
         split=split,
         halves=halves,
         node=node,
-        backward=more.for_any_kind(backward, halves.backward.call),
+        backward=more.of_all(),
         reduced=more.reduced,
         parts=more.parts,
         gates=gates,

@@ -34,7 +34,7 @@ class EmittedHalves:
     Args:
         forward: primals -> results, saved values.
         backward: saved values, tangents -> gradients, writes.
-        tangent_strides: the strides that the backward was compiled for; none for one that takes any.
+        tangent_strides: the strides that backwards are compiled for; none if they take any.
         saved_strides: those of saved values, where the forward's compiler chose them.
     """
 
@@ -68,22 +68,27 @@ class Emitter:
         done = self._finished(emitted)
         return self.of_reference().inference(graph) if done is None else done[0]
 
-    def halves(self, split: Split) -> EmittedHalves:
-        """Compile both halves; the second is generated while the first is still being built."""
+    def halves(self, split: Split, whole: Graph) -> EmittedHalves:
+        """Compile both halves; the second is generated while the first is still being built.
+
+        Args:
+            split: the two halves.
+            whole: the backward of all results; that of `split` may be of some.
+        """
         forward = self._emit(split.forward, "forward", split.forward.ins)
         chosen = _chosen_strides(split.forward, forward)
         tangents = {
             slot: chosen.get(Slot(_forward_role(split, slot), slot.path, slot.inner), _strides_of(node))
-            for slot, node in split.backward.named_placeholders().items()
+            for slot, node in whole.named_placeholders().items()
             if slot.role == "tangent"
         }
         saved = {slot: chosen[slot] for slot in split.saved if slot in chosen}
         backward = self._emit_backward(split, split.backward, {**saved, **tangents})
         done = self._finished(forward, backward)
         if done is None:
-            return self.of_reference().halves(split)
+            return self.of_reference().halves(split, whole)
         forward, backward = done
-        loose = self.takes_any_strides(split.backward)
+        loose = self.takes_any_strides(whole) and self.takes_any_strides(split.backward)
         return EmittedHalves(forward, backward, {} if loose else tangents, saved)
 
     def takes_any_strides(self, backward: Graph) -> bool:
@@ -93,7 +98,8 @@ class Emitter:
     def another_backward(self, split: Split, halves: EmittedHalves, graph: Graph) -> Emitted:
         """Compile a backward that takes what `halves.forward` saved, beside the one in `halves`."""
         backward = self._emit_backward(split, graph, {**halves.saved_strides, **halves.tangent_strides})
-        return finished(backward)
+        done = self._finished(backward)
+        return self.reference_backward(graph) if done is None else done[0]
 
     def _finished(self, *emitted: Emitted) -> list[Emitted] | None:
         """Graphs once they may be used; None if `fx` is to emit the program instead."""

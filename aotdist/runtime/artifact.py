@@ -14,7 +14,6 @@ from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.layer import Call
 from aotdist.program import NodeOutIdx, PrimalIdx, Slot
-from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Backward, Part
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward import DoubleBackward
@@ -230,7 +229,7 @@ def backward_of(
     tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(
         plan=node,
-        whole=guarded(pointing_at_the_forward(region.backward, region.split.backward)),
+        whole=guarded(region.backward),
         reduced=reduced,
         parts=parts,
         differentiable_parts=region.differentiable_parts,
@@ -239,9 +238,7 @@ def backward_of(
         other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
         double_backward=None if double is None else DoubleBackward(node, double),
         shares=functools.cache(
-            functools.partial(
-                Shares.of, node.saved.freed, region.split.backward, tangents, len(node.saved.sources)
-            )
+            functools.partial(Shares.of, node.saved.freed, region.whole, tangents, len(node.saved.sources))
         ),
         in_python=in_python,
     )

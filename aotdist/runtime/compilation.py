@@ -32,10 +32,12 @@ class Training:
         cut: the joint graph, cut at its waypoints.
         joint: the joint graph, not cut at its waypoints.
         by_choice: the backward, with the results of every choice of tangents that was traced by itself.
-        split: forward and backward, the two graphs that `joint` was partitioned into.
+        whole: the backward of all results.
+        split: forward and backward, the two graphs that `joint` was partitioned into; the backward is
+            the one of `on_demand.compiled_ahead`.
         halves: forward and backward, compiled.
         node: how tensors pass through the autograd node.
-        backward: runs the compiled backward.
+        backward: runs the backward of all results; compiles it at the first call if `halves` has another.
         reduced: compiles the backward for when some tangents are missing; each choice once.
         parts: compiles backwards from other gradients, for when somebody watches waypoints, or holds views
             whose gradients meet others inside; each once.
@@ -48,6 +50,7 @@ class Training:
     cut: Graph
     joint: Graph
     by_choice: Graph
+    whole: Graph
     split: Split
     halves: EmittedHalves
     node: NodePlan
@@ -129,7 +132,7 @@ class Compilation:
         yield self.traced.graph
         match self.region:
             case Training() as region:
-                yield from (region.cut, region.joint, region.by_choice, *self.graphs().values())
+                yield from (region.cut, region.joint, region.by_choice, region.whole, *self.graphs().values())
             case Inference(graph=graph):
                 yield graph
         for emitted in self.emitted().values():

@@ -16,14 +16,15 @@ from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.facts import Facts
 from aotdist.joint.later_backwards import LaterBackwards, OtherJoint
 from aotdist.joint.symbols import Symbols
-from aotdist.partition.choices import choice_without, without_choices
+from aotdist.partition.choices import choice_without
 from aotdist.partition.from_saved import from_saved
 from aotdist.partition.gates import linked, part, parts_of
-from aotdist.partition.reduced import without_tangents
+from aotdist.partition.reduced import besides_the_loss, without_tangents
 from aotdist.partition.returning import returning
 from aotdist.passes.collectives import collectives
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Row, Slot, Split
+from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Part
 from aotdist.runtime.other_kinds import Arrived, NamedCall, OtherBackward
 from aotdist.runtime.plan import is_plain
@@ -34,6 +35,20 @@ from aotdist.subclasses.protocol import is_wrapper, process_groups
 from aotdist.torch_seam.modes import users_modes_off
 
 
+def compiled_ahead(whole: Graph, facts: Facts, emitter: Emitter) -> Graph:
+    """The backward to compile with the forward: of the one scalar among the results, if there is one.
+
+    That is the loss, and a training step differentiates nothing else. The backward is that of all results
+    where the backend makes the cut, where the results are gradients themselves, and where the backward of
+    some of them is traced by itself.
+    """
+    traced = facts.backward.choices or facts.backward.adds_layouts
+    if emitter.backend.owns_cut or facts.related or traced:
+        return whole
+    others = besides_the_loss(whole)
+    return without_tangents(whole, others, any_strides=emitter.takes_any_strides(whole)) if others else whole
+
+
 @dataclass(frozen=True)
 class OnDemand:
     """Compiles the other backwards of one program.
@@ -42,6 +57,7 @@ class OnDemand:
         cut: the joint graph, cut at its waypoints.
         joint: the joint graph, not cut at its waypoints.
         by_choice: the backward, with the results of every choice of tangents that was traced by itself.
+        whole: the backward of all results.
         split: forward and backward, the two graphs that `joint` was partitioned into.
         halves: forward and backward, compiled.
         facts: what the trace showed.
@@ -54,6 +70,7 @@ class OnDemand:
     cut: Graph
     joint: Graph
     by_choice: Graph
+    whole: Graph
     split: Split
     halves: EmittedHalves
     facts: Facts
@@ -64,6 +81,11 @@ class OnDemand:
     _reduced: dict[frozenset[Slot], BoxedCall] = field(default_factory=dict)
     _parts: dict[Any, Part] = field(default_factory=dict)
 
+    def of_all(self) -> BoxedCall:
+        """The backward of all results, which is compiled at its first call if another was ahead."""
+        none = frozenset[Slot]()
+        return (lambda args: self.reduced(none)(args)) if self._left_out else self.reduced(none)
+
     def reduced(self, missing: frozenset[Slot]) -> BoxedCall:
         """The backward without the tangents `missing`."""
         if missing not in self._reduced:
@@ -72,20 +94,23 @@ class OnDemand:
 
     @alone
     def _reduce(self, missing: frozenset[Slot]) -> BoxedCall:
+        if missing == self._left_out:
+            ahead = self.split.backward
+            return pointing_at_the_forward(self._for_any_kind(ahead, self.halves.backward.call), ahead)
         choice = choice_without(self.facts, missing)
         with users_modes_off():
             if choice is not None and self.emitter.backend.owns_cut:
                 some = self._not_cut(linked(self.cut), choice.slots(self.ins, self.facts.recipes), missing)
                 return _picking(self._compiled(some), some.ins, self._given(missing))
             if choice is None:
-                some = without_choices(self.by_choice, self.facts, self.ins)
+                some = self.whole
             else:
                 some = returning(self.by_choice, choice.slots(self.ins, self.facts.recipes))
             return self._compiled(without_tangents(some, missing, any_strides=self._loose))
 
     def _given(self, missing: frozenset[Slot]) -> list[Slot]:
         """What a backward is given without the tangents `missing`, in order."""
-        return [slot for slot in self.split.backward.ins if slot not in missing]
+        return [slot for slot in self.whole.ins if slot not in missing]
 
     def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
         """What computes some results of the backward from some gradients, see `backward.Parts`."""
@@ -149,7 +174,7 @@ class OnDemand:
             kept=joint.kept,
         )
 
-    def for_any_kind(self, graph: Graph, call: BoxedCall) -> BoxedCall:
+    def _for_any_kind(self, graph: Graph, call: BoxedCall) -> BoxedCall:
         """`call`, which computes `graph`, so that wrappers may come in the place of plain gradients."""
         if self.emitter.backend.any_tangents or not is_plain(self.facts):
             return call
@@ -160,6 +185,11 @@ class OnDemand:
             return (on_wrappers() if any(is_wrapper(args[k]) for k in places) else call)(args)
 
         return chosen
+
+    @functools.cached_property
+    def _left_out(self) -> frozenset[Slot]:
+        """The tangents that the backward compiled ahead does not take."""
+        return frozenset(self.whole.ins).difference(self.split.backward.ins)
 
     @functools.cached_property
     def _in_parts(self) -> Graph:
@@ -183,7 +213,8 @@ class OnDemand:
             groups=process_groups(self.facts.recipes),
             earlier=[collectives(self.split.backward)],
         )
-        return self.for_any_kind(graph, call)
+        graph.pack()
+        return pointing_at_the_forward(self._for_any_kind(graph, call), graph)
 
 
 def _picking(call: BoxedCall, ins: Sequence[Slot], given: Sequence[Slot]) -> BoxedCall:

@@ -244,6 +244,7 @@ class NodePlan:
 def node_plan(
     traced: Traced,
     plans: Plans,
+    whole: Graph,
     split: Split,
     tangent_strides: Mapping[Slot, Strides],
     double_backward: DoubleBackwardPlan,
@@ -253,8 +254,9 @@ def node_plan(
     Args:
         traced: program and facts.
         plans: of the convention layers.
+        whole: the backward of all results.
         split: the two graphs.
-        tangent_strides: strides of tangents that the backward graph was compiled for.
+        tangent_strides: strides of tangents that backward graphs are compiled for.
         double_backward: what is needed to differentiate the backward graph.
     """
     facts, backward = traced.facts, traced.facts.backward
@@ -278,7 +280,7 @@ def node_plan(
             if out.differentiable
         ),
         grads=backward.grads,
-        shares=_shares(backward.grads, split.backward),
+        shares=_shares(backward.grads, whole),
         choices={choice.outs: _choice(choice, facts) for choice in backward.choices},
         adds_layouts=backward.adds_layouts,
         backward_writes=_backward_writes(facts, traced.program.ins, split),

@@ -27,6 +27,7 @@ from aotdist.errors import SignatureMismatch, UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.joint.symbols import Symbols
 from aotdist.joint.trace import Traced
+from aotdist.partition.choices import without_choices
 from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import linked, plan_gates
 from aotdist.passes.verify import verify_split
@@ -267,8 +268,7 @@ class _Reading:
         if split is None:
             compiled = Inference(graph, emitted["inference"] if emitted else emitter.inference(graph))
         else:
-            halves = _halves(split, emitted) if emitted else emitter.halves(split)
-            compiled = self._training(region, graphs, traced, plans, split, halves, emitter)
+            compiled = self._training(region, graphs, traced, plans, split, emitted, emitter)
         return Compilation(
             captured=self.captured,
             deduped=self.deduped,
@@ -308,15 +308,17 @@ class _Reading:
         traced: Traced,
         plans: Plans,
         split: Split,
-        halves: EmittedHalves,
+        emitted: Mapping[str, Emitted],
         emitter: Emitter,
     ) -> Training:
         cut, by_choice, ins = traced.graph, graphs.read(json["by_choice"]), self.program.ins
-        joint = linked(cut)
+        joint, whole = linked(cut), without_choices(by_choice, self.facts, ins)
+        halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
         more = OnDemand(
             cut=cut,
             joint=joint,
             by_choice=by_choice,
+            whole=whole,
             split=split,
             halves=halves,
             facts=self.facts,
@@ -328,10 +330,11 @@ class _Reading:
             cut=cut,
             joint=joint,
             by_choice=by_choice,
+            whole=whole,
             split=split,
             halves=halves,
-            node=node_plan(traced, plans, split, halves.tangent_strides, _NO_DOUBLE_BACKWARD),
-            backward=more.for_any_kind(split.backward, halves.backward.call),
+            node=node_plan(traced, plans, whole, split, halves.tangent_strides, _NO_DOUBLE_BACKWARD),
+            backward=more.of_all(),
             reduced=more.reduced,
             parts=more.parts,
             gates=plan_gates(cut, self.facts),
@@ -341,11 +344,11 @@ class _Reading:
         )
 
 
-def _halves(split: Split, emitted: Mapping[str, Emitted]) -> EmittedHalves:
+def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
     """Both halves, whose kernels take tangents as they were recorded."""
     tangents = {
         slot: tuple(node.meta["val"].stride())
-        for slot, node in split.backward.named_placeholders().items()
+        for slot, node in whole.named_placeholders().items()
         if slot.role == "tangent"
     }
     return EmittedHalves(emitted["forward"], emitted["backward"], tangents, {})

@@ -29,6 +29,23 @@ def mlp_in_eval_mode() -> Made:
     return model.eval(), args
 
 
+class WithLoss(nn.Module):
+    """A loss, and the logits that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.layers(x)
+        return nn.functional.cross_entropy(logits, torch.arange(len(x)) % 4), logits
+
+
+def with_loss() -> Made:
+    torch.manual_seed(0)
+    return WithLoss(), (torch.randn(5, 8),)
+
+
 class Counting(nn.Module):
     """Buffers that are written and assigned, results that are views of inputs, and a constant."""
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import aotdist
+from aotdist.codegen.emit import Emitter
 from aotdist.joint.attention import chosen_for
 from aotdist.kernels.running import Loaded, aligned
 from aotdist.kernels.triton_seam import Process
 from tests.artifacts import cases_ranks
 from tests.artifacts.comparison import assert_same, forbid_tracing
 from tests.artifacts.interpreting import interpret
-from tests.artifacts.programs import PROGRAMS, PROGRAMS_OF_TWO_RANKS, Made, decoder
+from tests.artifacts.programs import PROGRAMS, PROGRAMS_OF_TWO_RANKS, Made, decoder, with_loss
 from tests.ranks.harness import World
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,24 @@ def test_graphs_with_kernels_come_back(name: str, tmp_path: Path, monkeypatch: p
     assert_same(expected, step(*loaded_model))
     halves = [graph.fusion for graph in loaded_model[0].explain().artifacts[0].graphs if graph.fusion]
     assert all(kernel.text.startswith("@triton.jit") for half in halves for kernel in half.kernels)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process compiles its kernels")
+@pytest.mark.usefixtures("interpreted")
+def test_the_backward_of_a_loss_beside_other_results_has_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aotdist.build(with_loss, tmp_path / "it.aot", target="sm_90")
+    compiled, loaded = with_loss(), with_loss()
+    aotdist.compile(compiled[0], backend="triton")
+    aotdist.load(tmp_path / "it.aot", loaded[0])
+    losses = [model(*args)[0] for model, args in (compiled, loaded)]
+    monkeypatch.setattr(Emitter, "another_backward", None)  # nothing is compiled any more
+    for loss in losses:
+        loss.backward()
+    assert_same(*([p.grad for p in model.parameters()] for model, _ in (compiled, loaded)))
+    backward = next(graph for graph in loaded[0].explain().artifacts[0].graphs if graph.name == "backward")
+    assert backward.fusion is not None and backward.fusion.kernels
 
 
 def step(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import aotdist
-from tests.artifacts.comparison import assert_same_as_eager, forbid_tracing
-from tests.artifacts.programs import PROGRAMS, Made, mlp
+from aotdist.codegen.contract import Emitted
+from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.program import Graph, Split
+from tests.artifacts.comparison import assert_same, assert_same_as_eager, forbid_tracing
+from tests.artifacts.programs import PROGRAMS, Made, mlp, with_loss
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +72,32 @@ def test_gradients_with_respect_to_some_results(tmp_path: Path, monkeypatch: pyt
     first, second = called(x, y)
     assert torch.equal(torch.autograd.grad(second.sum(), y, retain_graph=True)[0], torch.full((3,), 4.0))
     assert torch.equal(torch.autograd.grad(first.sum(), x)[0], torch.full((3,), 2.0))
+
+
+def test_the_backward_of_a_loss_beside_other_results_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (eager, args), (model, _) = with_loss(), with_loss()
+    aotdist.build(with_loss, tmp_path / "it.aot")
+    forbid_tracing(monkeypatch)
+    aotdist.load(tmp_path / "it.aot", model)
+    compiled_on_demand: list[Graph] = []
+    monkeypatch.setattr(Emitter, "another_backward", noting(Emitter.another_backward, compiled_on_demand))
+    for losses in ([0], [0], [0, 1]):
+        assert not compiled_on_demand
+        for each in (eager, model):
+            results = each(*args)
+            torch.stack([results[k].square().sum() for k in losses]).sum().backward()
+        assert_same([p.grad for p in eager.parameters()], [p.grad for p in model.parameters()])
+    assert len(compiled_on_demand) == 1
+
+
+def noting(compile_one: Callable[..., Emitted], graphs: list[Graph]) -> Callable[..., Emitted]:
+    def compiling(self: Emitter, split: Split, halves: EmittedHalves, graph: Graph) -> Emitted:
+        graphs.append(graph)
+        return compile_one(self, split, halves, graph)
+
+    return compiling
 
 
 def two_results(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
+from aotdist.codegen.emit import Emitter
 from tests.ranks.harness import World
 from tests.subclasses.fsdp_models import (
     Block,
@@ -280,6 +283,28 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch) * 2
 
 
+class WithLogits(Net):
+    """A loss, and the logits that it is made of."""
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.hidden(tokens)).float()
+        return logits.logsumexp(-1).mean(), logits
+
+
+def logits_case() -> None:
+    """The backward of the loss is there from the first call on; that of both is compiled by both ranks."""
+    eager, compiled = (seeded(lambda: shard_blocks(WithLogits(), line(2))) for _ in range(2))
+    aotdist.compile(compiled, backend="fx")
+    spied = partial(patch.object, Emitter, "another_backward", autospec=True)
+    for step in range(4):
+        with spied(side_effect=Emitter.another_backward) as on_demand:
+            for model in (eager, compiled):
+                loss, logits = model(tokens(step))
+                (loss if step < 2 else loss + logits.square().mean()).backward()
+        assert on_demand.call_count == (step == 2)
+        assert not (names := different_grads(eager, compiled)), (step, names)
+
+
 def given_case() -> None:
     eager, given = (seeded(lambda: shard_blocks(Net(), line(2))) for _ in range(2))
     compiled = aotdist.compile(loss_of, backend="fx")
@@ -291,5 +316,10 @@ def given_case() -> None:
         assert not (names := different_grads(eager, given)), (step, names)
 
 
-def test_a_sharded_model_is_an_argument(world2: World) -> None:
-    world2.run(given_case)
+def both_cases() -> None:
+    given_case()
+    logits_case()
+
+
+def test_a_sharded_model_is_an_argument_or_returns_logits_too(world2: World) -> None:
+    world2.run(both_cases)
