@@ -14,7 +14,6 @@ import gc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
@@ -22,6 +21,7 @@ from aotdist.report.allocation import most_allocated_by
 from benchmarks import workers
 from benchmarks.effort import Case, Effort
 from benchmarks.models import LlamaShape
+from benchmarks.process import status
 from benchmarks.timing import Series
 from benchmarks.variants import (
     LAYOUTS,
@@ -94,12 +94,12 @@ def _measure(layout: Layout, effort: Effort) -> list[Series]:
 
 def peak_of(job: Job) -> Peak:
     """Both quantities of one contender; runs on every rank."""
-    resident = _status("VmRSS")
+    resident = status("VmRSS")
     step = make_step(job.layout, job.shape, job.compiler)
     _repeat(step, job.num_steps)
     _forget_high_water()
     _repeat(step, job.num_steps)
-    process = _status("VmHWM") - resident
+    process = status("VmHWM") - resident
     step.clear()
     return _hungriest_rank(Peak(most_allocated_by(step), process))
 
@@ -108,13 +108,6 @@ def _repeat(step: TrainStep, times: int) -> None:
     for _ in range(times):
         step.clear()
         step()
-
-
-def _status(key: Literal["VmRSS", "VmHWM"]) -> float:
-    """A line of Linux's /proc/self/status, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{key}:"))
-    return int(line.split()[1]) / 1024
 
 
 def _forget_high_water() -> None:

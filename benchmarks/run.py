@@ -24,6 +24,7 @@ from benchmarks import (
     bench_capture,
     bench_compile,
     bench_launch,
+    bench_lengths,
     bench_memory,
     bench_ranks,
     bench_step,
@@ -37,7 +38,17 @@ from benchmarks.timing import Series
 from benchmarks.verdicts import Target
 
 Name = Literal[
-    "step", "train_step", "memory", "capture", "worlds", "ranks", "compile", "cache", "call", "launch"
+    "step",
+    "train_step",
+    "memory",
+    "capture",
+    "worlds",
+    "ranks",
+    "lengths",
+    "compile",
+    "cache",
+    "call",
+    "launch",
 ]
 
 
@@ -57,6 +68,7 @@ BENCHES: dict[str, Bench] = {
     "capture": Bench(bench_capture.__doc__, bench_capture.cases, bench_capture.TARGETS),
     "worlds": Bench(bench_worlds.__doc__, bench_worlds.cases, bench_worlds.TARGETS),
     "ranks": Bench(bench_ranks.__doc__, bench_ranks.cases, bench_ranks.TARGETS),
+    "lengths": Bench(bench_lengths.__doc__, bench_lengths.cases, bench_lengths.TARGETS),
     "compile": Bench(bench_compile.__doc__, bench_compile.cases, bench_compile.TARGETS),
     "cache": Bench(bench_cache.__doc__, bench_cache.cases, bench_cache.TARGETS),
     "call": Bench(bench_call.__doc__, bench_call.cases, bench_call.TARGETS),

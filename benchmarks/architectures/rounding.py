@@ -97,6 +97,8 @@ def _of_one_step(name: str, call: Callable[[Any], Any], dtype: torch.dtype) -> l
     """Loss and gradients of a step in which nothing is dropped."""
     plain: Any = make(name, dropped=0.0)
     plain.to(dtype)
+    if dtype == torch.float64 and hasattr(plain.config, "num_experts_per_tok"):
+        plain.set_experts_implementation("eager")  # the grouped product has no float64
     batch = {
         key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in make_batch(name, 0).items()
