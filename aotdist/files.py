@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,16 @@ def is_own_file(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISREG(known.st_mode) and is_owners_alone(known)
+
+
+def with_checksum(document: Mapping[str, Any]) -> str:
+    """A document of JSON's types, as it stands in a file: with the SHA-256 of the rest at its end.
+
+    A text is as it was written if this returns it, for what it says.
+    """
+    rest = {name: value for name, value in document.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(rest).encode()).hexdigest()
+    return json.dumps({**rest, "sha256": digest}, indent=1) + "\n"
 
 
 def write_whole(path: Path, chunks: Iterable[bytes], *, mode: int = OWNER_ONLY) -> None:

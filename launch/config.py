@@ -14,6 +14,7 @@ from typing import Any, Literal, get_type_hints
 import tyro
 
 from aotdist.errors import BadSettings
+from aotdist.files import with_checksum
 from aotdist.settings import PartitionPolicy, Settings
 
 PROGRAM = "aotdist.launch.train"
@@ -428,15 +429,24 @@ def read_options(config: Path) -> JobOptions:
     """The options that a run wrote down.
 
     Raises:
-        BadSettings: there is no such file, or it is of other options than this version has.
+        BadSettings: there is no such file, it is not as it was written, or it is of other options than this
+            version has.
     """
-    fix = "name the folder of a run, as --run.folder and --run.name made it"
     try:
-        document: Any = json.loads(config.read_text())["options"]
+        text = config.read_text()
+        whole: Any = json.loads(text)
+        document: Any = whole["options"]
+        if with_checksum(whole) != text:
+            raise ValueError("it is not as it was written")
     except OSError as error:
+        fix = "name the folder of a run, as --run.folder and --run.name made it"
         raise BadSettings(f"--resume: {config} cannot be read: {error.strerror}", fix=fix) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadSettings(f"--resume: {config} is damaged", fix=fix) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fix = (
+            "restore the file, or begin a new run with all the options of this one; to change an option, "
+            "give it beside --resume; a run of a version without checksums is resumed with that version"
+        )
+        raise BadSettings(f"--resume: {config} is damaged: it is not as it was written", fix=fix) from error
     try:
         return JobOptions(
             **{

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from aotdist.errors import BadSettings
-from aotdist.files import AS_USUAL, write_whole
+from aotdist.files import AS_USUAL, with_checksum, write_whole
 from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, RunOptions
 from aotdist.launch.lease import LEASE_FILE, Lease, is_held, refuse_held
 from aotdist.launch.parallel import Place, World
@@ -162,8 +162,8 @@ def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: i
         "compute_dtype": str(world.compute_dtype).removeprefix("torch."),
         "launch_id": world.place.launch_id,
     }
-    document = {"options": dataclasses.asdict(options), "environment": environment}
-    text = json.dumps(document, indent=2, default=_jsonable) + "\n"
+    of_json = json.loads(json.dumps(dataclasses.asdict(options), default=_jsonable))
+    text = with_checksum({"options": of_json, "environment": environment})
     write_whole(folder / CONFIG_FILE, [text.encode()], mode=AS_USUAL)  # a run can go on only if it is whole
 
 

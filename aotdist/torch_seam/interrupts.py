@@ -96,8 +96,9 @@ class _Before:
         release(self._free)
         _put_back(_OF_THREAD, self._of_thread)
         if is_interrupt:
-            for undo in reversed(self._undo):
-                undo()
+            while self._undo:  # each once: an earlier one would put back what a later one has undone
+                self._undo[-1]()
+                self._undo.pop()
             self.put_back_process()
 
     def put_back_process(self) -> None:

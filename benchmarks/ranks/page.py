@@ -53,8 +53,9 @@ values are mixed without an error where ranks
 - take two axes of a mesh in the other order, where no two ranks share both: each pair of ranks does the same;
 - leave a whole step out: the next batch meets the one before it on the others.
 
-A rank that dies before it calls `aotdist.compile` cannot be looked for: the others wait for `rank_timeout_s`.
-Under `torchrun` the launcher ends them.
+A rank that dies before it calls `aotdist.compile` is known by its connection, which gloo sees close, within
+three seconds. A default group of NCCL alone has none to ask: the others wait for `rank_timeout_s` (300 s).
+One that dies before `init_process_group` leaves the others there. Under `torchrun` the launcher ends them.
 """
 
 _IN_SHORT = "Rows by the worst that a rank sees which did not leave by itself; ours with those of `inductor`."

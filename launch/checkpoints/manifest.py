@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from aotdist.errors import AotdistError
+from aotdist.files import with_checksum
 
 FORMAT = 2
 """Version of the manifest's format, and of what it describes; another one is not read."""
@@ -109,9 +110,7 @@ class Manifest:
 
     def text(self) -> str:
         """As it stands in its file, with the checksum of the rest at its end."""
-        document = dataclasses.asdict(self)
-        digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
-        return json.dumps({**document, "sha256": digest}, indent=1) + "\n"
+        return with_checksum(dataclasses.asdict(self))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from aotdist import BadSettings
+from aotdist.files import with_checksum
 from aotdist.launch import train
 from aotdist.launch.config import DataOptions, JobOptions, OptimOptions, RunOptions, parse_options
 from aotdist.launch.going_on import (
@@ -76,8 +77,9 @@ def test_ranks_that_are_started_again_in_another_number_keep_the_batch(job):
     asked = parse_options(command, speaks=False)
     began = {"ranks": 2, "batch_ranks": 2, "launch_id": "a"}
     (job.folder / "first").mkdir()
-    document = {"options": dataclasses.asdict(asked), "environment": began}
-    (job.folder / "first" / "config.json").write_text(json.dumps(document, default=str))
+    options = json.loads(json.dumps(dataclasses.asdict(asked), default=str))
+    text = with_checksum({"options": options, "environment": began})
+    (job.folder / "first" / "config.json").write_text(text)
     place = Place(launched=True, launch_id="a", restarts=1)
     before = run_before(asked, place)
     assert before is not None and run_before(asked, Place(launched=True, launch_id="a")) is None
@@ -88,7 +90,7 @@ def test_ranks_that_are_started_again_in_another_number_keep_the_batch(job):
 
 def test_a_number_of_ranks_that_is_none_is_named(job, capsys):
     config = job.folder / "config.json"
-    config.write_text(json.dumps({"options": {}, "environment": {"ranks": 1, "batch_ranks": "2"}}))
+    config.write_text(with_checksum({"options": {}, "environment": {"ranks": 1, "batch_ranks": "2"}}))
     assert train.main(["--resume", str(job.folder)]) == 2
     assert "config.json is damaged: ranks 1, batch_ranks '2'" in capsys.readouterr().err
 
@@ -113,7 +115,7 @@ def pretend_two_ranks(folder):
     document = json.loads(config.read_text())
     document["options"]["data"]["batch_size"] //= 2
     document["environment"] |= {"ranks": 2, "batch_ranks": 2}
-    config.write_text(json.dumps(document))
+    config.write_text(with_checksum(document))
 
 
 def test_another_number_of_ranks_is_said_and_tokens_go_on(job, capsys):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from aotdist.files import with_checksum
 from aotdist.launch import lease, loop, metrics, recorder, train
 from aotdist.launch.checkpoints import writer
 from aotdist.launch.checkpoints.manifest import facts_of, read_manifest
@@ -356,7 +357,9 @@ def test_another_text_is_refused(job, capsys, tmp_path):
     [
         (None, "cannot be read"),
         ("{", "is damaged"),
-        ('{"options": {"model": {"width": 3}}}', "not those of this version"),
+        ('{"options": {}}', "is damaged"),
+        (with_checksum({"options": {"optim": {"lr": 0.1}}}).replace("0.1", "0.3"), "not as it was written"),
+        (with_checksum({"options": {"model": {"width": 3}}}), "not those of this version"),
     ],
 )
 def test_a_folder_without_a_run_is_refused(job, capsys, config, reason):

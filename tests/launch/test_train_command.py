@@ -1,11 +1,11 @@
 """`aotdist train`: what it takes for itself, and what it hands to the trainer."""
 
-import json
 import os
 
 import pytest
 
 import aotdist
+from aotdist.files import with_checksum
 from aotdist.launch import train
 from aotdist.launch.commands.main import main
 
@@ -45,7 +45,7 @@ def went_before(folder, ranks):
     folder.mkdir()
     options = {"model": {"dim": 64}, "parallel": {"device": "cpu"}}
     environment = {"ranks": ranks, "batch_ranks": ranks}
-    (folder / "config.json").write_text(json.dumps({"options": options, "environment": environment}))
+    (folder / "config.json").write_text(with_checksum({"options": options, "environment": environment}))
     return str(folder)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import aotdist
+from aotdist.runtime.ranks.liveness import is_closed
 from aotdist.settings import Settings
 from tests.ranks.cases_agreement import Told, told
 
@@ -235,9 +236,16 @@ def one_of_a_mesh_flips() -> None:
     ends(lambda: compiled(torch.ones(8), flips=odd()))
 
 
-def dies_before_it_compiles() -> None:
-    trained = model()
-    if odd():
+def two_die_before_they_compile() -> None:
+    """One before it calls `aotdist.compile`; to ask whether it lives has done no harm while it did."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for number in range(3):
+        assert not any(is_closed(peer) for peer in range(num_ranks) if peer != rank)
+        total = torch.tensor([number])
+        dist.all_reduce(total)
+        assert total.item() == num_ranks * number
+    trained = None if rank == 1 else model()
+    if trained is None or odd():
         os.kill(os.getpid(), signal.SIGKILL)
     ends(lambda: train(trained))
 

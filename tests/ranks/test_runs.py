@@ -72,10 +72,13 @@ def test_a_host_that_fails_to_compile_is_heard():
     assert other == ("RankLost", "rank 0 failed to compile `run`: ValueError: no such rule")
 
 
-def test_a_rank_that_dies_before_it_compiles_is_missed_at_once():
-    with fresh_world(2) as world:
-        survivor, _ = world.outcomes(cases.dies_before_it_compiles, timeout=SOON_S)
-    assert said(survivor) == ("RankLost", "rank 1 died: its process is gone")
+def test_ranks_that_die_before_they_compile_are_missed_at_once():
+    with fresh_world(3) as world:
+        survivor, *_ = world.outcomes(cases.two_die_before_they_compile, timeout=SOON_S)
+    kind, what = said(survivor)
+    assert kind == "RankLost"
+    assert "rank 1 left before it called `aotdist.compile`: its connection is closed" in what
+    assert "rank 2 died: its process is gone" in what
 
 
 @pytest.mark.parametrize("store", ["tcp", "rank0"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import sys
@@ -17,10 +18,14 @@ import pytest
 import torch
 from torch import nn
 from torch._guards import _TLS
+from torch._inductor import config as inductor_config
+from torch._inductor import virtualized
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.capture.ambient import ambient
+from aotdist.convention.view_mode import ViewMode
+from aotdist.export import aot_export_module
 from aotdist.torch_seam.dynamo import dynamo_locks
 from aotdist.torch_seam.locks import LOCKS, is_owned
 from aotdist.torch_seam.patches import PATCHES, _held_by, values_here
@@ -107,6 +112,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "Dynamo": c._dynamo.eval_frame.get_eval_frame_callback(),
         "contexts": {name: value for name, value in vars(_TLS).items() if value is not None},
         "compiling": torch.compiler.is_compiling(),
+        "Inductor": {name: id(value) for name, value in vars(virtualized.threadlocal).items()},
         "patches": (
             values_here(),
             [
@@ -151,29 +157,43 @@ class Interrupter:
     Args:
         points: before which bytecodes.
         folder: where children write what is wrong.
+        begins_later: what it runs says when to begin.
 
     Attributes:
         failures: what is.
     """
 
-    def __init__(self, points: range, folder: Path) -> None:
-        self._points, self._file = points, folder / "wrong"
+    def __init__(self, points: range, folder: Path, *, begins_later: bool = False) -> None:
+        self._points, self._file, self._begins_later = points, folder / "wrong", begins_later
         self._count, self._at, self._is_child = 0, "", False
         self.failures: list[str] = []
 
     def run(self, run: Callable[[], Any], found_wrong: Callable[[int], str]) -> None:
-        """Run something; `found_wrong` says, in children, what is wrong when it was interrupted."""
-        sys.settrace(self._trace)
+        """Run something; `found_wrong` says, in children, what is wrong when it was interrupted.
+
+        If it calls `begin`, it is interrupted after that alone, and may raise an interrupt itself.
+        """
+        if not self._begins_later:
+            sys.settrace(self._trace)
         try:
             run()
         except KeyboardInterrupt:
-            assert self._is_child
-            self._exit(found_wrong)
+            assert self._is_child or self._begins_later
+            if self._is_child:
+                self._exit(found_wrong)
         finally:
             sys.settrace(None)
             if self._is_child:
                 self._exit(lambda _: "the interrupt was swallowed")
         assert self._count > self._points[1], "it has fewer bytecodes than that"
+
+    def begin(self) -> None:
+        """Interrupt from now on, also what the frames do that run now."""
+        sys.settrace(self._trace)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = self._trace, True, False
+            frame = frame.f_back
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -217,7 +237,22 @@ def step(model: nn.Module) -> Callable[[], Any]:
     return lambda: run(X)
 
 
-RUNS = {"call": call, "step": step}
+def dynamic(model: nn.Module) -> Callable[[], Any]:
+    aotdist.compile(model, backend="fx", dynamic=True)
+    return lambda: model(X)
+
+
+def inductor(model: nn.Module) -> Callable[[], Any]:
+    aotdist.compile(model, backend="inductor")
+
+    def run() -> Any:
+        with inductor_config.patch(fx_graph_cache=False):
+            return model(X)
+
+    return run
+
+
+RUNS = {"call": call, "step": step, "dynamic": dynamic, "inductor": inductor}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +260,8 @@ RUNS = {"call": call, "step": step}
     [
         ("call", range(700, 10**9, 300_007), 1),
         ("step", range(700, 10**9, 500_009), 1),
-        *(pytest.param(name, range(1, 10**9, 50), 40, marks=SWEEP) for name in RUNS),
+        *(pytest.param(name, range(1, 10**9, 50), 40, marks=SWEEP) for name in ("call", "step")),
+        *(pytest.param(name, range(1, 10**9, 10_007), 40, marks=SWEEP) for name in ("dynamic", "inductor")),
     ],
 )
 def test_an_interrupt_leaves_nothing(name: str, points: range, thorough: int, tmp_path: Path) -> None:
@@ -245,3 +281,59 @@ def test_an_interrupt_leaves_nothing(name: str, points: range, thorough: int, tm
 
     interrupter.run(run, found_wrong)
     assert not interrupter.failures, "\n".join(interrupter.failures)
+
+
+class Exported(nn.Module):
+    """Returns its loss, and writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("total", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        y = checkpoint(self.linear, x, use_reentrant=False).tanh()
+        self.total.add_(y.detach().sum(0))
+        return (y.sum(),)
+
+
+@pytest.mark.parametrize(
+    "points", [range(70_000, 10**9, 70_001), pytest.param(range(1, 10**9, 997), marks=SWEEP)]
+)
+def test_an_interrupted_export_leaves_nothing(points: range, tmp_path: Path) -> None:
+    def run(model: nn.Module) -> None:
+        aot_export_module(model, (X,), trace_joint=True, output_loss_index=0)
+
+    for warm in (Exported, Exported):
+        run(made(warm))
+    model = made(Exported)
+    before = state_of(model)
+    interrupter = Interrupter(points, tmp_path)
+    interrupter.run(lambda: run(model), lambda _: what_differs(model, before))
+    assert not interrupter.failures, "\n".join(interrupter.failures)
+
+
+@pytest.mark.parametrize("points", [range(700, 10**9, 4_007), pytest.param(range(1, 10**9, 97), marks=SWEEP)])
+def test_an_interrupt_of_what_restores_leaves_nothing(
+    points: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a trace, and once more while contexts are left and state is put back."""
+    for warm in (Net, Net):
+        call(made(warm))()
+    model = made()
+    run = call(model)
+    torch.manual_seed(1)
+    before = state_of(model)
+    interrupter = Interrupter(points, tmp_path, begins_later=True)
+    dispatch, operators = ViewMode._dispatch, itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(operators) == 40:
+            interrupter.begin()
+            raise KeyboardInterrupt
+        return dispatch(*args)
+
+    monkeypatch.setattr(ViewMode, "_dispatch", interrupted)
+    interrupter.run(run, lambda _: what_differs(model, before))
+    assert not interrupter.failures, "\n".join(interrupter.failures)
+    assert not what_differs(model, before)

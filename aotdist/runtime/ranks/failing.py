@@ -13,6 +13,7 @@ from aotdist.runtime.ranks.liveness import (
     Address,
     address_of_this_process,
     dead_among,
+    is_closed,
     is_hosted_by_a_rank,
     meet_machines,
 )
@@ -167,8 +168,11 @@ def meet_again(board: Board) -> None:
 def deaths_of(board: Board, suspects: Sequence[int], present: Sequence[int]) -> dict[int, str]:
     """Those of the suspects whose process is gone; ranks that are present vouch for their machines."""
     meet_machines(addresses(board, present), turn=board.rank)
-    dead = dead_among(addresses(board, suspects))
-    return {rank: f"{spell([rank])} died: its process is gone" for rank in dead}
+    known = addresses(board, suspects)
+    reasons = dict.fromkeys(dead_among(known), "died: its process is gone")
+    closed = [rank for rank in suspects if rank not in known and is_closed(rank)]
+    reasons |= dict.fromkeys(closed, "left before it called `aotdist.compile`: its connection is closed")
+    return {rank: f"{spell([rank])} {reason}" for rank, reason in reasons.items()}
 
 
 def _announce(board: Board, label: str, error: BaseException) -> None:

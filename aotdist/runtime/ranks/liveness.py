@@ -6,6 +6,9 @@ moment the process is gone, even by SIGKILL. So there is no heartbeat, no thread
 
 Between machines a firewall may refuse connections as well. So a refusal counts only from a machine
 that has answered this process before; on the same machine it always counts.
+
+A rank that has not opened its port yet has a connection of gloo's from `init_process_group` on, if the
+default group has gloo: the kernel closes it when the process is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from aotdist.torch_seam.groups import PrefixStore, Store, TCPStore
+import torch
+import torch.distributed as dist
+
+from aotdist.torch_seam.groups import PrefixStore, Store, TCPStore, runs_on_gloo, world_group_name
 
 Pulse = Literal["alive", "dead", "unknown"]
 """`unknown`: the machine does not answer, or its answer proves nothing."""
@@ -37,6 +43,8 @@ used up, further ones go unanswered, which reads `unknown`, never `dead`."""
 _AT_ONCE = 256
 """Ranks probed together: well below the usual limit of 1,024 open files."""
 
+_NOBODYS_TAG = 2**31 - 7
+"""Of receives that no rank ever answers."""
 
 _ports: list[socket.socket] = []
 """That this process has opened, one for each interface."""
@@ -88,6 +96,21 @@ def pulses(addresses: Mapping[int, Address], timeout_s: float = 1.0) -> dict[int
 def dead_among(addresses: Mapping[int, Address]) -> list[int]:
     """The ranks whose process is certainly gone."""
     return [rank for rank, pulse in pulses(addresses).items() if pulse == "dead"]
+
+
+def is_closed(rank: int) -> bool:
+    """Whether gloo has seen a rank close its connection in the default group; False where that has no gloo.
+
+    On a connection that is closed a receive fails when it is asked for. On any other it is forgotten at once:
+    to wait for it, however briefly, would close the connection.
+    """
+    try:
+        cpu = torch.device("cpu")
+        if runs_on_gloo(world_group_name(), cpu):
+            dist.irecv(torch.empty(1, device=cpu), src=rank, tag=_NOBODYS_TAG)
+    except RuntimeError as error:  # also where the group has nothing for CPUs
+        return "Connection closed by peer" in str(error)
+    return False
 
 
 def meet_machines(addresses: Mapping[int, Address], turn: int) -> None:
