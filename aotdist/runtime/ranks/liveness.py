@@ -104,9 +104,9 @@ def is_closed(rank: int) -> bool:
     On a connection that is closed a receive fails when it is asked for. On any other it is forgotten at once:
     to wait for it, however briefly, would close the connection.
     """
+    world, cpu = world_group_name(), torch.device("cpu")
     try:
-        cpu = torch.device("cpu")
-        if runs_on_gloo(world_group_name(), cpu):
+        if world is not None and runs_on_gloo(world, cpu):
             dist.irecv(torch.empty(1, device=cpu), src=rank, tag=_NOBODYS_TAG)
     except RuntimeError as error:  # also where the group has nothing for CPUs
         return "Connection closed by peer" in str(error)
