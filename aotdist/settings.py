@@ -62,7 +62,7 @@ class Settings:
         check_ranks: before which runs of programs that communicate ranks compare what they are about to run:
             `every`; `steps:N`, before those of each Nth step; or `first`, before a program's first run alone.
             A difference is a `RankDivergence` on all ranks instead of an abort or mixed batches. A comparison
-            takes 0.16 ms on two ranks; the more there are, the more it asks of the process that hosts the
+            takes 0.3 ms on two ranks; the more there are, the more it asks of the process that hosts the
             store.
         verify: check the graph's invariants after every pass.
         dynamic: which sizes of the arguments may differ from call to call without compiling again: with
