@@ -28,10 +28,9 @@ class ChangingSizes:
         modes, dims = ambient(), dict[int, frozenset[int]]()
         for artifact in self._artifacts:
             if artifact.fit.around.ambient == modes:
-                for slot, example in zip(artifact.fit.slots, artifact.fit.examples, strict=True):
-                    if slot.path in tensors and (found := _dims_that_differ(tensors[slot.path], example)):
-                        key = id(tensors[slot.path])
-                        dims[key] = dims.get(key, frozenset()).union(found)
+                for path, found in _changed_dims(tensors, artifact):
+                    key = id(tensors[path])
+                    dims[key] = dims.get(key, frozenset()).union(found)
         self.opened = bool(dims)
         return dims
 
@@ -65,10 +64,16 @@ def _marks(artifact: Artifact, other: Artifact) -> Iterator[str]:
     """How to mark the dimensions that differ between two artifacts, and may be symbolic."""
     if artifact.compilation.settings.dynamic or artifact.compilation.takes_no_symbols():
         return
-    theirs = {slot.path: example for slot, example in zip(other.fit.slots, other.fit.examples, strict=True)}
-    for slot, mine in zip(artifact.fit.slots, artifact.fit.examples, strict=True):
-        if slot.path in theirs and (dims := _dims_that_differ(mine, theirs[slot.path])):
-            yield f"aotdist.mark_dynamic({slot.path}, {', '.join(map(str, dims))})"
+    pairs = zip(artifact.fit.slots, artifact.fit.examples, strict=True)
+    for path, dims in _changed_dims({slot.path: example for slot, example in pairs}, other):
+        yield f"aotdist.mark_dynamic({path}, {', '.join(map(str, dims))})"
+
+
+def _changed_dims(tensors: Mapping[str, torch.Tensor], other: Artifact) -> Iterator[tuple[str, list[int]]]:
+    """The dimensions of tensors, by path, that differ from those of an artifact, and may be symbolic."""
+    for slot, example in zip(other.fit.slots, other.fit.examples, strict=True):
+        if slot.path in tensors and (dims := _dims_that_differ(tensors[slot.path], example)):
+            yield slot.path, dims
 
 
 def _dims_that_differ(one: torch.Tensor, other: torch.Tensor) -> list[int]:

@@ -71,6 +71,13 @@ def test_fifty_lengths_are_two_programs() -> None:
     assert num_programs(model) == 2
 
 
+@pytest.mark.slow
+def test_lengths_by_the_default_backend() -> None:
+    model = aotdist.compile(Language(), backend="auto", dynamic="auto")
+    torch.testing.assert_close(steps(model, LENGTHS), steps(Language(), LENGTHS))
+    assert num_programs(model) == 2
+
+
 def test_ways_of_a_module_change_apart() -> None:
     """In evaluation the layer has a fast path, which takes no symbols: a program for each length."""
     models = Language().eval(), aotdist.compile(Language().eval(), backend="fx", dynamic="auto")
