@@ -47,6 +47,7 @@ from aotdist.torch_seam.inductor import (
     inductor_vector_isa_setting,
     precompile_cpp_headers,
     shape_environment,
+    sound_cpp_flags,
     submit_compilation,
     tracing_context,
 )
@@ -289,6 +290,7 @@ def _configured() -> AbstractContextManager[Any]:
     Partitions of a graph are for CUDA graphs, which are off here; looking for them took 0.47 of 16.2 s
     in a profile of an 8-layer Llama's forward.
     """
+    options: dict[str, Any] = {"graph_partition": False, **sound_cpp_flags()}
     if inductor_vector_isa_setting() is None and vector_isa_is_sound():
-        return inductor_config(graph_partition=False, cpp__vec_isa_ok=True)
-    return inductor_config(graph_partition=False)
+        options["cpp__vec_isa_ok"] = True
+    return inductor_config(**options)

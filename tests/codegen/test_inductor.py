@@ -80,6 +80,17 @@ def test_constants_of_the_program():
     assert_close(emit(graph).call([x]), [x[:, [1, 0]] * 2.5])
 
 
+def test_matrices_of_half_precision_that_are_transposed():
+    """g++ 12 on AVX-512 took the stores of such transposes for dead, where a program has more than one."""
+    dtypes = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float16)
+    xs = [torch.randn(2, 64, 64, dtype=dtype) for dtype in dtypes]
+
+    def transposed(*xs: torch.Tensor) -> list[torch.Tensor]:
+        return [x.transpose(-1, -2).contiguous().float() for x in xs]
+
+    assert all(map(torch.equal, aotdist.compile(transposed, backend="inductor")(*xs), transposed(*xs)))
+
+
 def test_a_branch():
     emitted = emit(captured(branching, [torch.ones(3)]))
     for x in (torch.ones(3), -torch.ones(3)):
