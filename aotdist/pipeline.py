@@ -238,7 +238,8 @@ def _compile_training(
         halves = emitter.halves(split, whole)
     double_backward = plan_double_backward(linked(traced.graph), split.saved, facts.backward.obstacle)
     node = node_plan(traced, plans, whole, split, halves.tangent_strides, double_backward)
-    more = OnDemand(
+    later = traced.later_backwards
+    backwards = OnDemand(
         cut=cut,
         joint=joint,
         by_choice=by_choice,
@@ -250,6 +251,7 @@ def _compile_training(
         symbols=traced.symbols,
         emitter=emitter,
         kept=node.kept.slots,
+        traced=None if later is None or not later.meets_other_kinds() else later.of_kinds,
     )
     region = Training(
         cut=cut,
@@ -259,12 +261,9 @@ def _compile_training(
         split=split,
         halves=halves,
         node=node,
-        backward=more.of_all(),
-        reduced=more.reduced,
-        parts=more.parts,
+        backwards=backwards,
         gates=gates,
         differentiable_parts=_DifferentiableParts(traced.graph, double_backward, emitter),
-        others=more.of_other_kinds(traced.later_backwards),
         double_backward=_double_backward_compiler(
             traced, joint, split, halves, node, double_backward, emitter
         ),

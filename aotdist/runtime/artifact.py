@@ -13,8 +13,8 @@ import torch
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.layer import Call
-from aotdist.program import NodeOutIdx, PrimalIdx, Slot
-from aotdist.runtime.backward import Backward, Part
+from aotdist.program import Graph, NodeOutIdx, PrimalIdx
+from aotdist.runtime.backward import Backward
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.fit import MISS, Fit
@@ -23,14 +23,17 @@ from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.heap import keep_freed_memory
 from aotdist.runtime.hooks import detaching, shielding, taking_turns
 from aotdist.runtime.node import make_node, without_autocast
+from aotdist.runtime.on_demand import Guard
 from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.print_call import print_call
-from aotdist.runtime.print_node import Watch, print_inference, print_node
+from aotdist.runtime.print_node import print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
+    LossWatch,
     Phase,
     RunCheck,
     Sequenced,
+    agree_on_backward,
     checks_of,
     fingerprint_of,
     naming_lost_ranks,
@@ -133,7 +136,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     gates = None
     match compilation.region:
         case Training() as region:
-            backward = _backward(compilation, region, watches["backward"])
+            backward = _backward(compilation, region, agreed, watches["backward"])
             gates = _gates(compilation, region, backward)
             print_node(
                 printer,
@@ -192,50 +195,48 @@ def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
     return without_autocast(emitted.call) if compilation.captured.ambient.autocast else emitted.call
 
 
-def _backward(compilation: Compilation, region: Training, watch: Watch) -> Backward:
+def _backward(
+    compilation: Compilation, region: Training, agreed: Sequence[Sequenced], watch: LossWatch | None
+) -> Backward:
     rules = compilation.captured.environment.rules
 
     def after() -> None:
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    return backward_of(region, watch, after, compilation.captured.in_backward)
+    def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
+        around, call = watch, without_autocast(call)
+        if graph is not region.split.backward:
+            check = agree_on_backward(compilation, agreed, graph)
+            around = None if watch is None else watch.checking(check)
+        return call if around is None else _watched(call, around)
+
+    return backward_of(region, guarded, after, compilation.captured.in_backward)
 
 
 def backward_of(
-    region: Training, watch: Watch, after: Callable[[], None], in_python: InBackward | None = None
+    region: Training, guarded: Guard, after: Callable[[], None], in_python: InBackward | None = None
 ) -> Backward:
     """What runs in the backward of a region's node.
 
     Args:
         region: the region.
-        watch: a context for every run of a graph, if any.
+        guarded: what stands around each backward.
         after: called once the gradients are computed.
         in_python: what backwards change in Python.
     """
-
-    def guarded(call: BoxedCall) -> BoxedCall:
-        return without_autocast(call) if watch is None else _watched(without_autocast(call), watch)
-
-    def reduced(missing: frozenset[Slot]) -> BoxedCall:
-        return guarded(region.reduced(missing))
-
-    def parts(outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-        part = region.parts(outs, arrived, in_parts=in_parts)
-        return Part(guarded(part.call), part.sources)
-
-    node, others, double = region.node, region.others, region.double_backward
+    backwards, node, double = region.backwards.with_guard(guarded), region.node, region.double_backward
     pairs = zip(node.differentiable(), node.tangents, strict=True)
     tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(
         plan=node,
-        whole=guarded(region.backward),
-        reduced=reduced,
-        parts=parts,
+        whole=backwards.of_all(),
+        reduced=backwards.reduced,
+        parts=backwards.parts,
         differentiable_parts=region.differentiable_parts,
         after=after,
         results=region.split.backward.outs,
-        other_kinds=None if others is None else OtherKinds(node, others, guarded, after),
+        other_kinds=None if backwards.traced is None else OtherKinds(node, backwards.of_other_kinds, after),
         double_backward=None if double is None else DoubleBackward(node, double),
         shares=functools.cache(
             functools.partial(Shares.of, node.saved.freed, region.whole, tangents, len(node.saved.sources))
@@ -309,7 +310,9 @@ def _is_recorded(compilation: Compilation) -> bool:
     return compilation.captured.ambient.grad and any(example.requires_grad for example in examples)
 
 
-def _watches(compilation: Compilation, checks: Mapping[Phase, RunCheck | None]) -> dict[Phase, Watch]:
+def _watches(
+    compilation: Compilation, checks: Mapping[Phase, RunCheck | None]
+) -> dict[Phase, LossWatch | None]:
     """What stands around each run of the graphs of a program."""
     watch = naming_lost_ranks(
         compilation.collectives(), label=compilation.captured.name, settings=compilation.settings
@@ -335,7 +338,7 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     match compilation.region:
         case Training() as region:
             forward = _forward(compilation, region.halves.forward)
-            backward = _backward(compilation, region, None)
+            backward = _backward(compilation, region, (), None)
             node, versions = concrete(region.node, symbols), _versions(compilation)
             call = make_node(node, forward, backward, symbols, versions)
             gates = _gates(compilation, region, backward)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from aotdist.capture.capture import Captured, Returned
-from aotdist.codegen.contract import BoxedCall, Emitted
+from aotdist.codegen.contract import Emitted
 from aotdist.codegen.emit import EmittedHalves
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
@@ -16,10 +16,10 @@ from aotdist.joint.trace import Traced
 from aotdist.partition.gates import Gate
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
-from aotdist.program import Graph, PrimalIdx, Slot, Split
+from aotdist.program import Graph, PrimalIdx, Split
 from aotdist.runtime.backward import Parts
 from aotdist.runtime.double_backward import DoubleBackwards
-from aotdist.runtime.other_kinds import Arrived, OtherBackward
+from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
 
@@ -37,13 +37,9 @@ class Training:
             the one of `on_demand.compiled_ahead`.
         halves: forward and backward, compiled.
         node: how tensors pass through the autograd node.
-        backward: runs the backward of all results; compiles it at the first call if `halves` has another.
-        reduced: compiles the backward for when some tangents are missing; each choice once.
-        parts: compiles backwards from other gradients, for when somebody watches waypoints, or holds views
-            whose gradients meet others inside; each once.
+        backwards: runs them, and compiles those that are not in `halves`.
         gates: where the backward may be watched.
-        differentiable_parts: as `parts`, for gradients that autograd records.
-        others: compiles the backward for gradients of other kinds, if there can be one; each once.
+        differentiable_parts: as the parts of `backwards`, for gradients that autograd records.
         double_backward: compiles the backward as a program with a backward, if that can be; each once.
     """
 
@@ -54,12 +50,9 @@ class Training:
     split: Split
     halves: EmittedHalves
     node: NodePlan
-    backward: BoxedCall
-    reduced: Callable[[frozenset[Slot]], BoxedCall]
-    parts: Parts
+    backwards: OnDemand
     gates: tuple[Gate, ...]
     differentiable_parts: Parts
-    others: Callable[[Arrived], OtherBackward] | None
     double_backward: DoubleBackwards | None
 
 

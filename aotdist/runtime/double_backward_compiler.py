@@ -113,12 +113,13 @@ class DoubleBackwardCompiler:
         values = tuple(slot for slot in rest if slot.role not in GRADIENT_ROLES)
         region = self.compiled(self._as_program(traced, graph, values))
         forward = without_autocast(region.halves.forward.call)
+        backward = backward_of(region, lambda call, _: without_autocast(call), lambda: None)
         return CompiledDoubleBackward(
             tangents,
             primals=traced.primals,
             values=values,
             needed=frozenset(slot for slot, node in graph.named_placeholders().items() if node.users),
-            call=make_node(region.node, forward, backward_of(region, None, lambda: None), {}, {}),
+            call=make_node(region.node, forward, backward, {}, {}),
             grads=traced.grads,
             kept=traced.kept,
         )

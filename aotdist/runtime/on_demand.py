@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from aotdist.capture.alone import alone
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.facts import Facts
-from aotdist.joint.later_backwards import LaterBackwards, OtherJoint
+from aotdist.joint.later_backwards import OtherJoint
 from aotdist.joint.symbols import Symbols
 from aotdist.partition.choices import choice_without
 from aotdist.partition.from_saved import from_saved
 from aotdist.partition.gates import linked, part, parts_of
 from aotdist.partition.reduced import besides_the_loss, without_tangents
 from aotdist.partition.returning import returning
-from aotdist.passes.collectives import collectives
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Part
 from aotdist.runtime.other_kinds import Arrived, NamedCall, OtherBackward
 from aotdist.runtime.plan import is_plain
-from aotdist.runtime.ranks import agree
 from aotdist.runtime.tangent import tangent_like
 from aotdist.sizes import Expression, evaluate
-from aotdist.subclasses.protocol import is_wrapper, process_groups
+from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.modes import users_modes_off
 
 
@@ -49,9 +47,17 @@ def compiled_ahead(whole: Graph, facts: Facts, emitter: Emitter) -> Graph:
     return without_tangents(whole, others, any_strides=emitter.takes_any_strides(whole)) if others else whole
 
 
+Guard: TypeAlias = Callable[[BoxedCall, Graph], BoxedCall]
+"""Puts what every run of a backward stands in around its call, given its graph; once for each backward."""
+
+
+def _as_it_is(call: BoxedCall, _: Graph) -> BoxedCall:
+    return call
+
+
 @dataclass(frozen=True)
 class OnDemand:
-    """Compiles the other backwards of one program.
+    """The backwards of one program: the one that was compiled ahead, and others, each once.
 
     Args:
         cut: the joint graph, cut at its waypoints.
@@ -65,6 +71,8 @@ class OnDemand:
         symbols: the symbolic sizes.
         emitter: compiles graphs.
         kept: the plain inputs that are there besides saved values.
+        traced: traces a backward for gradients of other kinds, if there can be one.
+        guarded: what stands around each of them.
     """
 
     cut: Graph
@@ -78,8 +86,15 @@ class OnDemand:
     symbols: Symbols
     emitter: Emitter
     kept: Sequence[Slot] = ()
-    _reduced: dict[frozenset[Slot], BoxedCall] = field(default_factory=dict)
-    _parts: dict[Any, Part] = field(default_factory=dict)
+    traced: Callable[[Arrived], OtherJoint] | None = None
+    guarded: Guard = _as_it_is
+    _reduced: dict[frozenset[Slot], BoxedCall] = field(init=False, default_factory=dict)
+    _parts: dict[Any, Part] = field(init=False, default_factory=dict)
+    _others: list[OtherBackward] = field(init=False, default_factory=list)
+
+    def with_guard(self, guarded: Guard) -> OnDemand:
+        """The same, with something around each backward."""
+        return replace(self, guarded=guarded)
 
     def of_all(self) -> BoxedCall:
         """The backward of all results, which is compiled at its first call if another was ahead."""
@@ -95,8 +110,7 @@ class OnDemand:
     @alone
     def _reduce(self, missing: frozenset[Slot]) -> BoxedCall:
         if missing == self._left_out:
-            ahead = self.split.backward
-            return pointing_at_the_forward(self._for_any_kind(ahead, self.halves.backward.call), ahead)
+            return self._called(self.halves.backward.call, self.split.backward)
         choice = choice_without(self.facts, missing)
         with users_modes_off():
             if choice is not None and self.emitter.backend.owns_cut:
@@ -140,29 +154,19 @@ class OnDemand:
         graph = from_saved(returning(recorded, outs), self.joint, self.split, self.kept)
         return without_tangents(graph, missing, any_strides=self._loose)
 
-    def of_other_kinds(self, later: LaterBackwards | None) -> Callable[[Arrived], OtherBackward] | None:
-        """What compiles the backward for gradients of other kinds than the results, if there can be one.
+    def of_other_kinds(self, arrived: Arrived) -> OtherBackward:
+        """The backward for gradients of other kinds than the results, which there has to be: see `traced`."""
+        found = next((one for one in self._others if one.takes(arrived)), None)
+        if found is None:
+            found = self._trace(arrived)
+            self._others.append(found)
+        return found
 
-        Args:
-            later: traces such backwards.
-        """
-        if later is None or not later.meets_other_kinds():
-            return None
-        made: list[OtherBackward] = []
-
-        def compiled(arrived: Arrived) -> OtherBackward:
-            found = next((one for one in made if one.takes(arrived)), None)
-            if found is None:
-                found = make(arrived)
-                made.append(found)
-            return found
-
-        @alone
-        def make(arrived: Arrived) -> OtherBackward:
-            with users_modes_off():
-                return self._of_kinds(later.of_kinds(arrived))
-
-        return compiled
+    @alone
+    def _trace(self, arrived: Arrived) -> OtherBackward:
+        assert self.traced is not None, "who asks has looked"
+        with users_modes_off():
+            return self._of_kinds(self.traced(arrived))
 
     def _of_kinds(self, joint: OtherJoint) -> OtherBackward:
         graph = from_saved(joint.graph, self.joint, self.split, self.kept)
@@ -206,15 +210,12 @@ class OnDemand:
         added = [guard for guard in self.symbols.sizes().guards if guard not in before]
         if added:
             call = _where(added, graph, call, self.emitter.reference_backward(graph).call)
-        agree(
-            collectives(graph),
-            label=f"{self.emitter.name} backward",
-            settings=self.emitter.settings,
-            groups=process_groups(self.facts.recipes),
-            earlier=[collectives(self.split.backward)],
-        )
+        called = self._called(call, graph)
         graph.pack()
-        return pointing_at_the_forward(self._for_any_kind(graph, call), graph)
+        return called
+
+    def _called(self, call: BoxedCall, graph: Graph) -> BoxedCall:
+        return self.guarded(pointing_at_the_forward(self._for_any_kind(graph, call), graph), graph)
 
 
 def _picking(call: BoxedCall, ins: Sequence[Slot], given: Sequence[Slot]) -> BoxedCall:

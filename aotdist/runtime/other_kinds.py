@@ -67,13 +67,11 @@ class OtherKinds:
     Args:
         plan: how tensors pass through the node.
         compiled: compiles a backward for such gradients, each once.
-        guarded: wraps the call of a backward in the contexts that every backward runs in.
         after: called once the gradients are computed.
     """
 
     plan: NodePlan
     compiled: Callable[[Arrived], OtherBackward]
-    guarded: Callable[[BoxedCall], BoxedCall]
     after: Callable[[], None]
 
     def __call__(self, ctx: Any, arrived: Arrived) -> Gradients:
@@ -93,7 +91,7 @@ class OtherKinds:
         args = _arguments(ctx, other.whole, given)
         del given
         let_go(ctx, self.plan)
-        results = iter(self.guarded(other.whole.call)(args))
+        results = iter(other.whole.call(args))
         put = Joining(converted.values())
         grads = in_turn(of_this_call(ctx, other.grads), results, put)
         self.after()

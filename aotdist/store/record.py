@@ -150,7 +150,7 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
                 "saved": values.written(split.saved, "the split"),
                 "saved_primals": values.written(split.saved_primals, "the split"),
                 "saved_bytes": split.saved_bytes,
-                "meets_other_kinds": region.others is not None,
+                "meets_other_kinds": region.backwards.traced is not None,
             }
 
 
@@ -314,7 +314,7 @@ class _Reading:
         cut, by_choice, ins = traced.graph, graphs.read(json["by_choice"]), self.program.ins
         joint, whole = linked(cut), without_choices(by_choice, self.facts, ins)
         halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
-        more = OnDemand(
+        backwards = OnDemand(
             cut=cut,
             joint=joint,
             by_choice=by_choice,
@@ -325,6 +325,7 @@ class _Reading:
             ins=ins,
             symbols=traced.symbols,
             emitter=emitter,
+            traced=_refuse_other_kinds if require(json["meets_other_kinds"], bool, "a flag") else None,
         )
         return Training(
             cut=cut,
@@ -334,12 +335,9 @@ class _Reading:
             split=split,
             halves=halves,
             node=node_plan(traced, plans, whole, split, halves.tangent_strides, _NO_DOUBLE_BACKWARD),
-            backward=more.of_all(),
-            reduced=more.reduced,
-            parts=more.parts,
+            backwards=backwards,
             gates=plan_gates(cut, self.facts),
             differentiable_parts=_refuse_double_backward,
-            others=_refuse_other_kinds if require(json["meets_other_kinds"], bool, "a flag") else None,
             double_backward=None,
         )
 

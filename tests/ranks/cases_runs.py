@@ -79,6 +79,47 @@ def a_skipped_backward() -> Told | None:
     return told(steps)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.first(x), self.second(x)
+        return (x + y, x - y) if self.shared else (x, y)
+
+
+def two_heads(*, shared: bool) -> Callable[[int], None]:
+    """A step that takes some of a model's two results, each of parameters of its own, or both of all."""
+    made = TwoHeads(shared=shared)
+    for each in (made.first, made.second, made):
+        fully_shard(each)
+    aotdist.compile(made, backend="fx", settings=SETTINGS)
+
+    def step(num_results: int) -> None:
+        torch.cat(made(torch.ones(2, 8))[:num_results]).sum().backward()
+
+    step(2)
+    return step
+
+
+def a_backward_of_other_results() -> Told | None:
+    step = two_heads(shared=False)
+    return told(lambda: step(1 if odd() else 2))
+
+
+def a_known_backward_of_other_results() -> Told | None:
+    step = two_heads(shared=False)
+    step(1)
+
+    def steps() -> None:
+        step(1 if odd() else 2)
+        step(2)
+
+    return told(steps)
+
+
 def models_in_another_order() -> Told | None:
     models = [model(), model()]
     for each in models:
@@ -117,6 +158,12 @@ def evaluated_on_one_rank() -> Told | None:
     return told(steps)
 
 
+def other_results_of_the_same_parameters() -> Told | None:
+    step = two_heads(shared=True)
+    step(1)
+    return told(lambda: [step(1 if odd() else 2) for _ in range(2)])
+
+
 def several_models() -> Told | None:
     """Forwards and backwards of two models, one inside of the other's."""
     first, second = model(), model()
@@ -149,6 +196,8 @@ DIVERGING: dict[str, Callable[[], Told | None]] = {
     "eval against train": eval_against_train,
     "a known branch flips": a_known_branch_flips,
     "a skipped backward": a_skipped_backward,
+    "a backward of other results": a_backward_of_other_results,
+    "a known backward of other results": a_known_backward_of_other_results,
     "models in another order": models_in_another_order,
     "new to the last rank": lambda: a_new_call_with_other_collectives(dist.get_world_size() - 1),
     "new to the first rank": lambda: a_new_call_with_other_collectives(0),
@@ -157,6 +206,7 @@ DIVERGING: dict[str, Callable[[], Told | None]] = {
 GOING_ON: dict[str, Callable[[], Told | None]] = {
     "shapes of the rank": shapes_of_the_rank,
     "evaluated on one rank": evaluated_on_one_rank,
+    "other results of the same parameters": other_results_of_the_same_parameters,
     "several models": several_models,
     "new after a caught divergence": new_after_a_caught_divergence,
     "checked at times": lambda: seldom("steps:2"),

@@ -15,6 +15,8 @@ SAID = {
     "eval against train": ("they part at collective 2", "rank 1 runs none: its sequence ends after 1"),
     "a known branch flips": ("rank 0 runs none", "rank 1 runs all_reduce max of 8"),
     "a skipped backward": ("rank 0 `FSDPSequential` (backward), rank 1 `FSDPSequential` (forward)",),
+    "a backward of other results": ("they part at collective", "rank 0 runs reduce_scatter_tensor"),
+    "a known backward of other results": ("they part at collective", "rank 0 runs reduce_scatter_tensor"),
     "models in another order": ("they part at shared parameter or buffer", "in `FSDPSequential` number"),
     "new to the last rank": ("rank 0 runs all_reduce max of 8", "rank 1 runs none"),
     "new to the first rank": ("rank 0 runs none", "rank 1 runs all_reduce max of 8"),

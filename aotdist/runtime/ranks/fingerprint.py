@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from aotdist.passes.collectives import Collective, collectives, reads_of_state
+from aotdist.program import Graph
 from aotdist.runtime.compilation import Compilation
+from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import Party, board_of_this_process
 from aotdist.runtime.ranks.runs import Phase, RunCheck, run_check
 from aotdist.runtime.ranks.sequence import Sequenced, Shared, groups_with_peers
@@ -63,6 +65,41 @@ def checks_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[P
         label, settings = compilation.captured.name, compilation.settings
         found[phase] = run_check(board, label, phase, sequence, collectives(graph), settings)
     return found
+
+
+def agree_on_backward(
+    compilation: Compilation, sequence: Sequence[Sequenced], graph: Graph
+) -> RunCheck | None:
+    """Agree with peers on a backward besides the one compiled ahead; what stands before each run of it.
+
+    A peer that runs another backward of the program instead will not come: it waits in a collective.
+
+    Args:
+        compilation: the program.
+        sequence: its fingerprint.
+        graph: the backward.
+
+    Raises:
+        RankDivergence: a peer runs, or is about to run, something else.
+        RankLost: a peer failed, died, or did not come within the timeout.
+    """
+    board, label, settings = board_of_this_process(), compilation.captured.name, compilation.settings
+    ahead = collectives(compilation.run_graphs()["backward"], compilation.state())
+    found = collectives(graph, compilation.state())
+    before = sequence[: len(sequence) - len(ahead)]
+
+    def check(run: Sequence[Collective]) -> RunCheck | None:
+        return run_check(board, label, "backward", (*before, *found), run, settings)
+
+    agree(
+        found,
+        label=f"{label} backward",
+        settings=settings,
+        groups=process_groups(compilation.traced.facts.recipes),
+        earlier=[ahead],
+        check=check((*found, *ahead)),
+    )
+    return check(found)
 
 
 _compiled: WeakKeyDictionary[type[nn.Module], Counter[tuple[Party, ...]]] = WeakKeyDictionary()
