@@ -275,23 +275,7 @@ class MetadataWrite:
     data: NodeOutIdx | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Two tensors become each other: `torch.utils.swap_tensors`.
-
-    Args:
-        first: an input, or (without steps) an output.
-        second: another.
-        poisoned: of each, whether it is a leaf that has an accumulation node already: the swap poisons that
-            node, and a backward that reaches it raises.
-    """
-
-    first: Place
-    second: Place
-    poisoned: tuple[bool, bool]
-
-
-Action: TypeAlias = OutIdx | Keep | MetadataWrite | Swap
+Action: TypeAlias = OutIdx | Keep | MetadataWrite
 """What is done outside of the region, after it."""
 
 
@@ -553,15 +537,10 @@ class Facts:
         return forward | {write.input for write in self.backward.writes}
 
     def reshaped(self) -> Set[PrimalIdx]:
-        """Inputs whose metadata is written, or that become others."""
+        """Inputs whose metadata is written."""
         writes = [write for write in self.metadata_writes() if write.op is not torch.Tensor.retain_grad]
         targets = [write.target for write in writes]
-        targets += [place for swap in self.swaps() for place in (swap.first, swap.second)]
         return {target.input for target in targets if isinstance(target, IsInput)}
-
-    def swaps(self) -> list[Swap]:
-        """Tensors that become each other, in order."""
-        return [item for item in self.order if isinstance(item, Swap)]
 
     def metadata_writes(self) -> list[MetadataWrite]:
         """Writes of metadata, in order."""

@@ -20,7 +20,6 @@ import torch
 
 from aotdist.capture.constants import is_constant
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.classes import attributes_from_users
 from aotdist.torch_seam.functional import FunctionalTensor, given_attributes, is_disguised
 
@@ -230,9 +229,8 @@ def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[t
     for stand_in, example in zip(stand_ins, examples, strict=True):
         if isinstance(stand_in, FunctionalTensor):
             given, held = given_attributes(stand_in), vars(example)
-            if not is_wrapper(example):  # one that was swapped with a plain tensor keeps its inner tensors
-                for name in held.keys() - given.keys():
-                    del held[name]
+            for name in held.keys() - given.keys():
+                del held[name]
             held.update(given)
 
 

@@ -19,7 +19,7 @@ class WrapperAttributes:
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self._inputs, self._vars = inputs, list(map(vars, inputs))
+        self._inputs = inputs
         self._before = {
             (idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in inner_tensors(tensor)
         }
@@ -35,8 +35,6 @@ class WrapperAttributes:
         """
         found: dict[tuple[int, str], torch.Tensor] = {}
         for (idx, path), before in self._before.items():
-            if vars(self._inputs[idx]) is not self._vars[idx]:
-                continue  # `torch.utils.swap_tensors`: all that is inside has gone to another tensor
             if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
                 continue  # the wrapper that it was in has been replaced
             now = operator.attrgetter(path[1:])(self._inputs[idx])

@@ -19,7 +19,6 @@ import torch
 from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
-from aotdist.convention.swapping import check_swappable, swap
 from aotdist.convention.version import bump, rewind
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_mode import ViewMode
@@ -39,7 +38,6 @@ from aotdist.facts import (
     OutputFact,
     Place,
     Step,
-    Swap,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -114,17 +112,10 @@ class EpiloguePlan:
     inside: tuple[tuple[PrimalIdx, Inside, int], ...] = ()
     early: tuple[OutIdx, ...] = ()
 
-    def swapped(self) -> list[PrimalIdx]:
-        """The inputs that become other tensors."""
-        swaps = [action for action in self.order if isinstance(action, Swap)]
-        places = [place for each in swaps for place in (each.first, each.second)]
-        return list(dict.fromkeys(place.input for place in places if isinstance(place, IsInput)))
-
     def lift(self, call: Call) -> Call:
         """Rebuild the outputs from the region's values."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            check_swappable(*(primals[idx] for idx in self.swapped()))
             outs = Outputs(self, primals)
             outs.values = call(primals)
             self.count(primals)
@@ -165,7 +156,7 @@ class Outputs:
         return [self.make(idx) for idx in self._plan.outputs.indices()]
 
     def do(self, action: Action) -> None:
-        """Make an output, keep a tensor for later, write metadata, or exchange two tensors."""
+        """Make an output, keep a tensor for later, or write metadata."""
         match action:
             case MetadataWrite():
                 args = [self._at(arg) if isinstance(arg, Place) else arg for arg in action.args]
@@ -173,8 +164,6 @@ class Outputs:
                 rewrite(self._at(action.target), action, args, data)
             case Keep(number=number, place=place):
                 self._kept[number] = self._at(place)
-            case Swap(first=first, second=second, poisoned=poisoned):
-                swap(self._at(first), self._at(second), *poisoned)
             case _:
                 self.make(action)
 

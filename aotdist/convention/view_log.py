@@ -16,7 +16,6 @@ from aotdist.capture.origins import Origins
 from aotdist.convention.changes import Change, resize_as_out
 from aotdist.convention.naming import another_name
 from aotdist.convention.outdated_views import lies_elsewhere
-from aotdist.convention.swapping import Exchange
 from aotdist.convention.view_refusals import (
     detached_since,
     grows_as_a_view,
@@ -229,19 +228,6 @@ class ViewLog:
             if other.view._base is entry.view:
                 self._parted[id(other.view)] = other.view, entry.view
             self.views.put(replace(other, base=entry.base, steps=(*entry.steps, *other.steps)))
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Note that two tensors have become each other: exchange what is known of them."""
-        of = exchange.of
-        parted = [(of(view), of(base)) for view, base in self._parted.values()]
-        self._parted = {id(view): (view, base) for view, base in parted}
-        self.views.exchange(exchange)
-        self._outgrown = {id(tensor): tensor for tensor in map(of, self._outgrown.values())}
-        self._moved = {id(tensor): tensor for tensor in map(of, self._moved.values())}
-        self.changes = [
-            replace(change, tensor=of(change.tensor), args=tuple(map(of, change.args)))
-            for change in self.changes
-        ]
 
     def refuse_lost(self, values: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
         """Refuse views whose memory or history the log does not know."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from aotdist.convention.swapping import Exchange
 from aotdist.facts import DETACH, Around, Inside, ViewStep, data_of
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
@@ -244,16 +243,6 @@ class Views:
     def keep_first_steps(self, view: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
         """Remember what `first_steps` returns."""
         self._from_base[id(view)] = steps
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Note that two tensors have become each other: exchange what is known of them."""
-        of = exchange.of
-        views = {key: of(entry.view) for key, entry in self._entries.items()}
-        views |= {key: of(view) for key, view in self._given.items()}
-        self._given = {id(view): view for view in map(of, self._given.values())}
-        self._from_base = {id(views[key]): steps for key, steps in self._from_base.items()}
-        entries = [replace(e, view=of(e.view), base=of(e.base), inside=()) for e in self]
-        self._entries = {id(entry.view): entry for entry in entries}
 
 
 def share_memory(base: torch.Tensor, result: Any) -> bool:

@@ -109,10 +109,10 @@ def refuse_metadata_writes(traced: Traced) -> None:
             fix="return the changed tensor instead",
         )
     kept = (view_made_by(write) or write.op in _OF_HISTORY for write in facts.metadata_writes())
-    if facts.swaps() or not all(kept):
+    if not all(kept):
         raise UnsupportedProgram(
-            "a tensor that the program makes is resized in place after it was viewed, given another storage, "
-            "or swapped with another",
+            "a tensor that the program makes is resized in place after it was viewed, or given another "
+            "storage",
             stage="export",
             fix="make another tensor instead, or clone the view",
         )

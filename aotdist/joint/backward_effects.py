@@ -128,7 +128,6 @@ class BackwardTrace:
         if self._forward_end is not None:
             self._forward_end.read_late(recorder, self._inputs.row(), writes, forward.node_outs, made)
         _refuse_changes(self._inputs, context.log.changes[num_changes:])
-        context.swaps.refuse_with(writes or made or storages)
         facts = BackwardFacts(
             grads=Row(
                 recipe_of(whole.grads[idx]) if idx in whole.grads else None

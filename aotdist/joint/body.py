@@ -278,7 +278,7 @@ def _refuse(name: str, body: Body, *, may_write: bool) -> None:
         fact = facts.inputs[idx]
         if not may_write or not isinstance(fact, DataWritten) or fact.differentiable:
             raise refusal(f"`{name}` writes `{program.ins[idx]}`", "write a clone inside, and return it")
-    if facts.metadata_writes() or facts.swaps() or facts.switched_on:
+    if facts.metadata_writes() or facts.switched_on:
         raise refusal(f"`{name}` writes the metadata of a tensor that it is given", "return a view instead")
     assert all(isinstance(fact, Fresh) for fact in facts.outputs), "results are cloned where they alias"
     for node in body.joint.gm.graph.nodes:

@@ -10,7 +10,6 @@ from aotdist.joint.failures import accumulated_inside
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
-from aotdist.joint.swaps import Swaps
 from aotdist.torch_seam.autograd import accumulated_into
 
 
@@ -23,7 +22,6 @@ class TraceContext:
         inputs: the stand-ins.
         log: the program's views, and its writes to metadata.
         storages: what it knows of storages.
-        swaps: tensors that became each other.
         classes: what the user's code sees of the tensors.
         training: see `trace`.
         cuts: see `trace`.
@@ -33,7 +31,6 @@ class TraceContext:
     inputs: Inputs
     log: ViewLog
     storages: Storages
-    swaps: Swaps
     classes: Classes
     training: bool
     cuts: bool

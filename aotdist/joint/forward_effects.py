@@ -37,7 +37,7 @@ class ForwardEffects:
         metadata: the writes to sizes, strides, storage and history that are repeated outside.
         writes: what happened to each input.
         rewinds: see `Facts.rewinds`.
-        is_rewritten: whether inputs, or results once they are made, change shape or history or are swapped.
+        is_rewritten: whether inputs, or results once they are made, change shape or history.
         node_outs: what the node returns.
         results: the values of that.
         lifting: the mode that it ran in: knows what the program asked, and told.
@@ -98,7 +98,6 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -
         lifting: the mode that it ran in.
     """
     recorder, inputs, log, storages = context.recorder, context.inputs, context.log, context.storages
-    outs = context.swaps.seen_outside(outs)
     passing = storages.passing()
     metadata = Metadata.of(inputs, log, passing)
     _mark_reshaped(context, metadata)
@@ -110,7 +109,6 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -
     for idx, one in row.enumerate():
         _refuse_write(one, reshaped=metadata.is_reshaped(idx))
     writes, rewinds = forward_writes(row, outputs, metadata, storages, recorder.strided)
-    outputs.order = (*outputs.order, *context.swaps.actions(outs))
     node_outs = Row[NodeOutIdx, NodeOut](
         NodeOut(
             slot,

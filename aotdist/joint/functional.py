@@ -14,7 +14,6 @@ import torch
 
 from aotdist.capture.guise import Guises
 from aotdist.convention.memory import by_stride, extent
-from aotdist.convention.swapping import Exchange
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.joint import batch_statistics, checked, collectives, linear_algebra, unknown_sizes
 from aotdist.joint.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
@@ -103,10 +102,6 @@ class Functionalisation(FunctionalTensorMode):
         """Remember another shell of it: the program's own may show a class, or be given other memory."""
         with self:
             self._laid_out[functional_storage_id(tensor)] = second_shell(tensor)
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Note that two tensors have become each other."""
-        self.rebinding.exchange(exchange)
 
     @set_aside
     def __torch_dispatch__(

@@ -20,7 +20,6 @@ import torch
 from aotdist.capture.origins import Origins
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.naming import with_history_of
-from aotdist.convention.swapping import Exchange
 from aotdist.convention.synthetic_base import BasePlan
 from aotdist.convention.version import version_of
 from aotdist.convention.views import Opened
@@ -277,18 +276,6 @@ class Inputs:
         set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Note that two tensors have become each other: each now stands for what the other stood for."""
-        self._stand_ins = [
-            replace(
-                stand_in,
-                leaf=exchange.of(stand_in.leaf),
-                opened=replace(stand_in.opened, tensor=exchange.of(stand_in.tensor)),
-            )
-            for stand_in in self._stand_ins
-        ]
-        self._by_tensor = {id(stand_in.tensor): PrimalIdx(k) for k, stand_in in enumerate(self._stand_ins)}
 
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""

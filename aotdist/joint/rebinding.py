@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from aotdist.convention.memory import by_stride, extent
-from aotdist.convention.swapping import Exchange
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
 from aotdist.joint.strided import Strided
@@ -52,11 +51,6 @@ class Rebinding:
             _ATEN.resize_as_.default: self.resize_as,
         }
         """What implements each operator."""
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Note that two tensors have become each other."""
-        pairs = [(exchange.of(tensor), whole) for tensor, whole in self._whole.values()]
-        self._whole = {id(tensor): (tensor, whole) for tensor, whole in pairs}
 
     def set_to(self, tensor: FunctionalTensor, source: FunctionalTensor) -> None:
         """Move `tensor` to the memory of `source`, with its sizes and strides."""

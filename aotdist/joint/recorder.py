@@ -26,7 +26,6 @@ from aotdist.capture.guise import Guises
 from aotdist.capture.origins import Origins, is_asked_by_the_user
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
-from aotdist.convention.swapping import Exchange
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.joint.answers import Answers
 from aotdist.joint.attention import chosen_for
@@ -259,10 +258,6 @@ class Recorder:
     def second(self, tensor: FunctionalTensor, fake: torch.Tensor) -> FunctionalTensor:
         """Another tensor with the value of `tensor`; in the same memory, if `tensor` is a view."""
         return functional(fake) if is_functional_base(tensor) else second_shell(tensor)
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Note that two tensors of the program have become each other."""
-        self._functionalisation.exchange(exchange)
 
     def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
         """A new argument of the graph that stands for `fake`.

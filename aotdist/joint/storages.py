@@ -50,12 +50,10 @@ class Storages:
     def __init__(self, inputs: Inputs, log: ViewLog, strided: Strided) -> None:
         self._inputs, self._log, self._strided = inputs, log, strided
         self._memories: dict[int, _Memory] = {}
-        self._handed_out: dict[int, FunctionalTensor] = {}
         log.storages = self
 
     def of(self, tensor: FunctionalTensor) -> TracedStorage:
         """What the program is given for the storage of a tensor."""
-        self._handed_out[id(tensor)] = tensor
         return TracedStorage(self, tensor)
 
     def memory(self, tensor: FunctionalTensor) -> _Memory:
@@ -100,11 +98,6 @@ class Storages:
             for leaf, plain in enumerate(stand_in.plains):
                 if functional_storage_id(plain) in self._memories:
                     yield idx, leaf
-
-    def has_looked_at(self, tensor: torch.Tensor) -> bool:
-        """Whether the program asked for the storage of a tensor."""
-        plains = [plain for plain in plain_tensors(tensor) if isinstance(plain, FunctionalTensor)]
-        return any(functional_storage_id(p) in self._memories or id(p) in self._handed_out for p in plains)
 
     def holds(self, plain: FunctionalTensor) -> bool:
         """Whether the storage of an input's plain tensor had room for it before, and has it now."""

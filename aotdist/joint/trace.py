@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,21 +27,20 @@ from aotdist.joint.body import Enclosing
 from aotdist.joint.classes import Classes
 from aotdist.joint.context import TraceContext
 from aotdist.joint.control_flow import ControlFlow
-from aotdist.joint.failures import naming_failures, naming_outdated_views
+from aotdist.joint.failures import naming_failures, naming_outdated_views, refusal
 from aotdist.joint.forward_effects import ForwardEffects, read_forward
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.joint.lifting import Lifting, Recalling
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
-from aotdist.joint.swaps import Swaps
 from aotdist.joint.symbols import Dims, Symbols
 from aotdist.joint.written_views import WrittenViews
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.patches import saved_tensor_hooks_heard_by
-from aotdist.torch_seam.swaps import hearing_of_swaps
+from aotdist.torch_seam.swaps import hearing_of_swaps, swap_attributes
 from aotdist.torch_seam.transforms import swapped_where_unheard
 
 
@@ -119,13 +118,11 @@ def trace(
     log, classes = ViewLog(), Classes(recorder, stand_in)
     view_mode = ViewMode(log, recorder.guises)
     storages = Storages(inputs, log, recorder.strided)
-    swaps = Swaps(inputs, log, storages, recorder, stand_in)
     context = TraceContext(
         recorder=recorder,
         inputs=inputs,
         log=log,
         storages=storages,
-        swaps=swaps,
         classes=classes,
         training=training,
         cuts=cuts,
@@ -142,7 +139,7 @@ def trace(
             log.views.note_given(view, make)
         stack.enter_context(symbols.counting(counts))
         stack.enter_context(view_mode)
-        stack.enter_context(hearing_of_swaps(swaps.hear))
+        stack.enter_context(hearing_of_swaps(_refuse_swap))
         outs, lifting = _run_forward(
             program, tensors, recorder, inputs, view_mode, storages, classes, stand_in
         )
@@ -249,3 +246,11 @@ def _resuming(
             return stand_in(met)
 
     return resumed
+
+
+def _refuse_swap(first: torch.Tensor, second: torch.Tensor) -> NoReturn:
+    swap_attributes(first, second)  # back: they are exchanged by now
+    raise refusal(
+        "a tensor is swapped with another by `torch.utils.swap_tensors`",
+        fix="swap them outside of the compiled function, or assign `.data`",
+    )

@@ -133,7 +133,7 @@ def _inputs(compilation: Compilation) -> Iterator[TensorFacts]:
     facts, program = compilation.traced.facts, compilation.traced.program
     again = dict(_given_again(compilation.captured.program.ins, compilation.deduped))
     for idx, slot in program.ins.enumerate():
-        said = list(words.of_input(facts, program.ins, idx)) or ["only read"]
+        said = list(words.of_input(facts, idx)) or ["only read"]
         if compilation.bases.is_new(idx):
             said.append("memory that several inputs lie in, one of which is written")
         if str(slot) in again:

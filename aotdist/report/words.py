@@ -15,7 +15,6 @@ from aotdist.facts import (
     IsInput,
     NotATensor,
     OutputFact,
-    Place,
     Step,
     Untouched,
     ViewOfInput,
@@ -58,14 +57,13 @@ def result(slot: Slot) -> str:
     return _RESULTS.get(slot.role, "{}").format(slot)
 
 
-def of_input(facts: Facts, ins: Row[PrimalIdx, Slot], idx: PrimalIdx) -> Iterator[str]:
+def of_input(facts: Facts, idx: PrimalIdx) -> Iterator[str]:
     """What happens to an input, one sentence each; none if it is only read."""
     yield from _data(facts.inputs[idx])
     if any(write.input == idx for write in facts.backward.writes):
         yield "written in backward, copied back after the graph"
     repeated = [write for write in facts.metadata_writes() if write.target == IsInput(idx)]
     yield from (f"`{_operator(write.op)}` is repeated on it" for write in repeated)
-    yield from _swaps(facts, ins, idx)
     if idx in facts.switched_on:
         yield "requires grad from then on"
     if facts.backward.grads[idx] is not None:
@@ -86,16 +84,6 @@ def _data(fact: InputFact) -> Iterator[str]:
             yield "not written, but its version counter goes up"
         case _:
             assert_never(fact)
-
-
-def _swaps(facts: Facts, ins: Row[PrimalIdx, Slot], idx: PrimalIdx) -> Iterator[str]:
-    def name(place: Place) -> str:
-        return f"`{ins[place.input]}`" if isinstance(place, IsInput) else "a tensor of the program's"
-
-    me = IsInput(idx)
-    for swap in facts.swaps():
-        if me in (swap.first, swap.second):
-            yield f"changes places with {name(swap.second if swap.first == me else swap.first)}"
 
 
 def output_names(returned: Returned, count: int) -> list[str]:

@@ -414,7 +414,7 @@ def _obstacle(traced: Traced, double_backward: DoubleBackwardPlan) -> str | None
             return f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
     paths = {slot.path for slot in double_backward.primals}
     if any(ins[idx].path in paths for idx in facts.reshaped()):
-        return "it writes the sizes, strides or storage of an input in place, or swaps it"
+        return "it writes the sizes, strides or storage of an input in place"
     return double_backward.obstacle
 
 

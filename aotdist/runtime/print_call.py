@@ -20,7 +20,6 @@ from aotdist.capture.source import Held, held_in
 from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.put import are_written_alone, refuse_forbidden, take
 from aotdist.convention.stack import Plans
-from aotdist.convention.swapping import check_swappable
 from aotdist.convention.synthetic_base import Span, ViewBase, base_of, span_over
 from aotdist.convention.version import bump, rewind
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
@@ -158,9 +157,6 @@ def _print_taken(printer: Printer, writes: DifferentiableWrites, primals: Sequen
 
 
 def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[str]) -> None:
-    if swapped := plans.epilogue.swapped():
-        names = ", ".join(primals[idx] for idx in swapped)
-        printer.line(f"{printer.bind('check_swappable', check_swappable)}({names})")
     for idx in plans.switched_on.inputs:
         printer.line(f"{primals[idx]}.requires_grad_()")
     for idx, size in plans.switched_on.sized:

@@ -23,7 +23,6 @@ from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
 from aotdist.convention.metadata import rewrite
 from aotdist.convention.put import put
-from aotdist.convention.swapping import swap
 from aotdist.facts import (
     Action,
     Fresh,
@@ -39,7 +38,6 @@ from aotdist.facts import (
     OutputView,
     Place,
     Step,
-    Swap,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -131,9 +129,6 @@ def action_printer(
                 _print_rewrite(printer, action, at)
             case Keep(number=number, place=place):
                 printer.line(f"kept_{number} = {at(place)}")
-            case Swap(first=first, second=second, poisoned=poisoned):
-                given = ", ".join([at(first), at(second), *map(repr, poisoned)])
-                printer.line(f"{printer.bind('swap', swap)}({given})")
             case _:
                 make(action)
 

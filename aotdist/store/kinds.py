@@ -48,7 +48,7 @@ _OURS: tuple[type[Any], ...] = (
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
     *(facts.Facts, facts.BackwardFacts, facts.BackwardWrite, facts.ResultWrite, facts.Choice),
     *(facts.NodeOut, facts.Untouched, facts.DataWritten),
-    *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite, facts.Swap),
+    *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite),
     *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
     *(facts.Inside, facts.Around, facts.OutputView, facts.Waypoint, facts.Passages),
 )

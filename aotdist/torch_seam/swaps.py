@@ -1,4 +1,4 @@
-"""`torch.utils.swap_tensors`: heard of, and done."""
+"""`torch.utils.swap_tensors`: heard of."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import Patch
 
 _swap_bodies = torch._C._swap_tensor_impl
@@ -45,18 +44,6 @@ def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
             setattr(tensor, name, value)
 
 
-def swap_contents(first: torch.Tensor, second: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors` without its checks."""
-    swap_attributes(first, second)
-    _swap_bodies(first, second)
-
-
 def swap_histories(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange what autograd knows of two tensors that are the same in all else: history, base, views."""
     _swap_bodies(first, second)
-
-
-def use_count(tensor: torch.Tensor) -> int:
-    """How many hold what a tensor is: its Python object, nodes that saved it, views of it."""
-    with torch_functions_off():
-        return tensor._use_count()

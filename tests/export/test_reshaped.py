@@ -117,13 +117,3 @@ def test_what_no_view_says_is_refused(change: Callable[[torch.Tensor, torch.Tens
 
     with pytest.raises(UnsupportedProgram, match="a tensor that the program makes"):
         aot_export_module(Calling(program), (torch.randn(2, 4),), trace_joint=False)
-
-
-def test_tensors_that_become_each_other_are_refused() -> None:
-    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y, other = x * 3, x * 2
-        torch.utils.swap_tensors(y, other)
-        return y, other
-
-    with pytest.raises(UnsupportedProgram, match="a tensor that the program makes"):
-        aot_export_module(Calling(program), (torch.randn(2, 4),), trace_joint=False)

@@ -111,13 +111,3 @@ def test_a_module_with_state(around):
         return [Scene(model, (torch.randn(3, 4),), {"scale": 2.0}, {"cache": model.cache}) for _ in range(2)]
 
     compare(build, around)
-
-
-def test_tensors_that_become_each_other():
-    def program(x, y):
-        made = x * 2
-        torch.utils.swap_tensors(x, y)
-        torch.utils.swap_tensors(made, y)
-        return x + 1, made
-
-    compare(lambda: [Scene(program, (torch.randn(3), torch.randn(2, requires_grad=True))) for _ in range(2)])

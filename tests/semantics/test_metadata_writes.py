@@ -438,3 +438,16 @@ def test_a_wrapper_that_is_a_view_and_was_reshaped_in_place_is_refused() -> None
     with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` is a view of a TwoTensor .* in place before"):
         compiled(view)
     assert compiled(view.view(-1)).size() == (1, 4)
+
+
+def test_tensors_that_become_each_other_are_refused_and_stay_what_they_are() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch.utils.swap_tensors(x, y)
+        return x * 2
+
+    x, y = torch.ones(2), torch.zeros(3)
+    x.name_of = "x"  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedProgram, match="swapped with another") as caught:
+        aotdist.compile(program, backend="fx")(x, y)
+    assert "swap_tensors(x, y)" in str(caught.value)
+    assert (x.shape, y.shape, vars(x), vars(y)) == ((2,), (3,), {"name_of": "x"}, {})
