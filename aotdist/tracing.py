@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -58,7 +58,6 @@ class Job:
         settings: how to compile.
         symbolic: try symbolic sizes, if the call, settings or marks ask for them.
         finds_out: let the program choose by data of this call, see `aotdist.joint.answers`.
-        of_data: let sizes and numbers depend on data.
         counts: places of numbers that symbols are to stand for.
         counted: such numbers among the arguments, by path.
         opens: let dimensions differ that `call.guess` names.
@@ -69,10 +68,82 @@ class Job:
     settings: Settings
     symbolic: bool = True
     finds_out: bool = True
-    of_data: bool = False
     counts: tuple[Source, ...] = ()
     counted: tuple[str, ...] = ()
     opens: bool = False
+
+    def needs_symbols(self) -> bool:
+        """Whether it is of no use without symbols."""
+        return bool(self.counts or self.counted or self.opens)
+
+
+_Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What a trace takes for granted. One that contradicts it is made anew, with what it showed.
+
+    Args:
+        symbolic: sizes can be symbols, where they are asked for. Many of PyTorch's operators (linear algebra,
+            Fourier transforms, losses) take none.
+        bases: which of the inputs share memory, one of them written.
+        writes: what traces showed of writes, by which bases are planned: which inputs are written, and around
+            which of them the program reaches in their storage (`as_strided`).
+        inputs: the distinct inputs, with the closed-over tensors that a trace met.
+        of_data: why sizes and numbers may depend on data: what refused them; None while none do.
+        failure: why sizes are numbers though symbols were asked for, if a trace with symbols failed.
+    """
+
+    symbolic: bool
+    bases: BasePlan = NO_BASES
+    writes: Writes = Writes()
+    inputs: _Inputs | None = None
+    of_data: UnsupportedProgram | None = None
+    failure: Exception | None = None
+
+    def around(self, job: Job, inputs: _Inputs, example: torch.Tensor, slot: Slot) -> Assumptions:
+        """With a program that reaches memory around `example`, an input that may be a new one."""
+        slots, examples = inputs
+        at = next((idx for idx, each in examples.enumerate() if each is example), None)
+        if at is None:
+            at, inputs = DistinctIdx(len(examples)), (Row([*slots, slot]), Row([*examples, example]))
+        writes = self.writes.and_around(at)
+        return replace(
+            self, inputs=inputs, writes=writes, bases=plan_bases(Program(job.call.run, *inputs), writes)
+        )
+
+    def after(self, job: Job, traced: Traced) -> Assumptions:
+        """With the inputs and writes that a trace showed; another one is needed if the bases are others."""
+        inputs = _distinct(traced, self.bases, self.inputs)
+        program = Program(job.call.run, *inputs)
+        writes = self.writes.and_of(program, traced.facts, self.bases)
+        symbolic = bool(tuple(traced.symbols))
+        return replace(
+            self, symbolic=symbolic, inputs=inputs, writes=writes, bases=plan_bases(program, writes)
+        )
+
+    def without(self, error: Exception, *, has_symbols: bool) -> Assumptions | None:
+        """Without what an error of a trace contradicts; None if that is nothing."""
+        # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
+        lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
+        if has_symbols and self.symbolic and (lacks_fake or not isinstance(error, AotdistError)):
+            return replace(self, symbolic=False, failure=error, of_data=None)
+        if isinstance(error, UnsupportedProgram) and self.of_data is None and asks_for_data(error):
+            return replace(self, of_data=error)
+        return None
+
+
+class _Contradicted(Exception):
+    """A trace contradicts what it took for granted; the program's changes in Python are undone.
+
+    Args:
+        instead: what to take for granted instead.
+    """
+
+    def __init__(self, instead: Assumptions) -> None:
+        super().__init__()
+        self.instead = instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +187,7 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
 
 
 def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
-    found = _trace_over_bases(job, times)
+    found = _trace(job, times)
     returned = found.returned()
     counts = [*returned.counts(), *found.captured.in_backward.whole.counts()]
     if job.symbolic and (counts or returned.counted):
@@ -151,8 +222,8 @@ def _with_symbols(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
     bring_back = found.before.left()
     found.before.roll_back()
     try:
-        symbolic = _trace_over_bases(job, times)
-    except (UnsupportedProgram, _FailsWithSymbols):
+        symbolic = _trace(job, times)
+    except (UnsupportedProgram, _Contradicted):
         symbolic = None
     else:
         symbolic.before.roll_back()
@@ -279,7 +350,7 @@ def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStac
         flags = [(place, concrete(value, numbers)) for place, value in _flags(job, found)]
         otherwise.callback(assign(flags))
         try:
-            later = _trace_over_bases(job, times)
+            later = _trace(job, times)
             moves = later.before.moves()
             later.before.roll_back()  # an object is left once
             if moves or _flags(job, later) or not _is_same_program(later.traced, found.traced):
@@ -321,134 +392,52 @@ def _are_data(*values: Any) -> bool:
     return all(isinstance(value, torch.Tensor) and is_real(value) for value in values)
 
 
-def _trace_over_bases(job: Job, times: StageTimes) -> TracedCall:
-    """Trace the program over the bases that its inputs need.
+def _trace(job: Job, times: StageTimes) -> TracedCall:
+    """Trace the program, anew for as long as a trace contradicts what it took for granted.
 
-    Only a trace shows which inputs are written, and around which of them the program reaches in their storage
-    (`as_strided`). If such inputs share memory, the program is traced again over bases, until a trace needs
-    no other bases than it had.
+    Raises:
+        _Contradicted: sizes cannot be symbols, and without them the trace is of no use.
     """
-    bases, writes = NO_BASES, Writes()
-    inputs: _Inputs | None = None
+    assumed = Assumptions(job.symbolic)
     while True:
         try:
-            captured, deduped, traced, before = _trace_with_any_sizes(job, times, bases, inputs)
-        except _LooksAround as found:
-            before, inputs = found.before, found.inputs
-            writes = writes.and_around(found.position)
-            bases = plan_bases(Program(job.call.run, *inputs), writes)
-        else:
-            inputs = _distinct(traced, bases, inputs)
-            program = Program(job.call.run, *inputs)
-            writes = writes.and_of(program, traced.facts, bases)
-            needed = plan_bases(program, writes)
-            if needed == bases:
-                return TracedCall(captured, deduped, traced, bases, before)
-            bases, job = needed, replace(job, symbolic=bool(tuple(traced.symbols)))
-        before.roll_back()
-
-
-def _trace_with_any_sizes(
-    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
-) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
-    """A trace: with symbolic sizes where they are asked for, if PyTorch's operators take them.
-
-    Many of linear algebra, Fourier transforms and losses do not. A program that calls one is compiled for
-    each of its sizes.
-    """
-    try:
-        return _trace_with_any_numbers(job, times, bases, inputs)
-    except _FailsWithSymbols as failure:
-        failure.before.roll_back()
-        if job.counts or job.counted or job.opens:
-            raise
-        traced = _trace_with_any_numbers(replace(job, symbolic=False), times, bases, inputs)
-        cause = failure.__cause__
-        assert cause is not None, "it is raised from another"
-        where = cause.where if isinstance(cause, AotdistError) else raised_at(cause.__traceback__)
-        reason = str(cause).partition("\n")[0] + (f", at {where}" if where else "")
-        warnings.warn(
-            f"aotdist: `{traced[0].name}` is compiled for the sizes at hand, and again for others: a trace "
-            f"with symbolic ones fails ({reason}); move that out of what is compiled, or run calls of many "
-            "sizes as they were written: `aotdist.disable()`",
-            stacklevel=2,
-        )
-        return traced
-
-
-def _trace_with_any_numbers(
-    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
-) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
-    """A trace: with numbers and sizes that depend on data, if the program has some."""
-    try:
-        return _trace(job, times, bases, inputs)
-    except UnsupportedProgram as refused:
-        if job.of_data or not asks_for_data(refused):
-            raise
-        try:
-            return _trace(replace(job, of_data=True), times, bases, inputs)
-        except (AotdistError, _LooksAround, _FailsWithSymbols):
-            raise
+            found = _trace_once(job, times, assumed)
         except Exception as error:
-            if is_of_the_program(error):
+            raise_interrupt(error)
+            if not isinstance(error, _Contradicted) or (job.needs_symbols() and not error.instead.symbolic):
                 raise
-            raise refused from None  # one of PyTorch's, which needs to know a number
+            assumed = error.instead
+            continue
+        needed = assumed.after(job, found.traced)
+        if needed.bases == assumed.bases:
+            if assumed.failure is not None:
+                _warn_of_numbers(found.captured.name, assumed.failure)
+            return found
+        found.before.roll_back()
+        assumed = needed
 
 
-class _FailsWithSymbols(Exception):
-    """A trace with symbolic sizes failed where one with numbers may succeed; the cause says how."""
-
-    def __init__(self, before: Reassignments) -> None:
-        super().__init__()
-        self.before = before
-
-
-_Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
-
-
-class _LooksAround(Exception):
-    """The program reaches memory around an input, in the input's storage (`as_strided`).
-
-    Args:
-        before: how to undo what the program assigned.
-        inputs: the inputs that are known.
-        example: the input; it may be one that only the trace meets.
-        slot: its name.
-    """
-
-    def __init__(self, before: Reassignments, inputs: _Inputs, example: torch.Tensor, slot: Slot) -> None:
-        super().__init__()
-        self.before = before
-        slots, examples = inputs
-        known = [idx for idx, each in examples.enumerate() if each is example]
-        self.inputs = inputs if known else (Row([*slots, slot]), Row([*examples, example]))
-        self.position = known[0] if known else DistinctIdx(len(examples))
+def _warn_of_numbers(name: str, failure: Exception) -> None:
+    where = failure.where if isinstance(failure, AotdistError) else raised_at(failure.__traceback__)
+    reason = str(failure).partition("\n")[0] + (f", at {where}" if where else "")
+    warnings.warn(
+        f"aotdist: `{name}` is compiled for the sizes at hand, and again for others: a trace with symbolic "
+        f"ones fails ({reason}); move that out of what is compiled, or run calls of many sizes as they were "
+        "written: `aotdist.disable()`",
+        stacklevel=2,
+    )
 
 
-def _trace(
-    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
-) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
-    """Capture the call and trace it; see `_trace_once`."""
-    try:
-        return _trace_once(job, times, bases, inputs)
-    except Exception as error:
-        raise_interrupt(error)
-        raise
-
-
-def _trace_once(
-    job: Job, times: StageTimes, bases: BasePlan, inputs: _Inputs | None
-) -> tuple[Captured, dedupe.DedupePlan, Traced, Reassignments]:
+def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall:
     """Capture the call and trace it.
 
     Args:
         job: the call, and how to compile it.
         times: where to note how long it takes.
-        bases: which of the inputs share memory.
-        inputs: those of an earlier trace, with the closed-over tensors that it met.
+        assumed: what to take for granted.
 
-    Returns:
-        the captured call, its distinct tensors, the trace, and how to undo what the program assigned.
+    Raises:
+        _Contradicted: the trace shows that some of it does not hold.
     """
     with ExitStack() as scope:
         with times.stage("capture"):
@@ -458,12 +447,10 @@ def _trace_once(
             before = captured.environment.reassignments()
             scope.enter_context(before.undone_on_failure())
             distinct, deduped = dedupe.lower(captured.program)
-            program = synthetic_base.lower(_with_inputs(distinct, inputs), bases)
+            distinct = _with_inputs(distinct, assumed.inputs)
+            program = synthetic_base.lower(distinct, assumed.bases)
         with times.stage("trace"):
-            dims = captured.dims if job.symbolic else {}
-            if job.symbolic and job.opens:
-                keys, none = {*dims, *captured.guessed}, frozenset[int]()
-                dims = {key: dims.get(key, none) | captured.guessed.get(key, none) for key in keys}
+            dims = _dims(job, captured) if assumed.symbolic else {}
             paths = (slot.path for slot in program.ins)
             fakes = fakes_of(zip(paths, program.examples, strict=True), captured.all_closed_over)
             _refuse_fakes(program, job.backend)
@@ -472,7 +459,7 @@ def _trace_once(
                 functional_rng=job.settings.functional_rng,
                 backward_autocast=_backward_autocast(job.settings),
                 symbolic=bool(dims or counts),
-                of_data=job.of_data,
+                of_data=assumed.of_data is not None,
                 fakes=fakes,
                 finds_out=job.finds_out,
                 # A CUDA graph holds nothing that waits for data, as eager's formulas do.
@@ -489,7 +476,7 @@ def _trace_once(
                     recorder,
                     training=not captured.ambient.inference,
                     name_closed_over=captured.name_closed_over,
-                    bases=bases,
+                    bases=assumed.bases,
                     dims=dims,
                     counts=counts,
                     cuts=captured.ambient.grad,
@@ -497,19 +484,28 @@ def _trace_once(
                     in_python=captured.in_backward,
                 )
             except LooksAround as found:
-                known = _with_inputs(distinct, inputs)
-                slot = captured.name_closed_over(found.example)
-                raise _LooksAround(before, (known.ins, known.examples), found.example, slot) from None
+                inputs, slot = (distinct.ins, distinct.examples), captured.name_closed_over(found.example)
+                raise _Contradicted(assumed.around(job, inputs, found.example, slot)) from None
             except Exception as error:
-                # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
-                lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
-                if not (dims or counts) or (isinstance(error, AotdistError) and not lacks_fake):
+                instead = assumed.without(error, has_symbols=bool(dims or counts))
+                if instead is not None:
+                    raise _Contradicted(instead) from error
+                if assumed.of_data is None or isinstance(error, AotdistError) or is_of_the_program(error):
                     raise
-                raise _FailsWithSymbols(before) from error
+                raise assumed.of_data from None  # one of PyTorch's, which needs to know a number
     captured.in_backward.close()
     if traced.later_backwards is not None:
         traced.later_backwards.find_at(captured.sources(traced.program.examples))
-    return captured, deduped, traced, before
+    return TracedCall(captured, deduped, traced, assumed.bases, before)
+
+
+def _dims(job: Job, captured: Captured) -> Mapping[int, frozenset[int]]:
+    """The dimensions that symbols are to stand for, by the identity of the tensor."""
+    if not job.opens:
+        return captured.dims
+    none = frozenset[int]()
+    keys = {*captured.dims, *captured.guessed}
+    return {key: captured.dims.get(key, none) | captured.guessed.get(key, none) for key in keys}
 
 
 def _refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:
