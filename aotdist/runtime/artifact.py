@@ -30,10 +30,10 @@ from aotdist.runtime.print_node import print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
     LossWatch,
+    OtherBackwards,
     Phase,
     RunCheck,
     Sequenced,
-    agree_on_backward,
     checks_of,
     fingerprint_of,
     naming_lost_ranks,
@@ -204,10 +204,12 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
+    others, ahead = OtherBackwards.of(compilation, agreed), region.split.backward
+
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
         around, call = watch, without_autocast(call)
-        if graph is not region.split.backward:
-            check = agree_on_backward(compilation, agreed, graph)
+        if graph is not ahead:
+            check = others.agree_on(graph)
             around = None if watch is None else watch.checking(check)
         return call if around is None else _watched(call, around)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -19,6 +20,7 @@ from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import Party, board_of_this_process
 from aotdist.runtime.ranks.runs import Phase, RunCheck, run_check
 from aotdist.runtime.ranks.sequence import Sequenced, Shared, groups_with_peers
+from aotdist.settings import Settings
 from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
@@ -67,39 +69,65 @@ def checks_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[P
     return found
 
 
-def agree_on_backward(
-    compilation: Compilation, sequence: Sequence[Sequenced], graph: Graph
-) -> RunCheck | None:
-    """Agree with peers on a backward besides the one compiled ahead; what stands before each run of it.
+@dataclass(frozen=True, slots=True)
+class OtherBackwards:
+    """Agrees with peers on backwards that are compiled when they are first asked for.
 
-    A peer that runs another backward of the program instead will not come: it waits in a collective.
+    It outlives the compilation, so it holds no tensor of the call.
 
     Args:
-        compilation: the program.
-        sequence: its fingerprint.
-        graph: the backward.
-
-    Raises:
-        RankDivergence: a peer runs, or is about to run, something else.
-        RankLost: a peer failed, died, or did not come within the timeout.
+        label: the program.
+        settings: how it is compiled.
+        groups: names of the process groups that it might use.
+        state: the paths of its parameters and buffers.
+        before: what it has in common with its peers' before the backward runs.
+        ahead: the collectives of the backward that was compiled ahead.
     """
-    board, label, settings = board_of_this_process(), compilation.captured.name, compilation.settings
-    ahead = collectives(compilation.run_graphs()["backward"], compilation.state())
-    found = collectives(graph, compilation.state())
-    before = sequence[: len(sequence) - len(ahead)]
 
-    def check(run: Sequence[Collective]) -> RunCheck | None:
-        return run_check(board, label, "backward", (*before, *found), run, settings)
+    label: str
+    settings: Settings
+    groups: frozenset[str]
+    state: tuple[str, ...]
+    before: tuple[Sequenced, ...]
+    ahead: tuple[Collective, ...]
 
-    agree(
-        found,
-        label=f"{label} backward",
-        settings=settings,
-        groups=process_groups(compilation.traced.facts.recipes),
-        earlier=[ahead],
-        check=check((*found, *ahead)),
-    )
-    return check(found)
+    @classmethod
+    def of(cls, compilation: Compilation, sequence: Sequence[Sequenced]) -> OtherBackwards:
+        """Those of a program with this fingerprint."""
+        state = compilation.state()
+        ahead = collectives(compilation.run_graphs()["backward"], state)
+        return cls(
+            label=compilation.captured.name,
+            settings=compilation.settings,
+            groups=frozenset(process_groups(compilation.traced.facts.recipes)),
+            state=state,
+            before=tuple(sequence[: len(sequence) - len(ahead)]),
+            ahead=tuple(ahead),
+        )
+
+    def agree_on(self, graph: Graph) -> RunCheck | None:
+        """Agree on a backward; what stands before each run of it.
+
+        A peer that runs another backward of the program instead will not come: it waits in a collective.
+
+        Raises:
+            RankDivergence: a peer runs, or is about to run, something else.
+            RankLost: a peer failed, died, or did not come within the timeout.
+        """
+        found = tuple(collectives(graph, self.state))
+        agree(
+            found,
+            label=f"{self.label} backward",
+            settings=self.settings,
+            groups=self.groups,
+            earlier=[self.ahead],
+            check=self._check(found, (*found, *self.ahead)),
+        )
+        return self._check(found, found)
+
+    def _check(self, found: Sequence[Collective], run: Sequence[Collective]) -> RunCheck | None:
+        sequence = (*self.before, *found)
+        return run_check(board_of_this_process(), self.label, "backward", sequence, run, self.settings)
 
 
 _compiled: WeakKeyDictionary[type[nn.Module], Counter[tuple[Party, ...]]] = WeakKeyDictionary()
