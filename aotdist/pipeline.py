@@ -20,23 +20,23 @@ from aotdist.joint.trace import Traced
 from aotdist.partition.choices import without_choices
 from aotdist.partition.collector import collector_paused
 from aotdist.partition.double_backward import DoubleBackwardPlan, as_function, gradients, plan_double_backward
-from aotdist.partition.gates import linked, plan_gates
+from aotdist.partition.gates import linked
 from aotdist.partition.policy import partition
 from aotdist.partition.reduced import without_tangents
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.passes.verify import verify_split
-from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
+from aotdist.program import GRADIENT_ROLES, Graph, Slot, TrainingGraphs
 from aotdist.report.logs import log_compiled
 from aotdist.report.progress import showing
 from aotdist.report.stage_times import StageTimes
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting, load
 from aotdist.runtime.backward import Part
-from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.compilation import Compilation, Inference, Later, Training
 from aotdist.runtime.double_backward_compiler import DoubleBackwardCompiler
 from aotdist.runtime.fit import MISS, fit_of, refuse_overlap
-from aotdist.runtime.on_demand import OnDemand, compiled_ahead
-from aotdist.runtime.plan import NodePlan, node_plan
+from aotdist.runtime.on_demand import compiled_ahead
+from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
@@ -226,7 +226,6 @@ def _compile_training(
         split = partition(joint, policy)
         if settings.verify:
             verify_split(split)
-        gates = plan_gates(cut, traced.facts)
     facts, ins, by_choice = traced.facts, traced.program.ins, split.backward
     whole = without_choices(by_choice, facts, ins)
     ahead = compiled_ahead(whole, facts, emitter)
@@ -236,45 +235,22 @@ def _compile_training(
         split = replace(split, forward=forward, backward=backward)
     with times.stage("codegen"):
         halves = emitter.halves(split, whole)
-    double_backward = plan_double_backward(linked(traced.graph), split.saved, facts.backward.obstacle)
-    node = node_plan(traced, plans, whole, split, halves.tangent_strides, double_backward)
-    later = traced.later_backwards
-    backwards = OnDemand(
-        cut=cut,
-        joint=joint,
-        by_choice=by_choice,
-        whole=whole,
-        split=split,
-        halves=halves,
-        facts=facts,
-        ins=ins,
-        symbols=traced.symbols,
-        emitter=emitter,
-        kept=node.kept.slots,
-        traced=None if later is None or not later.meets_other_kinds() else later.of_kinds,
+    graphs = TrainingGraphs(cut, joint, by_choice, whole, split)
+    plan = plan_double_backward(linked(traced.graph), split.saved, facts.backward.obstacle)
+    traces = traced.later_backwards
+    later = Later(
+        double_backward=plan,
+        differentiable_parts=_DifferentiableParts(traced.graph, plan, emitter),
+        compiler_for=lambda node: _double_backward_compiler(traced, graphs, halves, node, plan, emitter),
+        of_kinds=None if traces is None or not traces.meets_other_kinds() else traces.of_kinds,
     )
-    region = Training(
-        cut=cut,
-        joint=joint,
-        by_choice=by_choice,
-        whole=whole,
-        split=split,
-        halves=halves,
-        node=node,
-        backwards=backwards,
-        gates=gates,
-        differentiable_parts=_DifferentiableParts(traced.graph, double_backward, emitter),
-        double_backward=_double_backward_compiler(
-            traced, joint, split, halves, node, double_backward, emitter
-        ),
-    )
+    region = Training.assembled(traced, plans, graphs, halves, emitter, later)
     return region, (*records, *records_of_backward)
 
 
 def _double_backward_compiler(
     traced: Traced,
-    joint: Graph,
-    split: Split,
+    graphs: TrainingGraphs,
     halves: EmittedHalves,
     node: NodePlan,
     plan: DoubleBackwardPlan,
@@ -295,8 +271,8 @@ def _double_backward_compiler(
 
     return DoubleBackwardCompiler(
         later=later,
-        joint=joint,
-        split=split,
+        joint=graphs.joint,
+        split=graphs.split,
         saved_strides=halves.saved_strides,
         node=node,
         symbols=traced.symbols,

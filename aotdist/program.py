@@ -249,3 +249,23 @@ class Split:
     saved: tuple[Slot, ...]
     saved_primals: dict[Slot, Slot]
     saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingGraphs:
+    """The graphs of a program with a backward.
+
+    Args:
+        cut: the joint graph, cut at its waypoints.
+        joint: the joint graph, not cut at its waypoints.
+        by_choice: the backward, with the results of every choice of tangents that was traced by itself.
+        whole: the backward of all results.
+        split: forward and backward, the two graphs that `joint` was partitioned into; the backward is
+            the one of `on_demand.compiled_ahead`.
+    """
+
+    cut: Graph
+    joint: Graph
+    by_choice: Graph
+    whole: Graph
+    split: Split

@@ -204,7 +204,7 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    others, ahead = OtherBackwards.of(compilation, agreed), region.split.backward
+    others, ahead = OtherBackwards.of(compilation, agreed), region.graphs.split.backward
 
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
         around, call = watch, without_autocast(call)
@@ -237,11 +237,13 @@ def backward_of(
         parts=backwards.parts,
         differentiable_parts=region.differentiable_parts,
         after=after,
-        results=region.split.backward.outs,
+        results=region.graphs.split.backward.outs,
         other_kinds=None if backwards.traced is None else OtherKinds(node, backwards.of_other_kinds, after),
         double_backward=None if double is None else DoubleBackward(node, double),
         shares=functools.cache(
-            functools.partial(Shares.of, node.saved.freed, region.whole, tangents, len(node.saved.sources))
+            functools.partial(
+                Shares.of, node.saved.freed, region.graphs.whole, tangents, len(node.saved.sources)
+            )
         ),
         in_python=in_python,
     )
@@ -251,7 +253,7 @@ def _versions(compilation: Compilation) -> Versions:
     unwrap, outs = compilation.plans.unwrap, list(compilation.traced.facts.node_outs)
     match compilation.region:
         case Training() as region:
-            return versions_to_set(unwrap, outs, region.split.forward, region.halves.forward)
+            return versions_to_set(unwrap, outs, region.graphs.split.forward, region.halves.forward)
         case Inference() as region:
             return versions_to_set(unwrap, outs, region.graph, region.emitted)
 

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from aotdist.capture.capture import Captured, Returned
 from aotdist.codegen.contract import Emitted
-from aotdist.codegen.emit import EmittedHalves
+from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan
+from aotdist.joint.later_backwards import OtherJoint
 from aotdist.joint.trace import Traced
-from aotdist.partition.gates import Gate
+from aotdist.partition.double_backward import DoubleBackwardPlan
+from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
-from aotdist.program import Graph, PrimalIdx, Split
+from aotdist.program import Graph, PrimalIdx, TrainingGraphs
 from aotdist.runtime.backward import Parts
 from aotdist.runtime.double_backward import DoubleBackwards
 from aotdist.runtime.on_demand import OnDemand
-from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.other_kinds import Arrived
+from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The backwards of a program that its joint graph does not show.
+
+    Args:
+        double_backward: what is needed to differentiate the backward.
+        differentiable_parts: compiles backwards whose gradients autograd records.
+        compiler_for: what compiles the backward as a program with a backward, if that can be.
+        of_kinds: traces a backward for gradients of other kinds, if there can be one.
+    """
+
+    double_backward: DoubleBackwardPlan
+    differentiable_parts: Parts
+    compiler_for: Callable[[NodePlan], DoubleBackwards | None]
+    of_kinds: Callable[[Arrived], OtherJoint] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +49,7 @@ class Training:
     """A program with a backward, compiled.
 
     Args:
-        cut: the joint graph, cut at its waypoints.
-        joint: the joint graph, not cut at its waypoints.
-        by_choice: the backward, with the results of every choice of tangents that was traced by itself.
-        whole: the backward of all results.
-        split: forward and backward, the two graphs that `joint` was partitioned into; the backward is
-            the one of `on_demand.compiled_ahead`.
+        graphs: its graphs.
         halves: forward and backward, compiled.
         node: how tensors pass through the autograd node.
         backwards: runs them, and compiles those that are not in `halves`.
@@ -43,17 +58,46 @@ class Training:
         double_backward: compiles the backward as a program with a backward, if that can be; each once.
     """
 
-    cut: Graph
-    joint: Graph
-    by_choice: Graph
-    whole: Graph
-    split: Split
+    graphs: TrainingGraphs
     halves: EmittedHalves
     node: NodePlan
     backwards: OnDemand
     gates: tuple[Gate, ...]
     differentiable_parts: Parts
     double_backward: DoubleBackwards | None
+
+    @classmethod
+    def assembled(
+        cls,
+        traced: Traced,
+        plans: Plans,
+        graphs: TrainingGraphs,
+        halves: EmittedHalves,
+        emitter: Emitter,
+        later: Later,
+    ) -> Training:
+        """A program of compiled halves, with all that runs and compiles its other backwards."""
+        plan = later.double_backward
+        node = node_plan(traced, plans, graphs.whole, graphs.split, halves.tangent_strides, plan)
+        backwards = OnDemand(
+            graphs=graphs,
+            halves=halves,
+            facts=traced.facts,
+            ins=traced.program.ins,
+            symbols=traced.symbols,
+            emitter=emitter,
+            kept=node.kept.slots,
+            traced=later.of_kinds,
+        )
+        return cls(
+            graphs=graphs,
+            halves=halves,
+            node=node,
+            backwards=backwards,
+            gates=plan_gates(graphs.cut, traced.facts),
+            differentiable_parts=later.differentiable_parts,
+            double_backward=later.compiler_for(node),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +159,9 @@ class Compilation:
     def graphs(self) -> dict[str, Graph]:
         """The graphs by name, in the order in which they came to be."""
         match self.region:
-            case Training(joint=joint, split=split):
-                return {"joint": joint, "forward": split.forward, "backward": split.backward}
+            case Training(graphs=graphs):
+                split = graphs.split
+                return {"joint": graphs.joint, "forward": split.forward, "backward": split.backward}
             case Inference(graph=graph):
                 return {"inference": graph}
 
@@ -124,8 +169,8 @@ class Compilation:
         """All graphs that it holds, also those that only other backwards, or profilers, need."""
         yield self.traced.graph
         match self.region:
-            case Training() as region:
-                yield from (region.cut, region.joint, region.by_choice, region.whole, *self.graphs().values())
+            case Training(graphs=graphs):
+                yield from (graphs.cut, graphs.by_choice, graphs.whole, *self.graphs().values())
             case Inference(graph=graph):
                 yield graph
         for emitted in self.emitted().values():
@@ -134,8 +179,8 @@ class Compilation:
     def run_graphs(self) -> dict[Literal["forward", "backward"], Graph]:
         """The graphs that run, in order; that of a program without a backward is a forward."""
         match self.region:
-            case Training(split=split):
-                return {"forward": split.forward, "backward": split.backward}
+            case Training(graphs=graphs):
+                return {"forward": graphs.split.forward, "backward": graphs.split.backward}
             case Inference(graph=graph):
                 return {"forward": graph}
 

@@ -22,7 +22,7 @@ from aotdist.partition.gates import linked, part, parts_of
 from aotdist.partition.reduced import besides_the_loss, without_tangents
 from aotdist.partition.returning import returning
 from aotdist.passes.run import run_passes
-from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Row, Slot, Split
+from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Row, Slot, TrainingGraphs
 from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.backward import Part
 from aotdist.runtime.other_kinds import Arrived, NamedCall, OtherBackward
@@ -60,11 +60,7 @@ class OnDemand:
     """The backwards of one program: the one that was compiled ahead, and others, each once.
 
     Args:
-        cut: the joint graph, cut at its waypoints.
-        joint: the joint graph, not cut at its waypoints.
-        by_choice: the backward, with the results of every choice of tangents that was traced by itself.
-        whole: the backward of all results.
-        split: forward and backward, the two graphs that `joint` was partitioned into.
+        graphs: its graphs.
         halves: forward and backward, compiled.
         facts: what the trace showed.
         ins: names of the inputs.
@@ -75,11 +71,7 @@ class OnDemand:
         guarded: what stands around each of them.
     """
 
-    cut: Graph
-    joint: Graph
-    by_choice: Graph
-    whole: Graph
-    split: Split
+    graphs: TrainingGraphs
     halves: EmittedHalves
     facts: Facts
     ins: Row[PrimalIdx, Slot]
@@ -110,21 +102,21 @@ class OnDemand:
     @alone
     def _reduce(self, missing: frozenset[Slot]) -> BoxedCall:
         if missing == self._left_out:
-            return self._called(self.halves.backward.call, self.split.backward)
-        choice = choice_without(self.facts, missing)
+            return self._called(self.halves.backward.call, self.graphs.split.backward)
+        choice, graphs = choice_without(self.facts, missing), self.graphs
         with users_modes_off():
-            if choice is not None and self.emitter.backend.owns_cut:
-                some = self._not_cut(linked(self.cut), choice.slots(self.ins, self.facts.recipes), missing)
-                return _picking(self._compiled(some), some.ins, self._given(missing))
             if choice is None:
-                some = self.whole
-            else:
-                some = returning(self.by_choice, choice.slots(self.ins, self.facts.recipes))
+                return self._compiled(without_tangents(graphs.whole, missing, any_strides=self._loose))
+            slots = choice.slots(self.ins, self.facts.recipes)
+            if self.emitter.backend.owns_cut:
+                some = self._not_cut(linked(graphs.cut), slots, missing)
+                return _picking(self._compiled(some), some.ins, self._given(missing))
+            some = returning(graphs.by_choice, slots)
             return self._compiled(without_tangents(some, missing, any_strides=self._loose))
 
     def _given(self, missing: frozenset[Slot]) -> list[Slot]:
         """What a backward is given without the tangents `missing`, in order."""
-        return [slot for slot in self.whole.ins if slot not in missing]
+        return [slot for slot in self.graphs.whole.ins if slot not in missing]
 
     def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
         """What computes some results of the backward from some gradients, see `backward.Parts`."""
@@ -137,21 +129,21 @@ class OnDemand:
     def _make_part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
         with users_modes_off():
             graph = self._part(outs, arrived, in_parts=in_parts)
-            position = {slot: at for at, slot in enumerate(self.split.saved)}
+            position = {slot: at for at, slot in enumerate(self.graphs.split.saved)}
             sources = tuple(position.get(slot, slot) for slot in graph.ins)
             return Part(self._compiled(graph), sources)
 
     def _part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Graph:
         if self.emitter.backend.owns_cut:
-            graph = self.cut if in_parts else linked(self.cut, arrived)
+            graph = self.graphs.cut if in_parts else linked(self.graphs.cut, arrived)
             gradients = (slot for slot in graph.ins if slot.role in GRADIENT_ROLES)
             return self._not_cut(graph, outs, frozenset(gradients) - arrived)
-        whole = self._in_parts if in_parts else parts_of(linked(self.cut, arrived), self.split)
+        whole = self._in_parts if in_parts else parts_of(linked(self.graphs.cut, arrived), self.graphs.split)
         return part(whole, outs, arrived, any_strides=self._loose)
 
     def _not_cut(self, recorded: Graph, outs: Sequence[Slot], missing: frozenset[Slot]) -> Graph:
         """Results of the backward as the trace recorded it, from what a cut of somebody else's saves."""
-        graph = from_saved(returning(recorded, outs), self.joint, self.split, self.kept)
+        graph = from_saved(returning(recorded, outs), self.graphs.joint, self.graphs.split, self.kept)
         return without_tangents(graph, missing, any_strides=self._loose)
 
     def of_other_kinds(self, arrived: Arrived) -> OtherBackward:
@@ -169,7 +161,7 @@ class OnDemand:
             return self._of_kinds(self.traced(arrived))
 
     def _of_kinds(self, joint: OtherJoint) -> OtherBackward:
-        graph = from_saved(joint.graph, self.joint, self.split, self.kept)
+        graph = from_saved(joint.graph, self.graphs.joint, self.graphs.split, self.kept)
         loose = self.emitter.takes_any_strides(graph)
         return OtherBackward(
             tangents={idx: tangent_like(*kind, loose=loose) for idx, kind in joint.tangents.items()},
@@ -193,11 +185,11 @@ class OnDemand:
     @functools.cached_property
     def _left_out(self) -> frozenset[Slot]:
         """The tangents that the backward compiled ahead does not take."""
-        return frozenset(self.whole.ins).difference(self.split.backward.ins)
+        return frozenset(self.graphs.whole.ins).difference(self.graphs.split.backward.ins)
 
     @functools.cached_property
     def _in_parts(self) -> Graph:
-        return parts_of(self.cut, self.split)
+        return parts_of(self.graphs.cut, self.graphs.split)
 
     @property
     def _loose(self) -> bool:
@@ -206,7 +198,7 @@ class OnDemand:
     def _compiled(self, backward: Graph) -> BoxedCall:
         graph, _ = run_passes(backward, "backward", self.emitter.settings)
         before = self.symbols.sizes().guards
-        call = self.emitter.another_backward(self.split, self.halves, graph).call
+        call = self.emitter.another_backward(self.graphs.split, self.halves, graph).call
         added = [guard for guard in self.symbols.sizes().guards if guard not in before]
         if added:
             call = _where(added, graph, call, self.emitter.reference_backward(graph).call)

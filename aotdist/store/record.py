@@ -29,15 +29,13 @@ from aotdist.joint.symbols import Symbols
 from aotdist.joint.trace import Traced
 from aotdist.partition.choices import without_choices
 from aotdist.partition.double_backward import DoubleBackwardPlan
-from aotdist.partition.gates import linked, plan_gates
+from aotdist.partition.gates import linked
 from aotdist.passes.verify import verify_split
 from aotdist.pipeline import drawn_on
-from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
+from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split, TrainingGraphs
 from aotdist.runtime.backward import Part
-from aotdist.runtime.compilation import Compilation, Inference, Training
-from aotdist.runtime.on_demand import OnDemand
+from aotdist.runtime.compilation import Compilation, Inference, Later, Training
 from aotdist.runtime.other_kinds import Arrived
-from aotdist.runtime.plan import node_plan
 from aotdist.settings import Settings
 from aotdist.store.graphs import Graphs, without_folder
 from aotdist.store.kinds import Shape
@@ -141,10 +139,11 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
     match region:
         case Inference(graph=graph):
             return {"graph": graphs.written(graph)}
-        case Training(split=split):
+        case Training(graphs=held):
+            split = held.split
             return {
-                "cut": graphs.written(region.cut),
-                "by_choice": graphs.written(region.by_choice),
+                "cut": graphs.written(held.cut),
+                "by_choice": graphs.written(held.by_choice),
                 "forward": graphs.written(split.forward),
                 "backward": graphs.written(split.backward),
                 "saved": values.written(split.saved, "the split"),
@@ -314,32 +313,15 @@ class _Reading:
         cut, by_choice, ins = traced.graph, graphs.read(json["by_choice"]), self.program.ins
         joint, whole = linked(cut), without_choices(by_choice, self.facts, ins)
         halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
-        backwards = OnDemand(
-            cut=cut,
-            joint=joint,
-            by_choice=by_choice,
-            whole=whole,
-            split=split,
-            halves=halves,
-            facts=self.facts,
-            ins=ins,
-            symbols=traced.symbols,
-            emitter=emitter,
-            traced=_refuse_other_kinds if require(json["meets_other_kinds"], bool, "a flag") else None,
-        )
-        return Training(
-            cut=cut,
-            joint=joint,
-            by_choice=by_choice,
-            whole=whole,
-            split=split,
-            halves=halves,
-            node=node_plan(traced, plans, whole, split, halves.tangent_strides, _NO_DOUBLE_BACKWARD),
-            backwards=backwards,
-            gates=plan_gates(cut, self.facts),
+        meets = require(json["meets_other_kinds"], bool, "a flag")
+        later = Later(
+            double_backward=_NO_DOUBLE_BACKWARD,
             differentiable_parts=_refuse_double_backward,
-            double_backward=None,
+            compiler_for=lambda _: None,
+            of_kinds=_refuse_other_kinds if meets else None,
         )
+        held = TrainingGraphs(cut, joint, by_choice, whole, split)
+        return Training.assembled(traced, plans, held, halves, emitter, later)
 
 
 def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
