@@ -13,7 +13,8 @@ import torch
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.convention.layer import Call
-from aotdist.program import Graph, NodeOutIdx, PrimalIdx
+from aotdist.facts import Facts
+from aotdist.program import Graph, PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward import DoubleBackward
@@ -25,8 +26,9 @@ from aotdist.runtime.hooks import detaching, shielding, taking_turns
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.on_demand import Guard
 from aotdist.runtime.other_kinds import OtherKinds
-from aotdist.runtime.print_call import print_call
-from aotdist.runtime.print_node import print_inference, print_node
+from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.print_call import HookPlan, print_call
+from aotdist.runtime.print_node import Forward, Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
     LossWatch,
@@ -126,69 +128,56 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     """Print the runtime of a compilation, for the calls that it fits, and load it."""
     keep_freed_memory()
     printer = Printer(fit.variables)
-    names = fit.primal_variables()
-    symbols = fit.symbols()
-    plans = compilation.plans
     agreed = fingerprint_of(compilation)
     checks = checks_of(compilation, agreed)
     watches = _watches(compilation, checks)
-    watch = watches["forward"]
-    gates = None
+    hooks = HookPlan((), (), ())
     match compilation.region:
         case Training() as region:
             backward = _backward(compilation, region, agreed, watches["backward"])
-            gates = _gates(compilation, region, backward)
+            hooks = _hooks(compilation, region, backward)
+            rules = compilation.captured.environment.rules
             print_node(
-                printer,
-                names,
-                symbols,
-                fit.told,
+                _printing(printer, fit, compilation, region.halves.forward, watches["forward"]),
                 region.node,
-                _forward(compilation, region.halves.forward),
                 backward,
-                [(claim.rule.after_backward, claim.root) for claim in compilation.captured.environment.rules],
+                [(claim.rule.after_backward, claim.root) for claim in rules],
                 compilation.captured.in_backward.whole,
-                watch,
-                versions=_versions(compilation),
                 has_classes=fit.has_classes(),
             )
             run = "Node.apply"
         case Inference() as region:
             print_inference(
-                printer,
-                names,
-                symbols,
-                fit.told,
+                _printing(printer, fit, compilation, region.emitted, watches["forward"]),
+                compilation.plans,
                 region.graph.sizes(),
-                plans.unwrap,
-                plans.plain_writes,
-                plans.rng,
-                _forward(compilation, region.emitted),
-                watch,
                 views=result_views(region.graph),
-                versions=_versions(compilation),
                 recorded=_is_recorded(compilation),
             )
             run = "region"
         case _:
             assert_never(compilation.region)
-    print_call(
-        printer,
-        fit,
-        run,
-        plans,
-        compilation.returned,
-        enables_grad=_enables_grad(compilation),
-        gates=gates,
-        shielded=_shielded(compilation, gates),
-        detached=_detached(compilation),
-        turns=_turns(compilation),
-    )
+    enables_grad = _enables_grad(compilation)
+    print_call(printer, fit, run, compilation.plans, compilation.returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
     for graph in compilation.every_graph():
         graph.pack()
     kept = without_tensors(compilation), fit_without_tensors(fit)
     return Artifact(call, printer.source(), *kept, agreed, checks["forward"])
+
+
+def _printing(
+    printer: Printer, fit: Fit, compilation: Compilation, emitted: Emitted, watch: Watch
+) -> Forward:
+    return Forward(
+        printer,
+        fit.primal_variables(),
+        fit.symbols(),
+        fit.told,
+        _forward(compilation, emitted),
+        watch,
+        _versions(compilation),
+    )
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
@@ -258,6 +247,16 @@ def _versions(compilation: Compilation) -> Versions:
             return versions_to_set(unwrap, outs, region.graph, region.emitted)
 
 
+def _hooks(compilation: Compilation, region: Training, backward: Backward) -> HookPlan:
+    gates, node = _gates(compilation, region, backward), region.node
+    return HookPlan(
+        shielded=tuple(node.with_siblings() if gates is None else gates.at_once()),
+        detached=tuple(node.without_grad(compilation.traced.program.examples)),
+        turns=tuple(_turns(compilation.traced.facts, node)),
+        gates=gates,
+    )
+
+
 def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
     if not region.gates:
         return None
@@ -269,30 +268,14 @@ def _gates(compilation: Compilation, region: Training, backward: Backward) -> Ga
     )
 
 
-def _shielded(compilation: Compilation, gates: Gates | None) -> list[NodeOutIdx]:
-    """The node's results to shield as soon as they are there."""
-    if gates is not None:
-        return gates.at_once()
-    return compilation.region.node.with_siblings() if isinstance(compilation.region, Training) else []
-
-
-def _detached(compilation: Compilation) -> list[PrimalIdx]:
-    """Inputs to hand to the node without their history."""
-    examples = compilation.traced.program.examples
-    return compilation.region.node.without_grad(examples) if isinstance(compilation.region, Training) else []
-
-
-def _turns(compilation: Compilation) -> list[PrimalIdx]:
+def _turns(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
     """Inputs that get gradients and are not written, in the order in which these arrive.
 
     None where that does not matter: one input, one result.
     """
-    if not isinstance(compilation.region, Training):
-        return []
-    grads, facts = compilation.region.node.grads, compilation.traced.facts
     written = facts.written()
-    found = [idx for idx in facts.backward.arrived if grads[idx] is not None and idx not in written]
-    return found if len(found) > 1 or len(compilation.region.node.differentiable()) > 1 else []
+    found = [idx for idx in facts.backward.arrived if node.grads[idx] is not None and idx not in written]
+    return found if len(found) > 1 or len(node.differentiable()) > 1 else []
 
 
 def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:
@@ -338,14 +321,14 @@ def reference(artifact: Artifact) -> Call:
 
 def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     """The layers inside of the synthetic bases, in a call of these sizes."""
-    plans, gates = concrete(compilation.plans, symbols), None
+    plans, hooks = concrete(compilation.plans, symbols), HookPlan((), (), ())
     match compilation.region:
         case Training() as region:
             forward = _forward(compilation, region.halves.forward)
             backward = _backward(compilation, region, (), None)
             node, versions = concrete(region.node, symbols), _versions(compilation)
             call = make_node(node, forward, backward, symbols, versions)
-            gates = _gates(compilation, region, backward)
+            hooks = _hooks(compilation, region, backward)
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
@@ -354,9 +337,9 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
-    if gates is not None:
-        return plans.switched_on.lift(gates.lift(plans, call))
-    call = shielding(call, _shielded(compilation, gates))
-    call = taking_turns(call, _turns(compilation))
-    call = detaching(call, _detached(compilation))
+    if hooks.gates is not None:
+        return plans.switched_on.lift(hooks.gates.lift(plans, call))
+    call = shielding(call, hooks.shielded)
+    call = taking_turns(call, hooks.turns)
+    call = detaching(call, hooks.detached)
     return plans.lift_outside(call, enables_grad=_enables_grad(compilation))

@@ -5,8 +5,9 @@ The printed function returns `MISS` when the artifact does not fit, before anyth
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
@@ -17,11 +18,13 @@ from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
 from aotdist.capture.given import are_apart
 from aotdist.capture.source import Held, held_in
+from aotdist.convention.epilogue import EpiloguePlan
 from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.put import are_written_alone, refuse_forbidden, take
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import Span, ViewBase, base_of, span_over
 from aotdist.convention.version import bump, rewind
+from aotdist.facts import Action
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
 from aotdist.runtime.fit import MISS, Fit
 from aotdist.runtime.gate import Gates
@@ -45,18 +48,32 @@ from aotdist.torch_seam.autograd import end_of_size
 from aotdist.torch_seam.trees import tree_children
 
 
+@dataclass(frozen=True, slots=True)
+class HookPlan:
+    """What a call does so that hooks hear what they hear in eager.
+
+    Args:
+        shielded: results of the node that have hooks of their own.
+        detached: inputs that get no gradient, and whose hooks must not be called.
+        turns: inputs, in the order in which their hooks are called.
+        gates: the gates that gradients pass, if they pass tensors that the caller holds.
+    """
+
+    shielded: tuple[NodeOutIdx, ...]
+    detached: tuple[PrimalIdx, ...]
+    turns: tuple[PrimalIdx, ...]
+    gates: Gates | None = None
+
+
 def print_call(
     printer: Printer,
     fit: Fit,
     run: str,
     plans: Plans,
     returned: Returned,
+    hooks: HookPlan,
     *,
     enables_grad: bool,
-    gates: Gates | None,
-    shielded: Sequence[NodeOutIdx],
-    detached: Sequence[PrimalIdx],
-    turns: Sequence[PrimalIdx],
 ) -> None:
     """Print `call(args, kwargs)`.
 
@@ -66,11 +83,8 @@ def print_call(
         run: an expression for the region: a function of the primals that returns a tuple.
         plans: the plans of the layers outside of the region.
         returned: how the user's result is put together.
+        hooks: what is done for hooks.
         enables_grad: whether the program switches grad mode on although the caller has it off.
-        gates: the gates that gradients pass, if they pass tensors that the caller holds.
-        shielded: results of the node that have hooks of their own.
-        detached: inputs that get no gradient, and whose hooks must not be called.
-        turns: inputs, in the order in which their hooks are called.
     """
     quiet = print_classes_off(printer) if fit.has_classes() else nullcontext()
     with printer.block("def call(args, kwargs):"), quiet:
@@ -95,25 +109,35 @@ def print_call(
         for idx in plans.epilogue.early:
             do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
-            given = _print_given(printer, plans.writes, primals, detached, turns)
-            _print_run(printer, run, given, fit)
-            if shielded:
-                names = [f"values[{idx}]" for idx in shielded]
+            _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
+            if hooks.shielded:
+                names = [f"values[{idx}]" for idx in hooks.shielded]
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
-            if gates is None:
+            if hooks.gates is None:
                 for write in plans.writes.writes:
                     print_write(printer, primals, write)
-        for idx, count in plans.epilogue.rewinds:
-            printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
-        for idx, inside, count in plans.epilogue.inside:
-            printer.line(f"{printer.bind('bump', bump)}({primals[idx]}{inside.path}, {count})")
-        if gates is None:
-            for action in plans.epilogue.order:
-                do(action)
-        else:
-            print_steps(printer, gates, primals, do)
+        _print_epilogue(printer, plans.epilogue, primals, hooks.gates, do)
         _print_what_is_left(printer, fit)
         print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
+
+
+def _print_epilogue(
+    printer: Printer,
+    epilogue: EpiloguePlan,
+    primals: Sequence[str],
+    gates: Gates | None,
+    do: Callable[[Action], None],
+) -> None:
+    """Print that versions are set right, then the actions, by the gates if there are some."""
+    for idx, count in epilogue.rewinds:
+        printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
+    for idx, inside, count in epilogue.inside:
+        printer.line(f"{printer.bind('bump', bump)}({primals[idx]}{inside.path}, {count})")
+    if gates is not None:
+        print_steps(printer, gates, primals, do)
+        return
+    for action in epilogue.order:
+        do(action)
 
 
 def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Fit) -> None:
@@ -124,19 +148,15 @@ def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Fit) -> No
 
 
 def _print_given(
-    printer: Printer,
-    writes: DifferentiableWrites,
-    primals: Sequence[str],
-    detached: Sequence[PrimalIdx],
-    turns: Sequence[PrimalIdx],
+    printer: Printer, writes: DifferentiableWrites, primals: Sequence[str], hooks: HookPlan
 ) -> list[str]:
     """Print how the region's arguments are prepared; returns expressions for them."""
     given = _print_taken(printer, writes, primals)
-    for idx in detached:
+    for idx in hooks.detached:
         given[idx] += ".detach()"
-    if not turns:
+    if not hooks.turns:
         return given
-    order = printer.bind("ARRIVE", tuple(turns))
+    order = printer.bind("ARRIVE", hooks.turns)
     printer.spread(f"given = {printer.bind('heard_in_turn', heard_in_turn)}({order}, ", given, ")")
     return ["*given"]
 

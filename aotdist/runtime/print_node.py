@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.rng import RngPlan
+from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump, version_of
 from aotdist.program import PrimalIdx
@@ -73,92 +75,122 @@ def print_results(
     ]
 
 
-def print_node(
-    printer: Printer,
-    names: Sequence[str],
-    symbols: Sequence[str],
-    told: Told,
-    plan: NodePlan,
-    forward: BoxedCall,
-    backward: Backward,
-    after_backward: Sequence[tuple[Callable[..., None], object]],
-    changes: BackwardChanges,
-    watch: Watch,
-    *,
-    versions: Versions,
-    has_classes: bool,
-) -> None:
-    """Print the class `Node`.
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How the forward graph of a region runs, for the code that runs it.
 
     Args:
         printer: where to print.
         names: a variable for each primal.
         symbols: the symbols' names; their values are one more argument, a dictionary.
-        told: symbols that are added to that dictionary once the forward has run.
+        told: symbols that are added to that dictionary once the graph has run.
+        call: plain inputs, sizes -> results, then saved values.
+        watch: a context for every run of the graph, if any.
+        versions: what version counters of outputs to set, see `aotdist.runtime.results.versions_to_set`.
+    """
+
+    printer: Printer
+    names: Sequence[str]
+    symbols: Sequence[str]
+    told: Told
+    call: BoxedCall
+    watch: Watch
+    versions: Versions
+
+    def parameters(self) -> list[str]:
+        """What the printed function takes."""
+        return [*self.names, "symbols"] if self.all_symbols() else list(self.names)
+
+    def all_symbols(self) -> list[str]:
+        """The symbols, and those that the graph tells."""
+        return [*self.symbols, *self.told]
+
+    def print_run(
+        self, unwrap: UnwrapPlan, writes: PlainWrites, rng: RngPlan, sizes: Sequence[Expression]
+    ) -> list[str]:
+        """Print the call of the graph, the writes, and what is told; returns the plain inputs."""
+        printer = self.printer
+        _print_symbols(printer, self.symbols, "symbols")
+        pairs = zip(unwrap.ins, self.names, strict=True)
+        plains = [plain for recipe, name in pairs for plain in print_plains(recipe, name)]
+        if rng.draw is not None:
+            printer.line(f"rng = {printer.bind('draw_state', rng.draw)}()  # seed and offset")
+        given = [*plains, *(print_size(printer, size) for size in sizes)]
+        given += [] if rng.draw is None else ["*rng"]
+        with _watched(printer, self.watch):
+            printer.spread(f"results = {printer.bind('FORWARD', self.call)}([", given, "])")
+        if writes.writes:
+            with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
+                for plain, position, bumps in writes.writes:
+                    printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
+        for idx, count in unwrap.bumps:
+            printer.line(f"{printer.bind('bump', bump)}({self.names[idx]}, {count})")
+        _print_told(printer, self.told)
+        return plains
+
+    def print_versions(self) -> None:
+        """Print that the version counters of outputs are set to how often the program wrote them."""
+        if self.versions:
+            written = sequence([f"o{idx}" for idx in self.versions])
+            counted = sequence([str(version) for version in self.versions.values()])
+            set_ = self.printer.bind("set_versions", set_versions)
+            self.printer.line(f"{set_}({written}, {counted})")
+
+
+def print_node(
+    region: Forward,
+    plan: NodePlan,
+    backward: Backward,
+    after_backward: Sequence[tuple[Callable[..., None], object]],
+    changes: BackwardChanges,
+    *,
+    has_classes: bool,
+) -> None:
+    """Print the class `Node`.
+
+    Args:
+        region: how its forward runs.
         plan: how tensors pass through the node.
-        forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward; called itself where a tangent is missing.
         after_backward: functions to call, each with its argument, once the gradients are computed.
         changes: what the backward changes in Python.
-        watch: a context for every run of the forward graph, if any.
-        versions: what version counters of outputs to set, see `aotdist.runtime.results.versions_to_set`.
         has_classes: whether inputs have a `__torch_function__`, which must not be called.
     """
+    printer = region.printer
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
-        _print_forward(printer, names, symbols, told, plan, forward, watch, versions)
+        _print_forward(region, plan)
         printer.line()
         quiet = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
         with _static(printer, f"def backward(ctx, {', '.join(tangents)}):"), quiet:
-            _print_backward(printer, tangents, [*symbols, *told], plan, backward, after_backward, changes)
+            _print_backward(printer, tangents, region.all_symbols(), plan, backward)
+            _print_gradients(printer, plan, after_backward, changes, has_symbols=bool(region.all_symbols()))
     printer.line()
 
 
 def print_inference(
-    printer: Printer,
-    names: Sequence[str],
-    symbols: Sequence[str],
-    told: Told,
-    sizes: Sequence[Expression],
-    unwrap: UnwrapPlan,
-    writes: PlainWrites,
-    rng: RngPlan,
-    emitted: BoxedCall,
-    watch: Watch,
-    *,
-    views: frozenset[int],
-    versions: Versions,
-    recorded: bool,
+    region: Forward, plans: Plans, sizes: Sequence[Expression], *, views: frozenset[int], recorded: bool
 ) -> None:
     """Print the function `region`: like the node's forward, without a node.
 
     Args:
-        printer: where to print.
-        names: a variable for each primal.
-        symbols: see `print_node`.
-        told: likewise.
+        region: how it runs.
+        plans: of the layers.
         sizes: the numbers that the graph takes.
-        unwrap: how inputs are taken apart and outputs put together.
-        writes: writes to plain inputs.
-        rng: where seed and offset come from, if the graph takes them.
-        emitted: plain inputs, sizes -> results.
-        watch: a context for every run of the graph, if any.
         views: results that are made as views, see `aotdist.runtime.results.result_views`.
-        versions: see `print_node`.
         recorded: whether autograd has to be switched off, or it would record the graph's operations.
     """
-    printer.spread("def region(", _with_symbols(names, [*symbols, *told]), "):")
+    printer, unwrap, writes = region.printer, plans.unwrap, plans.plain_writes
+    printer.spread("def region(", region.parameters(), "):")
     off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
     with printer.indented(), off:
-        _print_symbols(printer, symbols, "symbols")
-        _print_run(printer, unwrap, writes, rng, emitted, names, sizes, watch)
-        _print_told(printer, told)
+        region.print_run(unwrap, writes, plans.rng, sizes)
         values = _values(writes, views)
         outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
-        for idx in versions:
+        for idx in region.versions:
             printer.line(f"o{idx} = {outs[idx]}")
             outs[idx] = f"o{idx}"
-        _print_versions(printer, versions)
+        region.print_versions()
         printer.line(f"return {sequence(outs)}")
     printer.line()
 
@@ -168,57 +200,18 @@ def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
     return [f"results[{k}]{'.detach()' if k in views else ''}" for k in range(writes.num_values)]
 
 
-def _print_run(
-    printer: Printer,
-    unwrap: UnwrapPlan,
-    writes: PlainWrites,
-    rng: RngPlan,
-    emitted: BoxedCall,
-    names: Sequence[str],
-    sizes: Sequence[Expression],
-    watch: Watch,
-) -> list[str]:
-    """Print the call of the forward graph and the writes; returns expressions for the plain inputs."""
-    plains = [
-        plain for recipe, name in zip(unwrap.ins, names, strict=True) for plain in print_plains(recipe, name)
-    ]
-    if rng.draw is not None:
-        printer.line(f"rng = {printer.bind('draw_state', rng.draw)}()  # seed and offset")
-    given = [*plains, *(print_size(printer, size) for size in sizes)]
-    given += [] if rng.draw is None else ["*rng"]
-    with _watched(printer, watch):
-        printer.spread(f"results = {printer.bind('FORWARD', emitted)}([", given, "])")
-    if writes.writes:
-        with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
-            for plain, position, bumps in writes.writes:
-                printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
-    for idx, count in unwrap.bumps:
-        printer.line(f"{printer.bind('bump', bump)}({names[idx]}, {count})")
-    return plains
-
-
 def _write(printer: Printer, plain: str, value: str, bumps: int) -> str:
     if bumps == 1:
         return f"{plain}.copy_({value})"
     return f"{printer.bind('write_plain', write_plain)}({plain}, {value}, {bumps})"
 
 
-def _print_forward(
-    printer: Printer,
-    names: Sequence[str],
-    symbols: Sequence[str],
-    told: Told,
-    plan: NodePlan,
-    forward: BoxedCall,
-    watch: Watch,
-    versions: Versions,
-) -> None:
+def _print_forward(region: Forward, plan: NodePlan) -> None:
+    printer, names = region.printer, region.names
     printer.line("@staticmethod")
-    printer.spread("def forward(", ["ctx", *_with_symbols(names, [*symbols, *told])], "):")
+    printer.spread("def forward(", ["ctx", *region.parameters()], "):")
     with printer.indented():
-        _print_symbols(printer, symbols, "symbols")
-        plains = _print_run(printer, plan.unwrap, plan.writes, plan.rng, forward, names, plan.sizes, watch)
-        _print_told(printer, told)
+        plains = region.print_run(plan.unwrap, plan.writes, plan.rng, plan.sizes)
         if plan.rng.draw is not None:
             printer.line("ctx.rng = rng")
         values = _values(plan.writes, plan.views)
@@ -226,19 +219,19 @@ def _print_forward(
         outs = print_results(printer, list(plan.unwrap.outs), values, hints)
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}{remark(f'{out.slot.role} {out.slot}')}")
-        _print_versions(printer, versions)
-        saved = [_saved(printer, source, plains, versions) for source in plan.saved.sources]
+        region.print_versions()
+        saved = [_saved(printer, source, plains, region.versions) for source in plan.saved.sources]
         printer.spread("ctx.save_for_backward(", saved, ")")
         if plan.kept.primals:
             printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept.primals], ",)")
         if plan.kept.unsaved:
             kept = [plan.kept.primals[k] for k, _ in plan.kept.unsaved]
             printer.spread("ctx.versions = (", [_version(printer, plan, names, idx) for idx in kept], ",)")
-        if symbols or told:
+        if region.all_symbols():
             printer.line("ctx.symbols = symbols")
         late = plan.backward_writes
         if late.bumps:
-            made = [f"{_values(plan.writes, plan.views)[k]}.detach()" for k in late.results]
+            made = [f"{values[k]}.detach()" for k in late.results]
             printer.line(f"ctx.written = {sequence([*(plains[idx] for idx in late.plains), *made])}")
         if late.wrappers or late.outs:
             made = [f"{printer.bind('counter_of', counter_of)}(o{idx})" for idx, _ in late.outs]
@@ -261,14 +254,6 @@ def _saved(
         return f"{plains[source.plain]}{'.detach()' if source.changes else ''}"
     value = f"results[{source.position}]"
     return f"{printer.bind('saved_beside', saved_beside)}({value})" if versions else value
-
-
-def _print_versions(printer: Printer, versions: Versions) -> None:
-    """Print that the version counters of outputs are set to how often the program wrote them."""
-    if versions:
-        written = sequence([f"o{idx}" for idx in versions])
-        counted = sequence([str(version) for version in versions.values()])
-        printer.line(f"{printer.bind('set_versions', set_versions)}({written}, {counted})")
 
 
 def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:
@@ -310,14 +295,9 @@ def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
 
 
 def _print_backward(
-    printer: Printer,
-    names: Sequence[str],
-    symbols: Sequence[str],
-    plan: NodePlan,
-    backward: Backward,
-    after_backward: Sequence[tuple[Callable[..., None], object]],
-    changes: BackwardChanges,
+    printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, backward: Backward
 ) -> None:
+    """Print how the graph of the backward runs, or another in its place."""
     _print_check(printer, plan.saved.wrappers)
     if plan.backward_writes.once:
         printer.line(f"{printer.bind('run_once', run_once)}(ctx)")
@@ -356,6 +336,19 @@ def _print_backward(
     printer.line(f"del {', '.join(names)}")
     _print_letting_go(printer, plan)
     printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
+
+
+def _print_gradients(
+    printer: Printer,
+    plan: NodePlan,
+    after_backward: Sequence[tuple[Callable[..., None], object]],
+    changes: BackwardChanges,
+    *,
+    has_symbols: bool,
+) -> None:
+    """Print what is done with the results of the backward's graph."""
+    if plan.shares:
+        return  # another way was taken
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
     for offset, (_, num_bytes) in enumerate(plan.backward_writes.storages):
@@ -378,7 +371,7 @@ def _print_backward(
         printer.line(f"kept{position} = {tensor}")
     print_changes(printer, changes)
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
-    returned += ["None"] if symbols else []
+    returned += ["None"] if has_symbols else []
     printer.spread("return (", returned, ",)")
 
 
@@ -421,10 +414,6 @@ def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
     if is_symbolic(strides):
         assumed = f"{printer.bind('concrete', concrete)}({printer.bind('STRIDES', strides)}, symbols)"
     return f"type({name}) is {printer.bind(recipe.cls.__name__, recipe.cls)} and {found} == {assumed}"
-
-
-def _with_symbols(names: Sequence[str], symbols: Sequence[str]) -> list[str]:
-    return [*names, "symbols"] if symbols else list(names)
 
 
 def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None:
