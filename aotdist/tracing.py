@@ -29,6 +29,7 @@ from aotdist.convention.sharing import Writes, plan_bases
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import AotdistError, BadSettings, InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
+from aotdist.joint.context import TraceOptions
 from aotdist.joint.failures import asks_for_data, is_of_the_program
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.strided import LooksAround
@@ -471,11 +472,8 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             if job.backend.name == "fx" and not dims:  # compilers make kernels of the other path
                 scope.enter_context(fast_paths_on())
             try:
-                traced = trace(
-                    program,
-                    recorder,
+                options = TraceOptions(
                     training=not captured.ambient.inference,
-                    name_closed_over=captured.name_closed_over,
                     bases=assumed.bases,
                     dims=dims,
                     counts=counts,
@@ -483,6 +481,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
                     may_run_later=not captured.environment.rules,
                     in_python=captured.in_backward,
                 )
+                traced = trace(program, recorder, options, name_closed_over=captured.name_closed_over)
             except LooksAround as found:
                 inputs, slot = (distinct.ins, distinct.examples), captured.name_closed_over(found.example)
                 raise _Contradicted(assumed.around(job, inputs, found.example, slot)) from None

@@ -26,6 +26,7 @@ from aotdist.export.refusals import (
     refuse_strays,
 )
 from aotdist.facts import OutputFact
+from aotdist.joint.context import TraceOptions
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.trace import Traced, trace
 from aotdist.partition.collector import collector_paused
@@ -123,13 +124,8 @@ def trace_for_export(
         program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
         recorder = Recorder(decompositions, symbolic=bool(captured.dims), fakes=fakes)
         recorder.draws.allow(captured.environment.reached.generators)
-        traced = trace(
-            program,
-            recorder,
-            training=torch.is_grad_enabled(),
-            name_closed_over=captured.name_closed_over,
-            dims=captured.dims,
-        )
+        options = TraceOptions(training=torch.is_grad_enabled(), dims=captured.dims)
+        traced = trace(program, recorder, options, name_closed_over=captured.name_closed_over)
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
     returned = Returned.of(traced.facts)

@@ -75,25 +75,23 @@ class BackwardTrace:
     Args:
         context: the parties of the trace.
         forward: what the forward did.
-        in_python: see `trace`.
-        may_run_later: see `trace`.
     """
 
-    def __init__(
-        self, context: TraceContext, forward: ForwardEffects, in_python: InBackward, *, may_run_later: bool
-    ) -> None:
+    def __init__(self, context: TraceContext, forward: ForwardEffects) -> None:
+        options = context.options
         self._context, self._recorder, self._inputs = context, context.recorder, context.inputs
-        self._forward, self._in_python, self._may_run_later = forward, in_python, may_run_later
+        self._forward, self._may_run_later = forward, options.may_run_later
+        self._in_python = options.in_python or InBackward(None)
         self._ends, fits = forward.ends(), forward.can_be_followed()
         self._behind = _results_behind_nodes(self._ends)
         self._freed = frozenset(behind for node, behind in self._behind.items() if saves_tensors(node))
-        cuts, row = context.cuts and fits, self._inputs.row()
+        cuts, row = context.options.cuts and fits, self._inputs.row()
         self._forward_end = ForwardEnd.of(self._recorder, row, forward.outputs.tensors) if cuts else None
         can_hold = cuts and is_linear(self._ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes, row) if can_hold else []
         self._waypoints = Waypoints(held, self._ends)
         self._backward = self._backward_of(forward, fits=fits)
-        self._nonlinear = self._backward.choices() if context.cuts else []
+        self._nonlinear = self._backward.choices() if context.options.cuts else []
 
     def effects(self) -> BackwardEffects:
         """Run it, and read off what it did."""
@@ -191,7 +189,7 @@ class BackwardTrace:
             writes: the inputs that it writes.
             writers: where it does.
         """
-        keeps = whole.kept and self._context.cuts and self._may_run_later
+        keeps = whole.kept and self._context.options.cuts and self._may_run_later
         if keeps or (writes and not self._are_met_by_all(writes, writers)):
             return self._backward.some()
         return self._nonlinear

@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aotdist.facts import DataWritten, Fresh, NodeOut
+from aotdist.joint.context import TraceOptions
 from aotdist.joint.failures import refusal
 from aotdist.joint.recorder import Recorder
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
@@ -41,8 +42,8 @@ class Trace(Protocol):
         self,
         program: Program[PrimalIdx],
         recorder: Recorder,
+        options: TraceOptions,
         *,
-        training: bool,
         name_closed_over: Callable[[torch.Tensor], Slot],
         outer: Callable[[torch.Tensor], torch.Tensor],
     ) -> Traced:
@@ -238,7 +239,7 @@ def trace_body(
         traced = around.trace(
             program,
             recorder,
-            training=training,
+            TraceOptions(training=training),
             name_closed_over=name_closed_over,
             outer=around.stand_in,
         )

@@ -113,7 +113,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -
         NodeOut(
             slot,
             recipe_of(tensor),
-            context.training and idx in outputs.with_history,
+            context.options.training and idx in outputs.with_history,
             outputs.versions.get(NodeOutIdx(idx)),
         )
         for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
@@ -160,7 +160,7 @@ def _tell_numbers(
             fix="make the view afterwards",
         )
     needed = unbacked.numbers
-    if not context.training:
+    if not context.options.training:
         recipes = [recipe_of(tensor) for tensor in outputs.tensors]
         needed = numbers_of_data([outputs.facts, outputs.order, recipes])
     found: list[tuple[str, NodeOutIdx | NumberStep]] = []

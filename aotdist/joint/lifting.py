@@ -12,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.capture.code import is_users_class
-from aotdist.capture.guise import Guises
 from aotdist.capture.hidden import text_of
 from aotdist.capture.source import Source
 from aotdist.convention.changes import assign_data
@@ -22,6 +21,7 @@ from aotdist.joint import corrections, python_numbers
 from aotdist.joint.classes import ask_classes
 from aotdist.joint.failures import accumulated_inside, refusal
 from aotdist.joint.inputs import Inputs
+from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.written_views import WrittenViews
 from aotdist.program import PrimalIdx
@@ -56,18 +56,13 @@ class Lifting(TorchFunctionMode):
     """Puts stand-ins in the place of real tensors that the function closes over.
 
     Args:
+        recorder: knows which tensors need a stand-in, and what the program sees of their classes.
         inputs: the stand-ins.
-        is_foreign: whether a tensor needs one.
         stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
         view_mode: is told of writes of storage and history, and of views that only this mode sees.
         storages: gives what the program is shown for the storages of its tensors.
         higher_order: runs operators that are handed functions.
-        guises: the classes that the program sees of its tensors.
         written_views: is asked to notice the history of inputs that the last function wrote.
-        asked_for_strides: is told of tensors whose strides the program looks at.
-        of_data: whether numbers may depend on data.
-        of_bits: whether what is recorded is to have eager's bits.
-        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
 
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
@@ -78,30 +73,23 @@ class Lifting(TorchFunctionMode):
 
     def __init__(
         self,
+        recorder: Recorder,
         inputs: Inputs,
-        is_foreign: Callable[[torch.Tensor], bool],
         stand_in: Callable[[torch.Tensor], torch.Tensor],
         view_mode: ViewMode,
         storages: Storages,
-        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
-        guises: Guises,
-        written_views: WrittenViews,
-        asked_for_strides: Callable[[torch.Tensor], None],
         *,
-        of_data: bool,
-        of_bits: bool,
-        target: str | None,
+        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
+        written_views: WrittenViews,
     ) -> None:
         super().__init__()
+        self._recorder, self._guises = recorder, recorder.guises
         self._inputs = inputs
-        self._is_foreign = is_foreign
         self._stand_in = stand_in
         self._higher_order = higher_order
         self._view_mode, self._log = view_mode, view_mode.log
         self._storages = storages
-        self._guises = guises
         self._written_views = written_views
-        self._asked_for_strides = asked_for_strides
         self.ran_backward = False
         self.hooked = False
         self.retained: dict[PrimalIdx, None] = {}
@@ -127,8 +115,8 @@ class Lifting(TorchFunctionMode):
             _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
             torch.Tensor.__format__: _formatted,
-            **corrections.instead(of_bits=of_bits, target=target),
-            **(python_numbers.INSTEAD if of_data else {}),
+            **corrections.instead(of_bits=recorder.of_bits, target=recorder.target),
+            **(python_numbers.INSTEAD if recorder.unbacked is not None else {}),
         }
 
     def __torch_function__(
@@ -151,7 +139,7 @@ class Lifting(TorchFunctionMode):
             with self:  # what a class calls in turn is heard, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
         if func in _LOOK_AT_STRIDES and _is_asked_by_the_program(inspect.currentframe()):
-            self._asked_for_strides(swapped_args[0])
+            self._recorder.asked_for_strides(swapped_args[0])
         self.ran_backward = self.ran_backward or func in _RUN_BACKWARD
         if func in _CHANGE_GRAD:
             self._refuse_change_of_gradient(func, swapped_args[0])
@@ -172,7 +160,7 @@ class Lifting(TorchFunctionMode):
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the program works on in the place of `tensor`."""
-        if not self._is_foreign(tensor):
+        if not self._recorder.is_foreign(tensor):
             return tensor
         (heard,) = heard_of([tensor])
         return self._stand_in(tensor) if heard is tensor else heard

@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
-from aotdist.capture.in_backward import InBackward
-from aotdist.capture.source import Source
-from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_mode import ViewMode
 from aotdist.facts import Facts, Untouched
@@ -25,7 +21,7 @@ from aotdist.joint import python_numbers
 from aotdist.joint.backward_effects import BackwardEffects, BackwardTrace
 from aotdist.joint.body import Enclosing
 from aotdist.joint.classes import Classes
-from aotdist.joint.context import TraceContext
+from aotdist.joint.context import TraceContext, TraceOptions
 from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.failures import naming_failures, naming_outdated_views, refusal
 from aotdist.joint.forward_effects import ForwardEffects, read_forward
@@ -34,7 +30,7 @@ from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.joint.lifting import Lifting, Recalling
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
-from aotdist.joint.symbols import Dims, Symbols
+from aotdist.joint.symbols import Symbols
 from aotdist.joint.written_views import WrittenViews
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
@@ -76,56 +72,41 @@ class Traced:
 def trace(
     program: Program[PrimalIdx],
     recorder: Recorder,
+    options: TraceOptions,
     *,
-    training: bool,
     name_closed_over: Callable[[torch.Tensor], Slot],
-    bases: BasePlan = NO_BASES,
-    dims: Dims = MappingProxyType({}),
-    counts: Sequence[Source] = (),
     outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    cuts: bool = False,
-    may_run_later: bool = False,
-    in_python: InBackward | None = None,
 ) -> Traced:
     """Trace `program` once.
 
     Args:
         program: what to trace; its `fn` may run hooks and methods of tensor subclasses as well.
         recorder: fresh, not entered.
-        training: record a backward for the differentiable results.
+        options: what the trace is asked.
         name_closed_over: names a real tensor that is none of the program's inputs.
-        bases: which of the inputs share memory.
-        dims: which dimensions of which tensors have symbolic sizes; those that share memory have none.
-        counts: places of numbers that the program reads and changes.
         outer: for a part of another program: gives the stand-in there of a real tensor.
-        cuts: the graph may be cut at waypoints (`aotdist.joint.waypoints`), and have results and arguments
-            for a backward of some outputs only, and for one that runs twice.
-        may_run_later: the backward may be traced once more later, outside of the contexts around this call.
-        in_python: notes what backwards change in Python.
 
     Raises:
         UnsupportedProgram: the program needs data while it is traced, or what it does cannot be
             repeated outside.
     """
-    symbols = Symbols(recorder.shape_env, dims)
-    inputs = Inputs(recorder, symbols, bases)
+    symbols = Symbols(recorder.shape_env, options.dims)
+    inputs = Inputs(recorder, symbols, options.bases)
 
     def stand_in(met: torch.Tensor) -> torch.Tensor:
         example = outer(met) if outer is not None and recorder.is_given(met) else met
         known = inputs.of_example(example)
         return inputs.add(name_closed_over(example), example) if known is None else known
 
-    log, classes = ViewLog(), Classes(recorder, stand_in)
-    view_mode = ViewMode(log, recorder.guises)
-    storages = Storages(inputs, log, recorder.strided)
+    log = ViewLog()
     context = TraceContext(
+        options=options,
         recorder=recorder,
         inputs=inputs,
-        log=log,
-        storages=storages,
-        classes=classes,
-        training=training,
-        cuts=cuts,
+        stand_in=stand_in,
+        view_mode=ViewMode(log, recorder.guises),
+        storages=Storages(inputs, log, recorder.strided),
+        classes=Classes(recorder, stand_in),
     )
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
@@ -137,36 +118,45 @@ def trace(
         ]
         for view, make in inputs.made_again():
             log.views.note_given(view, make)
-        stack.enter_context(symbols.counting(counts))
-        stack.enter_context(view_mode)
+        stack.enter_context(symbols.counting(options.counts))
+        stack.enter_context(context.view_mode)
         stack.enter_context(hearing_of_swaps(_refuse_swap))
-        outs, lifting = _run_forward(
-            program, tensors, recorder, inputs, view_mode, storages, classes, stand_in
-        )
+        outs, lifting = _run_forward(context, program, tensors)
         stack.enter_context(swapped_where_unheard(lifting.swap))  # in the backward, too
         forward = read_forward(context, outs, lifting)
-        backward = BackwardTrace(
-            context, forward, in_python or InBackward(None), may_run_later=may_run_later
-        ).effects()
+        backward = BackwardTrace(context, forward).effects()
     facts = _facts(context, forward, backward)
     row = inputs.row()
     seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
-    later = None
-    if cuts and may_run_later and not (backward.facts.writes or backward.facts.result_writes):
-        recorder.strided.forget_inputs()
-        classes.forget_inputs()
-        later = LaterBackwards(
-            recorder=recorder,
-            backward=backward.runs,
-            recalling=Recalling({idx: one.tensor for idx, one in row.enumerate()}),
-            node_outs=forward.node_outs,
-            ins=seen.ins,
-            recipes=facts.recipes,
-            grads=backward.grads,
-        )
+    later = _later_backwards(context, seen, facts, forward, backward)
     symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
+
+
+def _later_backwards(
+    context: TraceContext,
+    program: Program[PrimalIdx],
+    facts: Facts,
+    forward: ForwardEffects,
+    backward: BackwardEffects,
+) -> LaterBackwards | None:
+    """What traces other backwards later, where that may be: not if the backward writes."""
+    options, recorder = context.options, context.recorder
+    writes = backward.facts.writes or backward.facts.result_writes
+    if writes or not (options.cuts and options.may_run_later):
+        return None
+    recorder.strided.forget_inputs()
+    context.classes.forget_inputs()
+    return LaterBackwards(
+        recorder=recorder,
+        backward=backward.runs,
+        recalling=Recalling({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
+        node_outs=forward.node_outs,
+        ins=program.ins,
+        recipes=facts.recipes,
+        grads=backward.grads,
+    )
 
 
 def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
@@ -191,49 +181,38 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
 
 
 def _run_forward(
-    program: Program[PrimalIdx],
-    tensors: Sequence[torch.Tensor],
-    recorder: Recorder,
-    inputs: Inputs,
-    view_mode: ViewMode,
-    storages: Storages,
-    classes: Classes,
-    stand_in: Callable[[torch.Tensor], torch.Tensor],
+    context: TraceContext, program: Program[PrimalIdx], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[Any], Lifting]:
     """What a program returns for stand-ins of its inputs, and the torch-function mode that it ran in."""
+    recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
     control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
-    written_views = WrittenViews(inputs, view_mode.log)
-    foreign = recorder.is_foreign
+    written_views = WrittenViews(inputs, context.log)
     lifting = Lifting(
-        inputs=inputs,
-        is_foreign=foreign,
-        stand_in=stand_in,
-        view_mode=view_mode,
-        storages=storages,
+        recorder,
+        inputs,
+        stand_in,
+        context.view_mode,
+        context.storages,
         higher_order=control_flow,
-        guises=classes.guises,
         written_views=written_views,
-        asked_for_strides=recorder.asked_for_strides,
-        of_data=recorder.unbacked is not None,
-        of_bits=recorder.of_bits,
-        target=recorder.target,
     )
     with (
         swapped_where_unheard(lifting.swap),
         saved_tensor_hooks_heard_by(lifting),
-        classes.shown(),
+        context.classes.shown(),
         lifting,
         inputs.current(),
         naming_failures(),
-        naming_outdated_views(view_mode.log),
+        naming_outdated_views(context.log),
     ):
         outs = program.fn(*tensors)
         written_views.notice()
-        view_mode.settle()
+        context.view_mode.settle()
     recorder.draws.check()
     recorder.answers.forget()
     recorder.check_numbers()
-    return [stand_in(out) if isinstance(out, torch.Tensor) and foreign(out) else out for out in outs], lifting
+    foreign = (isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs)
+    return [stand_in(out) if met else out for out, met in zip(outs, foreign, strict=True)], lifting
 
 
 def _resuming(

@@ -1,4 +1,4 @@
-"""How large the house is: lines, classes, files, floors. `make house` prints it; `make check` holds its limits."""
+"""How large the package is: lines, classes, files, floors. `make house` prints it, `make check` holds it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 
 
 def measures() -> list[Measure]:
-    """Every number of the table, counted in the committed files; what is linked into the package stands apart."""
+    """Every number of the table, of the committed files; linked rooms are left out."""
     trees = {path: parse(path) for path in python_files("aotdist")}
     core = {path: tree for path, tree in trees.items() if len(path.parts) == 2 or path.parts[1] in CORE}
     lines = {path: len((ROOT / path).read_text().splitlines()) for path in trees}

@@ -7,6 +7,7 @@ import torch
 
 from aotdist.convention.layer import Call
 from aotdist.facts import Facts
+from aotdist.joint.context import TraceOptions
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.trace import trace
 from aotdist.program import PrimalIdx, Program, Row, Slot
@@ -29,7 +30,8 @@ def facts_of(program: Program[PrimalIdx], *, training: bool = True) -> Facts:
         raise AssertionError(f"the program closes over {real}")
 
     with torch.set_grad_enabled(training):
-        return trace(program, Recorder({}), training=training, name_closed_over=name_closed_over).facts
+        options = TraceOptions(training=training)
+        return trace(program, Recorder({}), options, name_closed_over=name_closed_over).facts
 
 
 def call_of(program: Program[Any]) -> Call:
