@@ -101,7 +101,9 @@ def _num_floors() -> int:
 
 def _circle(trees: Mapping[Path, ast.Module]) -> set[str]:
     """Modules that import each other when they are loaded, of one circle if there are several."""
-    names = {_module(path): tree for path, tree in trees.items()}
+    names = {
+        _module(path): tree for path, tree in trees.items() if len(path.parts) > 2 or path.stem != "__init__"
+    }
     graph = {name: set(_imported(tree)) & names.keys() - {name} for name, tree in names.items()}
     try:
         TopologicalSorter(graph).prepare()
