@@ -239,8 +239,9 @@ def artifact_for_another_call():
 SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
     UnsupportedProgram: (
         "A program, at its first call with arguments of this kind, cannot be compiled ahead of time. Nothing "
-        "was changed: buffers, random numbers and gradients are as before. `aotdist.disable` runs the "
-        'rejected part eagerly, and `torch.compile(backend="aotdist")` leaves it to eager by itself.',
+        "was changed: buffers, random numbers and gradients are as before. Under "
+        '`aotdist.disable` the call runs as it was written; `torch.compile(backend="aotdist")` leaves the '
+        "rejected part to eager by itself.",
         [
             value_of_a_tensor,
             size_by_data,
