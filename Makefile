@@ -25,7 +25,7 @@ FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup train float8-curves test test-all test-other-torch test-device browser bench bench-gpu models zoo ranks kernels check format docs clean
+.PHONY: help setup train float8-curves test test-all test-other-torch test-device browser bench bench-gpu models zoo ranks kernels check house format docs clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [VARIABLE=value ...]"; echo
@@ -94,11 +94,15 @@ ranks: $(STAMP) ## Have ranks differ in ninety ways, beside eager; ARGS="--scena
 kernels: $(STAMP) ## Compile the kernels of real models for a GPU that need not be there; writes a markdown table
 	$(BIN)/python -m benchmarks.kernels $(ARGS)
 
-check: $(STAMP) ## Lint, formatting, types and the direction of imports
+check: $(STAMP) ## Lint, formatting, types, the direction of imports, and how large the package is
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.house.count
+
+house: $(STAMP) ## Count lines, classes, files and floors of the package, beside their limits and goals
+	$(BIN)/python -m tests.house.count
 
 format: $(STAMP) ## Fix what ruff can fix
 	$(BIN)/ruff check --fix

@@ -5,32 +5,38 @@ forward and backward as flat functional graphs, collectives among them; every mu
 back exactly as eager would.
 """
 
-from aotdist.api import compile, disable, explain, load, mark_dynamic, reset
-from aotdist.dynamo.tape import compile_backward
-from aotdist.errors import (
-    AotdistError,
-    BadArtifact,
-    BadSettings,
-    CacheCorrupt,
-    IndexOutOfBounds,
-    InternalError,
-    RankDivergence,
-    RankLost,
-    SignatureMismatch,
-    UnsupportedProgram,
-)
-from aotdist.export.export_module import aot_export_module
-from aotdist.export.joint_simple import aot_export_joint_simple
-from aotdist.export.signature import BackwardSignature, GraphSignature
-from aotdist.freezing.frozen import Frozen, freeze
-from aotdist.functorch.entry import aot_function, aot_module, aot_module_simplified
-from aotdist.launch.prepare import prepare
-from aotdist.report.profile import Profile, profile
-from aotdist.settings import Settings
-from aotdist.step.train_step import TrainStep, train_step
-from aotdist.store.build import Built, build
-from aotdist.subclasses.float8 import to_float8
-from aotdist.subclasses.sparse24_linear import Sparsified, sparsify_24
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aotdist.api import compile, disable, explain, load, mark_dynamic, reset
+    from aotdist.dynamo.tape import compile_backward
+    from aotdist.errors import (
+        AotdistError,
+        BadArtifact,
+        BadSettings,
+        CacheCorrupt,
+        IndexOutOfBounds,
+        InternalError,
+        RankDivergence,
+        RankLost,
+        SignatureMismatch,
+        UnsupportedProgram,
+    )
+    from aotdist.export.export_module import aot_export_module
+    from aotdist.export.joint_simple import aot_export_joint_simple
+    from aotdist.export.signature import BackwardSignature, GraphSignature
+    from aotdist.freezing.frozen import Frozen, freeze
+    from aotdist.functorch.entry import aot_function, aot_module, aot_module_simplified
+    from aotdist.launch.prepare import prepare
+    from aotdist.report.profile import Profile, profile
+    from aotdist.settings import Settings
+    from aotdist.step.train_step import TrainStep, train_step
+    from aotdist.store.build import Built, build
+    from aotdist.subclasses.float8 import to_float8
+    from aotdist.subclasses.sparse24_linear import Sparsified, sparsify_24
 
 __version__ = "0.1.0"
 
@@ -74,3 +80,54 @@ __all__ = [
     "to_float8",
     "train_step",
 ]
+
+_NAMES = {
+    "aotdist.api": ("compile", "disable", "explain", "load", "mark_dynamic", "reset"),
+    "aotdist.dynamo.tape": ("compile_backward",),
+    "aotdist.errors": (
+        "AotdistError",
+        "BadArtifact",
+        "BadSettings",
+        "CacheCorrupt",
+        "IndexOutOfBounds",
+        "InternalError",
+        "RankDivergence",
+        "RankLost",
+        "SignatureMismatch",
+        "UnsupportedProgram",
+    ),
+    "aotdist.export.export_module": ("aot_export_module",),
+    "aotdist.export.joint_simple": ("aot_export_joint_simple",),
+    "aotdist.export.signature": ("BackwardSignature", "GraphSignature"),
+    "aotdist.freezing.frozen": ("Frozen", "freeze"),
+    "aotdist.functorch.entry": ("aot_function", "aot_module", "aot_module_simplified"),
+    "aotdist.launch.prepare": ("prepare",),
+    "aotdist.report.profile": ("Profile", "profile"),
+    "aotdist.settings": ("Settings",),
+    "aotdist.step.train_step": ("TrainStep", "train_step"),
+    "aotdist.store.build": ("Built", "build"),
+    "aotdist.subclasses.float8": ("to_float8",),
+    "aotdist.subclasses.sparse24_linear": ("Sparsified", "sparsify_24"),
+}
+"""Where each public name is defined. Its module is imported when the name is first used: all of them take as
+long as torch itself, and many programs need one."""
+
+_ROOMS = ("dynamo", "errors", "export", "freezing", "functorch", "launch", "settings", "step", "subclasses")
+"""Packages and modules that people reach by the name of the package: `aotdist.dynamo.regions()`."""
+
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _ROOMS:
+        value = importlib.import_module(f"aotdist.{name}")
+    else:
+        raise AttributeError(f"module `aotdist` has no attribute `{name}`")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
