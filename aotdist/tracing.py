@@ -128,7 +128,7 @@ class Assumptions:
         """Without what an error of a trace contradicts; None if that is nothing."""
         # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
         lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
-        if has_symbols and self.symbolic and (lacks_fake or not isinstance(error, AotdistError)):
+        if has_symbols and (lacks_fake or not isinstance(error, AotdistError)):
             return replace(self, symbolic=False, failure=error, of_data=None)
         if isinstance(error, UnsupportedProgram) and self.of_data is None and asks_for_data(error):
             return replace(self, of_data=error)
@@ -405,7 +405,7 @@ def _trace(job: Job, times: StageTimes) -> TracedCall:
             found = _trace_once(job, times, assumed)
         except Exception as error:
             raise_interrupt(error)
-            if not isinstance(error, _Contradicted) or (job.needs_symbols() and not error.instead.symbolic):
+            if not isinstance(error, _Contradicted) or (job.needs_symbols() and error.instead.failure):
                 raise
             assumed = error.instead
             continue
