@@ -25,14 +25,21 @@ from aotdist.capture.prints import made_before
 from aotdist.capture.tracebacks import shortened
 from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
-from aotdist.errors import BadSettings, InternalError
+from aotdist.errors import BadSettings, InternalError, UnsupportedProgram
 from aotdist.files import path_of
 from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.fit import MISS
-from aotdist.runtime.ranks import agree, fingerprint_of_state, number_of_its_kind, present
+from aotdist.runtime.kinds import Kind, Kinds
+from aotdist.runtime.ranks import (
+    agree,
+    board_of_this_process,
+    fingerprint_of_state,
+    number_of_its_kind,
+    present,
+)
 from aotdist.runtime.signature import ChangingSizes, what_changed, what_helps
 from aotdist.settings import Dynamic, Settings, settings_of
 from aotdist.store.load import Stored
@@ -78,11 +85,15 @@ def _running_eagerly() -> Generator[None]:
         _thread.eager = before
 
 
+class AsWritten(Exception):
+    """What is called has to run as it was written, from further outside than where this is found out."""
+
+
 class Maker(Protocol):
     """Makes an artifact for a call that none of those fits that there are."""
 
-    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact:
-        """Make it.
+    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
+        """Make it; None where calls of that kind run as they were written, which `artifacts.kinds` says.
 
         Args:
             call: the call.
@@ -103,12 +114,21 @@ class Compiling:
         settings: how to compile.
         open_dims: says of a call which dimensions may differ from call to call, by the identity of the
             tensor; besides those that `settings` and marks name.
+        else_eager: whether a call that is refused may run as it was written, if `settings` say so.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, open_dims: OpenDims | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: Settings,
+        open_dims: OpenDims | None = None,
+        *,
+        else_eager: bool = True,
+    ) -> None:
         self._backend = backend
         self._settings = settings
         self._open_dims = open_dims
+        self._else_eager = else_eager
         self._said = set[bool]()  # whether programs were dropped, when it was said
         self._guesses = settings.dynamic == "auto" and open_dims is None
         self._fit_one_size = set[Ambient]()  # modes whose programs cannot be compiled for other sizes
@@ -122,15 +142,47 @@ class Compiling:
         """
         agree(fingerprint_of_state(model), label=type(model).__name__, settings=self._settings)
 
-    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact:
+    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
         """See `Maker`."""
+        kind, kinds = Kind.of(call), artifacts.kinds
+        is_eager = self._else_eager and self._settings.unsupported == "eager"
+        undecided = kind.common if is_eager and not kinds.is_agreed(kind) else None
+        try:
+            artifact = self._compiled(call, artifacts, undecided)
+        except UnsupportedProgram as refusal:
+            if undecided is None:
+                raise self._with_way_out(refusal, is_eager=is_eager)  # noqa: B904  # the same one
+            if kinds.refuse(kind, refusal):
+                said = f"aotdist: such calls of `{call.name}` run as they were written: {refusal}"
+                warnings.warn(said, stacklevel=5)
+            return None
+        if artifact.agreed and board_of_this_process() is not None:
+            kinds.agree(kind)
+        return artifact
+
+    def _with_way_out(self, refusal: UnsupportedProgram, *, is_eager: bool) -> UnsupportedProgram:
+        """A refusal that names the way out which `Settings.unsupported` is."""
+        if is_eager:
+            refusal.or_else("reset it on all ranks: they agreed to run calls of this kind compiled")
+        elif self._else_eager:
+            refusal.or_else('`Settings(unsupported="eager")` runs such calls as they were written')
+        return refusal
+
+    def _compiled(self, call: UserCall, artifacts: Artifacts, undecided: str | None) -> Artifact:
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
         if self._open_dims is not None:
             call = replace(call, dims=self._open_dims(call))
         sizes, modes = ChangingSizes(artifacts), ambient()
         if self._guesses and symbolic and modes not in self._fit_one_size:
             call = replace(call, guess=sizes)
-        artifact = compile_call(call, self._backend, self._settings, earlier=artifacts, symbolic=symbolic)
+        artifact = compile_call(
+            call,
+            self._backend,
+            self._settings,
+            earlier=artifacts,
+            symbolic=symbolic,
+            undecided=undecided,
+        )
         if sizes.was_wrong(artifact):
             self._fit_one_size.add(modes)
         self._warn_of_many(artifact, artifacts)
@@ -149,7 +201,7 @@ class Compiling:
             warnings.warn(
                 f"aotdist: `{name}` was compiled {count + 1} times; what keeps changing: {changes}; "
                 f"{what_helps(artifact, others)}{limit if drops else ''}",
-                stacklevel=6,
+                stacklevel=7,
             )
 
 
@@ -190,17 +242,28 @@ class Compiled(Explained):
         """Run the artifact that fits, making one if there is none."""
         if runs_eagerly():
             return self._run(*args, **kwargs)
+        if self.is_refused(args, kwargs):
+            return self._as_written(args, kwargs)
         result = call_fitting(self.artifacts, args, kwargs)
         if result is not MISS:
             return result
         try:
-            return self._called_anew(args, kwargs)
+            result = self._called_anew(args, kwargs)
         except Exception as error:
             made_before(error)
             raise shortened(error)  # noqa: B904  # the same one
+        return self._as_written(args, kwargs) if result is MISS else result
+
+    def is_refused(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether calls with such arguments run as they were written."""
+        kinds = self.artifacts.kinds
+        return kinds.are_refused() and kinds.is_refused(Kind.of(self._call(args, kwargs)))
+
+    def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._run(*args, **kwargs)
 
     def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make an artifact and run it.
+        """Make an artifact and run it; `MISS` where such calls run as they were written.
 
         Another thread may make what fits, or change what this one has just made one for.
         """
@@ -215,6 +278,8 @@ class Compiled(Explained):
                 )
             if (artifact := self._made_in_turn(args, kwargs)) is not None:
                 made.append(artifact)
+            elif self.is_refused(args, kwargs):
+                return MISS
             result = call_fitting(self.artifacts, args, kwargs)
         return result
 
@@ -223,15 +288,21 @@ class Compiled(Explained):
         """An artifact for a call; None if another thread has just made one, which may fit."""
         return None if had_to_wait() else self._made(args, kwargs)
 
-    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
+    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
         with _running_eagerly(), tapes_off():
-            call = UserCall(self._target(), self._run, args, kwargs, number=self._number)
-            artifact = self._make(call, self.artifacts)
-        self.artifacts.put_first(artifact)
+            artifact = self._make(self._call(args, kwargs), self.artifacts)
+        if artifact is not None:
+            self.artifacts.put_first(artifact)
         return artifact
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> UserCall:
+        return UserCall(self._target(), self._run, args, kwargs, number=self._number)
 
     def _made_so_far(self) -> list[Artifact]:
         return self.artifacts
+
+    def _decided(self) -> list[Kinds]:
+        return [self.artifacts.kinds]
 
     def reset(self) -> None:
         """Forget every artifact."""
@@ -278,6 +349,7 @@ class CompiledModule(Compiled):
         super().__init__(target, run, make)
         self._number = number_of_its_kind(module)
         self._shown_on = weakref.WeakSet([module])
+        self.in_container = False
         self._attach()
 
     def show_on(self, module: nn.Module) -> None:
@@ -285,7 +357,12 @@ class CompiledModule(Compiled):
         self._shown_on.add(module)
         self._attach()
 
-    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact:
+    def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.in_container:
+            raise AsWritten
+        return super()._as_written(args, kwargs)
+
+    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
         artifact = super()._made(args, kwargs)
         self._attach()
         return artifact
@@ -336,7 +413,21 @@ class ContainerCall:
         assert container is not None, "a module outlives its own call"
         if runs_eagerly():
             return uncompiled_call(container)(*args, **kwargs)
-        with self._rule.calling(container):
+        if self.contained.is_refused(args, kwargs):
+            return self._as_written(container, args, kwargs)
+        outer, self.contained.in_container = self.contained.in_container, True
+        try:
+            with self._rule.calling(container):
+                return uncompiled_call(container)(*args, **kwargs)
+        except AsWritten:
+            if outer:
+                raise
+        finally:
+            self.contained.in_container = outer
+        return self._as_written(container, args, kwargs)
+
+    def _as_written(self, container: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with _running_eagerly():  # the container's own hooks reduce gradients then
             return uncompiled_call(container)(*args, **kwargs)
 
 

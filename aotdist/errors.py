@@ -33,6 +33,11 @@ class AotdistError(RuntimeError):
         self.fix = fix
         super().__init__(self._render())
 
+    def or_else(self, way_out: str) -> None:
+        """Name another way out."""
+        self.fix = f"{self.fix}; or {way_out}" if self.fix else way_out
+        self.args = (self._render(),)
+
     def _render(self) -> str:
         lines = [self.what]
         context = "      ".join(

@@ -54,6 +54,7 @@ def compile_call(
     *,
     earlier: Artifacts | None = None,
     symbolic: bool = True,
+    undecided: str | None = None,
 ) -> Artifact:
     """Compile one call of the user's function.
 
@@ -63,16 +64,17 @@ def compile_call(
         settings: how to compile.
         earlier: artifacts for other calls of the same function.
         symbolic: try symbolic sizes, if the call, settings or marks ask for them.
+        undecided: its kind, if all ranks run such calls as they were written where one is refused.
 
     Raises:
-        UnsupportedProgram: the program cannot be compiled ahead of time.
+        UnsupportedProgram: the program cannot be compiled ahead of time; or `undecided`, by a peer.
         BadSettings: the backend lacks something, or a setting names nothing.
         RankDivergence: the ranks compiled different sequences of collectives.
         RankLost: another rank failed to compile, or did not come to compare.
     """
     with class_functions_off():
         job = Job(call, backend, settings, symbolic)
-        return loaded_together(call.name, settings, lambda: _printed(job), earlier)
+        return loaded_together(call.name, settings, lambda: _printed(job), earlier, undecided)
 
 
 @alone
@@ -109,7 +111,11 @@ def printed(compilation: Compilation) -> Artifact:
 
 
 def loaded_together(
-    label: str, settings: Settings, made: Callable[[], Artifact], earlier: Artifacts | None = None
+    label: str,
+    settings: Settings,
+    made: Callable[[], Artifact],
+    earlier: Artifacts | None = None,
+    undecided: str | None = None,
 ) -> Artifact:
     """Load what `made` makes on each rank, when all have made theirs and agree on it.
 
@@ -118,13 +124,15 @@ def loaded_together(
         settings: how it is compiled.
         made: compiles it, or reads what was compiled before, and prints it.
         earlier: artifacts for other calls of the same function.
+        undecided: see `compile_call`.
 
     Raises:
+        UnsupportedProgram: a peer's call was refused, and all run calls of this kind as they were written.
         RankDivergence: the ranks have different sequences of collectives.
         RankLost: another rank failed, or did not come to compare.
     """
     # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
-    with failing_together(label), collector_paused():
+    with failing_together(label, undecided), collector_paused():
         artifact = made()
     compilation = artifact.compilation
     agree(
@@ -132,8 +140,10 @@ def loaded_together(
         label=label,
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),
-        earlier=() if earlier is None else earlier.agreed(),
+        # Ranks decide about a kind once, and all of them come for that.
+        earlier=() if earlier is None or undecided is not None else earlier.agreed(),
         check=artifact.check,
+        undecided=undecided,
     )
     log_compiled(artifact)
     return artifact

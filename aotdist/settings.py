@@ -25,6 +25,7 @@ from aotdist.errors import BadSettings
 
 PartitionPolicy = Literal["auto", "default", "min_cut"]
 Dynamic = bool | Literal["auto"]
+Unsupported = Literal["raise", "eager"]
 
 
 def default_cache_folder() -> str:
@@ -37,6 +38,8 @@ def default_cache_folder() -> str:
 
 
 _TRACEBACK = "AOTDIST_TRACEBACK"
+_OF_NO_PROGRAM = ("cache_folder", "cache_bytes", "unsupported")
+"""Settings that change nothing in what is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,10 @@ class Settings:
             ask it before they choose by data (transformers: whether a padding mask pads), and go a way
             without that when it is true. That is then not eager's way, and may round otherwise.
         report_side_effects: warn about objects that are assigned while capturing only.
+        unsupported: what becomes of a call that cannot be compiled. With `raise` it is refused. With `eager`
+            it and later calls of its kind run as they were written, on all ranks if one rank's is refused; a
+            warning says why, once, and so does `explain()`. What is refused later (in a backward, say), and
+            errors of the program itself, are errors with either.
     """
 
     partition: PartitionPolicy = "auto"
@@ -115,6 +122,7 @@ class Settings:
     cuda_graphs: bool = False
     is_compiling: bool = False
     report_side_effects: bool = False
+    unsupported: Unsupported = "raise"
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -208,9 +216,10 @@ class Settings:
         return cls.make(**options)
 
     def fingerprint(self) -> str:
-        """A hash of every setting but where and how much to keep: part of each cache key."""
+        """A hash of every setting that what is compiled may depend on: part of each cache key."""
         fields = dataclasses.asdict(self)
-        del fields["cache_folder"], fields["cache_bytes"]
+        for name in _OF_NO_PROGRAM:
+            del fields[name]
         fields["disabled_passes"] = sorted(self.disabled_passes)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
@@ -333,6 +342,7 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
     float: float,
     str: str,
     PartitionPolicy: str,
+    Unsupported: str,
     frozenset[str]: _parse_names,
 }
 """How the text of an environment variable becomes a setting, by the setting's annotation."""

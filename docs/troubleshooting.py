@@ -241,7 +241,12 @@ SECTIONS: dict[type[AotdistError], tuple[str, list[Callable[[], None]]]] = {
         "A program, at its first call with arguments of this kind, cannot be compiled ahead of time. Nothing "
         "was changed: buffers, random numbers and gradients are as before. Under "
         '`aotdist.disable` the call runs as it was written; `torch.compile(backend="aotdist")` leaves the '
-        "rejected part to eager by itself.",
+        'rejected part to eager by itself. With `Settings(unsupported="eager")` '
+        "(`AOTDIST_UNSUPPORTED=eager`), calls of this kind run as they were "
+        "written, on all ranks if one rank's is rejected; a warning and `explain()` say why. Still errors "
+        "are: what is rejected in a backward; on ranks, a call for which modes and `train()` or `eval()` are "
+        "those of calls that the ranks run compiled; and whatever `aotdist.freeze`, `build` and `export` "
+        "reject.",
         [
             value_of_a_tensor,
             size_by_data,

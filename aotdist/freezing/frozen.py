@@ -55,7 +55,7 @@ class Frozen(Compiled):
         self._module, self._backend = module, backend
         self._state = FrozenState(module)
         self._constants = Constants(self._state)
-        self._compile = Compiling(backend, settings)
+        self._compile = Compiling(backend, settings, else_eager=False)
         self._settings, self._steps = settings, steps
         self._discards = discard_parameters
 
@@ -103,7 +103,7 @@ class Frozen(Compiled):
         """
         self._state.discard_parameters()
 
-    def _make_for(self, call: UserCall, artifacts: Artifacts) -> Artifact:
+    def _make_for(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
         """See `aotdist.api.Maker`."""
         _refuse_training(call.target)
         program = frozen_program(

@@ -17,6 +17,7 @@ from aotdist.report.ranks import Told, compared, meet
 from aotdist.report.summary import Report, report_of
 from aotdist.report.text import format_bytes
 from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.kinds import Kinds
 
 
 class GraphsByName(Mapping[str, torch.fx.GraphModule]):
@@ -43,6 +44,10 @@ class Explained(ABC):
         """The artifacts that there are."""
 
     @abstractmethod
+    def _decided(self) -> Sequence[Kinds]:
+        """What was decided about kinds of calls."""
+
+    @abstractmethod
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""
 
@@ -58,7 +63,8 @@ class Explained(ABC):
 
     def explain(self, *, html: str | Path | None = None) -> Report:
         """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
-        return _explained(self._made_so_far(), html)
+        reasons = dict.fromkeys(reason for kinds in self._decided() for reason in kinds.reasons())
+        return replace(_explained(self._made_so_far(), html), as_written=tuple(reasons))
 
 
 def _explained(artifacts: Sequence[Artifact], html: str | Path | None) -> Report:

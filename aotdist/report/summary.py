@@ -93,9 +93,15 @@ class ArtifactSummary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a compiled callable can tell about itself; `print` it, or `show` it."""
+    """Everything that a compiled callable can tell about itself; `print` it, or `show` it.
+
+    Args:
+        artifacts: what was compiled.
+        as_written: why other calls run as they were written (`Settings.unsupported`).
+    """
 
     artifacts: tuple[ArtifactSummary, ...]
+    as_written: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return render(self)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aotdist.report.summary import ArtifactSummary, Report
-from aotdist.report.text import NOTHING_YET, collectives_text, kernel_lines, named_facts
+from aotdist.report.text import collectives_text, kernel_lines, named_facts, others
 
 _BAR = 24
 """Characters of the longest bar."""
@@ -19,10 +19,10 @@ _BAR = 24
 def show_in_terminal(report: Report, console: Console | None = None) -> None:
     """Print the report's tables on the console, standard output by default."""
     console = console or Console()
-    if not report.artifacts:
-        console.print(NOTHING_YET)
     for summary in report.artifacts:
         console.print(Group(*_artifact(summary)))
+    for text in others(report):
+        console.print(Text(text))
 
 
 def _artifact(summary: ArtifactSummary) -> Iterator[RenderableType]:

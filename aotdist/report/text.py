@@ -16,9 +16,14 @@ _MOST_NAMES = 8
 
 def render(report: Report) -> str:
     """The whole report, one paragraph an artifact."""
-    if not report.artifacts:
-        return NOTHING_YET
-    return "\n\n".join(_artifact(summary) for summary in report.artifacts)
+    return "\n\n".join([*map(_artifact, report.artifacts), *others(report)])
+
+
+def others(report: Report) -> list[str]:
+    """What there is to say beside artifacts: why calls run as they were written, or that there are none."""
+    if report.as_written:
+        return [f"run as they were written: {reason}" for reason in report.as_written]
+    return [] if report.artifacts else [NOTHING_YET]
 
 
 def _artifact(summary: ArtifactSummary) -> str:

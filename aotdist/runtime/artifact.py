@@ -23,6 +23,7 @@ from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.heap import keep_freed_memory
 from aotdist.runtime.hooks import detaching, shielding, taking_turns
+from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.on_demand import Guard
 from aotdist.runtime.other_kinds import OtherKinds
@@ -80,10 +81,14 @@ class Artifacts(list[Artifact]):
     """The artifacts of one function, the one used last first.
 
     Another thread that looks for one finds it at any time.
+
+    Attributes:
+        kinds: what was decided about kinds of calls.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.kinds = Kinds()
         self._agreed: set[tuple[Sequenced, ...]] = set()
 
     def put_first(self, artifact: Artifact) -> None:
@@ -110,6 +115,7 @@ class Artifacts(list[Artifact]):
         """Forget all of them, and what ranks agreed on."""
         with _order:
             super().clear()
+            self.kinds.clear()
             self._agreed.clear()
 
 

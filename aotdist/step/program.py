@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from aotdist.api import CompiledFunction, Compiling
+from aotdist.api import AsWritten, CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint.scalars import Scalars
 from aotdist.step.attributes import methods_of, unchanged
@@ -27,10 +27,6 @@ from aotdist.torch_seam.trees import pytree
 
 Part: TypeAlias = Literal["whole", "gradients", "update"]
 """What of a step a program does: with `accumulate`, gradients and updates are programs of their own."""
-
-
-class MakesState(Exception):
-    """The optimizer makes state in this step: it has to run as it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +68,13 @@ class Now:
         return {**self.numbers, **single}
 
 
+class _StepFunction(CompiledFunction):
+    """What is compiled for a step is no way to do one with values."""
+
+    def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        raise AsWritten
+
+
 class StepProgram:
     """A step, compiled for one layout of what the optimizer holds and one way to go.
 
@@ -92,7 +95,7 @@ class StepProgram:
         self._now: Now | None = None
         self._asked: Questions | None = None
         self._questions: list[Questions] = []
-        self.compiled = CompiledFunction(
+        self.compiled = _StepFunction(
             _reaching(recipe, self._traced, part),
             lambda call, artifacts: make(replace(call, differentiates=True), artifacts),
         )
@@ -111,7 +114,7 @@ class StepProgram:
             kwargs: likewise.
 
         Raises:
-            MakesState: the optimizer makes state; nothing has been done.
+            AsWritten: the optimizer makes state, or the step was refused; nothing has been done.
             GivesGradients: there are others than `params` that get some; likewise.
         """
         self._now, self._asked = now, None
@@ -202,7 +205,7 @@ class StepProgram:
             put = [place.owner[place.key] for place in held.numbers]
             done.norm = self._step(held, scaling)
             if held.has_grown():
-                raise MakesState
+                raise AsWritten
             done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
         if scaling is not None and (done.tensors or done.numbers):
             names = " or ".join(type(optimizer).__name__ for optimizer in recipe.optimizers)

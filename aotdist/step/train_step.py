@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.api import Compiling, compiling, runs_eagerly
+from aotdist.api import AsWritten, Compiling, compiling, runs_eagerly
 from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.ranks import present
 from aotdist.settings import Settings
 from aotdist.step.attributes import Attributes
 from aotdist.step.done import Done
 from aotdist.step.gradients import GivesGradients
 from aotdist.step.held import HeldState, held_by, hyperparameters
-from aotdist.step.program import MakesState, Now, Part, StepProgram
+from aotdist.step.program import Now, Part, StepProgram
 from aotdist.step.recipe import Clip, Recipe
 from aotdist.subclasses.protocol import communicates_around
 from aotdist.torch_seam.autograd import has_grad_hooks
@@ -162,7 +163,7 @@ class TrainStep(Explained):
                 self._stepped()
                 return done.result, done.norm
             result = self._accumulate(params, args, kwargs)
-        except MakesState:
+        except AsWritten:
             return recipe.as_written(args, kwargs, updates=updates)
         except GivesGradients as found:
             self._others.update(found.leaves)
@@ -204,7 +205,7 @@ class TrainStep(Explained):
     def _update(self, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         try:
             norm = self._run("update", params).norm
-        except MakesState:
+        except AsWritten:
             return self._recipe.update()
         self._stepped()
         return norm
@@ -272,6 +273,10 @@ class TrainStep(Explained):
     def _made_so_far(self) -> list[Artifact]:
         programs = [program for found in self._programs.values() for program in found]
         return [artifact for program in programs for artifact in program.compiled.artifacts]
+
+    def _decided(self) -> list[Kinds]:
+        programs = [program for found in self._programs.values() for program in found]
+        return [program.compiled.artifacts.kinds for program in programs]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""

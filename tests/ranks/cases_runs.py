@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import aotdist
 from aotdist.runtime.ranks.liveness import is_closed
@@ -33,7 +35,7 @@ def model(width: int = 8, settings: Settings = SETTINGS, backend: str = "fx") ->
 
 
 def train(trained: nn.Module, rows: int = 2, *, backward: bool = True) -> None:
-    width = trained[0].weight.shape[1]
+    width = next(trained.parameters()).shape[1]
     loss = trained(torch.ones(rows, width)).square().sum()
     if backward:
         loss.backward()
@@ -187,6 +189,78 @@ def new_after_a_caught_divergence() -> Told | None:
     return told(lambda: train(trained))
 
 
+class Odd(nn.Module):
+    """What one rank alone cannot compile: it reads a number in training."""
+
+    def __init__(self, refuses: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.refuses = refuses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        return x if not (self.refuses and self.training) or x.sum().item() < 1e9 else x * 2
+
+
+def as_ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def stepped(made: nn.Module) -> list[torch.Tensor]:
+    """Gradients of steps with lengths of the rank's own, and random numbers, bit for bit."""
+    torch.manual_seed(dist.get_rank())
+    left: list[torch.Tensor] = []
+    for step in range(3):
+        made(torch.full((2 + step * (1 + dist.get_rank()), 8), float(step))).square().sum().backward()
+        grads = [param.grad for param in made.parameters()]
+        left += [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads]
+    return [*left, torch.get_rng_state()]
+
+
+def refused_on_one_rank(refusing: int, wrap: Callable[[nn.Module], nn.Module]) -> Told | None:
+    """All ranks run that kind as it was written; another kind is compiled, on all of them."""
+    settings = Settings(rank_timeout_s=30.0, unsupported="eager")
+
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return wrap(Odd(refuses=dist.get_rank() == refusing))
+
+    expected = stepped(made())
+    compiled = aotdist.compile(made(), backend="fx", settings=settings)
+
+    def steps() -> None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ours = stepped(compiled)
+        texts = [str(one.message) for one in said if "run as they were written" in str(one.message)]
+        assert len(texts) == 1 and "read off a tensor" in texts[0], texts
+        assert (f"rank {refusing} cannot compile" in texts[0]) == (dist.get_rank() != refusing)
+        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+        report = aotdist.explain(compiled)
+        assert len(report.artifacts) == 0 and "read off a tensor" in str(report)
+        compiled.eval()
+        evaluate(compiled)
+        assert len(aotdist.explain(compiled).artifacts) == 1
+
+    return told(steps)
+
+
+def refused_later() -> Told | None:
+    """What ranks agreed to run compiled, none of them runs as it was written."""
+    settings = Settings(rank_timeout_s=30.0, unsupported="eager")
+    trained = aotdist.compile(fully_shard(Odd(refuses=False)), backend="fx", settings=settings)
+    train(trained)
+    trained.refuses = True
+    refused = told(lambda: train(trained, 5))
+    assert refused is not None and refused[0] == "UnsupportedProgram"
+    assert "reset it on all ranks: they agreed to run calls of this kind compiled" in refused[1]
+    aotdist.reset(trained)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(trained, 5)
+    return None if not aotdist.explain(trained).artifacts else ("compiled", "", 0.0)
+
+
 def seldom(check_ranks: str) -> Told | None:
     trained = model(settings=Settings(rank_timeout_s=30.0, check_ranks=check_ranks))
     return told(lambda: [train(trained, 2 + (odd() and step == 3)) for step in range(5)])
@@ -209,6 +283,9 @@ GOING_ON: dict[str, Callable[[], Told | None]] = {
     "other results of the same parameters": other_results_of_the_same_parameters,
     "several models": several_models,
     "new after a caught divergence": new_after_a_caught_divergence,
+    "refused on the last rank": lambda: refused_on_one_rank(dist.get_world_size() - 1, fully_shard),
+    "refused on the first rank": lambda: refused_on_one_rank(0, as_ddp),
+    "refused later": refused_later,
     "checked at times": lambda: seldom("steps:2"),
     "checked at first": lambda: seldom("first"),
 }

@@ -25,7 +25,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from aotdist.errors import AotdistError, RankDivergence, RankLost
+from aotdist.errors import AotdistError, RankDivergence, RankLost, UnsupportedProgram
 from aotdist.runtime.ranks.board import (
     Board,
     Party,
@@ -35,7 +35,7 @@ from aotdist.runtime.ranks.board import (
     poll,
     spell,
 )
-from aotdist.runtime.ranks.failing import farewell, meet_again, report
+from aotdist.runtime.ranks.failing import farewell, meet_again, refusals_of, report
 from aotdist.runtime.ranks.patience import Patience
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import (
@@ -105,6 +105,7 @@ class Meeting:
         tables: one for each of its parties.
         timeout_s: how long it waits for its peers.
         check: knows what peers run instead of coming, if they do.
+        undecided: the kind of the call, if it runs as it was written where a peer's is refused.
     """
 
     board: Board
@@ -113,6 +114,7 @@ class Meeting:
     tables: tuple[Table, ...]
     timeout_s: float
     check: RunCheck | None = None
+    undecided: str | None = None
 
 
 def agree(
@@ -123,6 +125,7 @@ def agree(
     groups: Iterable[str] = (),
     earlier: Iterable[Iterable[Sequenced]] = (),
     check: RunCheck | None = None,
+    undecided: str | None = None,
 ) -> None:
     """Compare what this rank is about to run with its peers; return when all are about to run the same.
 
@@ -142,8 +145,10 @@ def agree(
         groups: names of process groups to agree in even if the sequence has nothing in them.
         earlier: the sequences of the function's earlier artifacts, on which its ranks agreed.
         check: what stands before the first run: peers that run something else instead will not come.
+        undecided: the kind of the call, if it is to run as it was written where a peer's is refused.
 
     Raises:
+        UnsupportedProgram: a peer cannot compile its call of the kind `undecided`, and does not come.
         RankDivergence: the ranks would run different programs; the message has the first difference.
         RankLost: a peer failed to compile, died, or did not come within the timeout.
     """
@@ -160,7 +165,15 @@ def agree(
         for party in parties_of(held[name] for name in used if name in held)
         if not any(runs_alike(steps, each, party) for each in before)
     ]
-    meet(board, steps, parties, label=label, timeout_s=settings.rank_timeout_s, check=check)
+    meet(
+        board,
+        steps,
+        parties,
+        label=label,
+        timeout_s=settings.rank_timeout_s,
+        check=check,
+        undecided=undecided,
+    )
 
 
 def meet(
@@ -171,12 +184,13 @@ def meet(
     label: str,
     timeout_s: float,
     check: RunCheck | None = None,
+    undecided: str | None = None,
 ) -> None:
     """`agree` for a rank whose board, steps and parties are known."""
     report(board, f"agreeing on `{label}`")
     tables = tuple(_take_seat(board, party) for party in parties)
     check = check if parties else None
-    meeting = Meeting(board, label, steps, tables, timeout_s, check)
+    meeting = Meeting(board, label, steps, tables, timeout_s, check, undecided)
     if check is not None:
         check.announce()
     try:
@@ -244,7 +258,8 @@ def _hold_round(meeting: Meeting, entries: Mapping[Table, Entry], round_no: int)
         for table in [table for table in entries if table not in found]:
             verdict = _look(meeting.board, table, round_no)
             if verdict is None and doubting:
-                verdict = _gone_another_way(meeting, table, round_no)
+                verdict = _refused_by_a_peer(meeting, table, round_no)
+                verdict = verdict or _gone_another_way(meeting, table, round_no)
                 verdict = verdict or _lose_patience(patience, table, round_no, waited)
             if verdict is not None:
                 found[table] = verdict
@@ -273,6 +288,23 @@ def _look(board: Board, table: Table, round_no: int) -> Verdict | None:
             entries = dict(zip(table.party, board.read_all(keys), strict=True))
             notice = board.settle(table.verdict(round_no), verdict_to_notice(judge(entries)))
     return None if notice is None else verdict_from_notice(notice)
+
+
+def _refused_by_a_peer(meeting: Meeting, table: Table, round_no: int) -> Verdict | None:
+    """Refuse on behalf of the table when a peer runs its call as it was written: it will not come.
+
+    The leader looks for all; a peer that is known to run something else may do so in such a call.
+    """
+    if meeting.undecided is None:
+        return None
+    fault = None if meeting.check is None else meeting.check.fault()
+    leads = table.party[0] == meeting.board.rank
+    suspects = [*(table.party if leads else table.party[:1]), *([] if fault is None else [fault.peer])]
+    reasons = refusals_of(meeting.board, suspects, meeting.undecided)
+    if not reasons:
+        return None
+    refused = Refused("unsupported", next(iter(reasons.values())), "what that rank says has the way out")
+    return verdict_from_notice(meeting.board.settle(table.verdict(round_no), verdict_to_notice(refused)))
 
 
 def _gone_another_way(meeting: Meeting, table: Table, round_no: int) -> Verdict | None:
@@ -323,6 +355,8 @@ def _break_up(
         final[table] = verdict
         _keep_for_later(meeting.board, table, round_no + 1)
     error = _error(meeting, final)
+    if isinstance(error, UnsupportedProgram):
+        return error  # nobody leaves: all go on, as it was written
     with contextlib.suppress(StoreGone):
         farewell(meeting.board, _to_hear(meeting, error, round_no))
     return error
@@ -354,9 +388,10 @@ def _error(meeting: Meeting, final: Mapping[Table, Verdict | None]) -> AotdistEr
             meeting.board.post(table.steps(meeting.board.rank), shown)
     for table, verdict in differing.items():
         return _divergence(meeting, table, verdict)
-    refused = next(verdict for verdict in final.values() if isinstance(verdict, Refused))
-    kind = RankDivergence if refused.kind == "diverged" else RankLost
-    return kind(refused.what, stage="runtime", fix=refused.fix)
+    refusals = [verdict for verdict in final.values() if isinstance(verdict, Refused)]
+    refused = min(refusals, key=lambda verdict: verdict.kind == "unsupported")  # an error goes first
+    kinds = {"diverged": RankDivergence, "lost": RankLost, "unsupported": UnsupportedProgram}
+    return kinds[refused.kind](refused.what, stage="runtime", fix=refused.fix)
 
 
 def _divergence(meeting: Meeting, table: Table, verdict: Differ) -> RankDivergence:

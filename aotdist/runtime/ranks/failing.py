@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from aotdist.errors import AotdistError, RankDivergence, RankLost
+from aotdist.errors import AotdistError, RankDivergence, RankLost, UnsupportedProgram
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, poll, spell
 from aotdist.runtime.ranks.liveness import (
     Address,
@@ -26,21 +26,30 @@ _FAREWELL_S = 3.0
 
 
 @contextmanager
-def failing_together(label: str) -> Generator[None]:
+def failing_together(label: str, undecided: str | None = None) -> Generator[None]:
     """Around a compilation: when it raises, every rank that waits for this one in `agree` raises too.
 
     The failure holds until this rank compiles again, so a rank that catches the error and tries once
     more is welcome. Without peers it does nothing.
+
+    Args:
+        label: what is compiled, for messages.
+        undecided: its kind, if peers run such calls as they were written where this rank's is refused.
     """
     board = board_of_this_process()
     if board is None:
         yield
         return
     report(board, f"compiling `{label}`")
+    if undecided is not None:
+        board.erase([_refused_key(board.rank, undecided)])
     try:
         yield
     except BaseException as error:  # an interrupted rank leaves its peers waiting as well
         with contextlib.suppress(StoreGone):  # the error itself matters more
+            if undecided is not None and isinstance(error, UnsupportedProgram):
+                _say_refused(board, label, undecided, error)
+                raise
             _announce(board, label, error)
             farewell(board, range(board.num_ranks))
         raise
@@ -75,6 +84,12 @@ def failures_of(board: Board, ranks: Sequence[int]) -> dict[int, str]:
     if not board.has([_ALARM]):
         return {}
     notices = board.read_each([_failure_key(rank) for rank in ranks])
+    return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
+
+
+def refusals_of(board: Board, ranks: Sequence[int], kind: str) -> dict[int, str]:
+    """Those of the ranks that run calls of a kind as they were written, and why."""
+    notices = board.read_each([_refused_key(rank, kind) for rank in ranks])
     return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
 
 
@@ -183,6 +198,13 @@ def _announce(board: Board, label: str, error: BaseException) -> None:
     board.count(_ALARM)
 
 
+def _say_refused(board: Board, label: str, kind: str, error: UnsupportedProgram) -> None:
+    """Tell the peers not to wait: this rank runs its call as it was written."""
+    board.memory.failures += 1
+    reason = f"{error.what}, at {error.where}" if error.where else error.what
+    board.post(_refused_key(board.rank, kind), f"{spell([board.rank])} cannot compile `{label}`: {reason}")
+
+
 def _ended_key(rank: int) -> str:
     return f"ended/{rank}"
 
@@ -193,6 +215,10 @@ def _heard_key(rank: int) -> str:
 
 def _leaving_key(rank: int) -> str:
     return f"leaving/{rank}"
+
+
+def _refused_key(rank: int, kind: str) -> str:
+    return f"refused/{rank}/{kind}"
 
 
 def _failure_key(rank: int) -> str:

@@ -51,12 +51,13 @@ class Refused:
     """A rank gave up on the table.
 
     Args:
-        kind: `diverged` when ranks differ at another table, `lost` when a peer failed or never came.
+        kind: `diverged` when ranks differ at another table, `lost` when a peer failed or never came,
+            `unsupported` when one cannot compile its call, and all run theirs as they were written.
         what: the reason in one sentence.
         fix: what the user can do.
     """
 
-    kind: Literal["diverged", "lost"]
+    kind: Literal["diverged", "lost", "unsupported"]
     what: str
     fix: str
 

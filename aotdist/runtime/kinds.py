@@ -1,0 +1,104 @@
+"""Kinds of calls, and which of them run as they were written since one was refused: `Settings.unsupported`.
+
+Calls of one kind have in common: types, sizes and constants of their arguments, the modes around them, and
+which modules train. Ranks have to decide alike, and each has arguments of its own, so theirs do not count.
+There, a kind is decided at its first call. Either a rank is refused, and all run such calls as they were
+written from then on, without asking. Or all agree on what they compiled, and a later refusal is an error: the
+peers may be running what they have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.ambient import ambient
+from aotdist.capture.capture import UserCall
+from aotdist.capture.constants import is_constant, is_leaf
+from aotdist.errors import UnsupportedProgram
+from aotdist.runtime.ranks import board_of_this_process
+from aotdist.torch_seam.trees import pytree
+
+_MANY = 8
+"""How many kinds that differ in their arguments are refused before it is not tried with others any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tells calls of one function apart.
+
+    Args:
+        common: what ranks have in common, as a digest.
+        whole: that, and what the arguments are.
+    """
+
+    common: str
+    whole: str
+
+    @classmethod
+    def of(cls, call: UserCall) -> Kind:
+        """The kind of a call."""
+        target = call.target
+        training = [module.training for module in target.modules()] if isinstance(target, nn.Module) else []
+        modes = ambient()._replace(dtensor=None)  # functions, whose addresses differ from rank to rank
+        common = hashlib.sha256(repr((call.name, call.number, modes, training)).encode()).hexdigest()[:32]
+        arguments = (call.args, dict(sorted(call.kwargs.items())))
+        leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_leaf)
+        return cls(common, repr((common, spec, list(map(_told, leaves)))))
+
+
+def _told(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        shape = None if leaf.is_nested else leaf.shape
+        return type(leaf), shape, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+    return type(leaf), leaf if is_constant(leaf) else None
+
+
+class Kinds:
+    """What was decided about the kinds of calls of one function."""
+
+    def __init__(self) -> None:
+        self._refused: dict[str, str] = {}
+        self._counts = Counter[str]()
+        self._agreed = set[str]()
+
+    def refuse(self, kind: Kind, refusal: UnsupportedProgram) -> bool:
+        """Let calls of a kind run as they were written; returns whether this is the first for that reason."""
+        reason = f"{refusal.what}, at {refusal.where}" if refusal.where else refusal.what
+        is_first = reason not in self._refused.values()
+        self._counts[kind.common] += 1
+        alike = board_of_this_process() is not None or self._counts[kind.common] >= _MANY
+        self._refused[kind.common if alike else kind.whole] = reason
+        return is_first
+
+    def are_refused(self) -> bool:
+        """Whether there are any that run as they were written."""
+        return bool(self._refused)
+
+    def is_refused(self, kind: Kind) -> bool:
+        """Whether calls of a kind run as they were written."""
+        return kind.common in self._refused or kind.whole in self._refused
+
+    def reasons(self) -> Iterator[str]:
+        """Why calls run as they were written, each reason once."""
+        return iter(dict.fromkeys(self._refused.values()))
+
+    def agree(self, kind: Kind) -> None:
+        """Note that ranks run calls of a kind compiled."""
+        self._agreed.add(kind.common)
+
+    def is_agreed(self, kind: Kind) -> bool:
+        """Whether ranks run calls of a kind compiled, so that none may run one as it was written."""
+        return kind.common in self._agreed
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._refused.clear()
+        self._counts.clear()
+        self._agreed.clear()
