@@ -132,7 +132,8 @@ def call_fitting(artifacts: Artifacts, args: tuple[Any, ...], kwargs: Mapping[st
 
 def load(compilation: Compilation, fit: Fit) -> Artifact:
     """Print the runtime of a compilation, for the calls that it fits, and load it."""
-    keep_freed_memory()
+    if compilation.settings.keep_freed_memory:
+        keep_freed_memory()
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
     checks = checks_of(compilation, agreed)

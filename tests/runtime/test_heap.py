@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
+from aotdist.settings import Settings
+
 PROGRAM = """
 import resource
 import torch
-from aotdist.runtime.heap import keep_freed_memory
+import aotdist
 
-keep_freed_memory()
+aotdist.compile(lambda x: x + 1, backend="fx")(torch.ones(2))
 
 storages = [torch.empty(0, dtype=torch.uint8).untyped_storage() for _ in range(96)]
 
@@ -40,6 +42,13 @@ def test_a_step_finds_the_memory_of_the_one_before() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="about glibc's heap")
 def test_what_the_environment_says_of_the_heap_holds() -> None:
     assert _faults_of_a_step({"MALLOC_TRIM_THRESHOLD_": str(1 << 20)}) > 20_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="about glibc's heap")
+def test_the_setting_leaves_the_heap_alone() -> None:
+    assert _faults_of_a_step({"AOTDIST_KEEP_FREED_MEMORY": "0"}) > 20_000
+    settings = Settings(keep_freed_memory=False)
+    assert settings.fingerprint() == Settings().fingerprint()  # what is cached serves both
 
 
 def _faults_of_a_step(environment: dict[str, str]) -> int:
