@@ -413,9 +413,10 @@ class ContainerCall:
         assert container is not None, "a module outlives its own call"
         if runs_eagerly():
             return uncompiled_call(container)(*args, **kwargs)
-        if self.contained.is_refused(args, kwargs):
+        contained, outer = self.contained, self.contained.in_container
+        if self._rule.communicates and contained.is_refused(args, kwargs):
             return self._as_written(container, args, kwargs)
-        outer, self.contained.in_container = self.contained.in_container, True
+        contained.in_container = outer or self._rule.communicates
         try:
             with self._rule.calling(container):
                 return uncompiled_call(container)(*args, **kwargs)
@@ -423,7 +424,7 @@ class ContainerCall:
             if outer:
                 raise
         finally:
-            self.contained.in_container = outer
+            contained.in_container = outer
         return self._as_written(container, args, kwargs)
 
     def _as_written(self, container: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

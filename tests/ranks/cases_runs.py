@@ -245,6 +245,37 @@ def refused_on_one_rank(refusing: int, wrap: Callable[[nn.Module], nn.Module]) -
     return told(steps)
 
 
+class Around(nn.Module):
+    """Calls a model that is compiled by itself; the last rank cannot compile this, the others take longer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if odd():
+            return self.inner(x) if x.sum().item() > 0 else x
+        time.sleep(0.5)
+        return self.inner(x)
+
+
+def refused_around_another() -> Told | None:
+    """The refused rank agrees on the next call before the others know that it is not coming to this."""
+    settings = Settings(rank_timeout_s=30.0, unsupported="eager")
+    inner = model(settings=settings)
+    outer = aotdist.compile(Around(inner), backend="fx", settings=settings)
+
+    def steps() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for rows in (2, 3 + dist.get_rank()):
+                outer(torch.ones(rows, 8)).sum().backward()
+        counts = [len(aotdist.explain(each).artifacts) for each in (outer, inner)]
+        assert counts == [0, 2], counts
+
+    return told(steps)
+
+
 def refused_later() -> Told | None:
     """What ranks agreed to run compiled, none of them runs as it was written."""
     settings = Settings(rank_timeout_s=30.0, unsupported="eager")
@@ -285,6 +316,7 @@ GOING_ON: dict[str, Callable[[], Told | None]] = {
     "new after a caught divergence": new_after_a_caught_divergence,
     "refused on the last rank": lambda: refused_on_one_rank(dist.get_world_size() - 1, fully_shard),
     "refused on the first rank": lambda: refused_on_one_rank(0, as_ddp),
+    "refused around another": refused_around_another,
     "refused later": refused_later,
     "checked at times": lambda: seldom("steps:2"),
     "checked at first": lambda: seldom("first"),

@@ -176,7 +176,13 @@ def test_a_party_that_one_of_its_ranks_does_not_know_is_a_difference():
 
 
 @pytest.mark.parametrize(
-    "verdict", [Agreed(2), Differ((0, 8, 16), ((0, 16), (8,))), Refused("lost", "rank 1 died", "look")]
+    "verdict",
+    [
+        Agreed(2),
+        Differ((0, 8, 16), ((0, 16), (8,))),
+        Refused("lost", "rank 1 died", "look"),
+        Refused("unsupported", "rank 1 cannot compile `f`", "look", "the kind of call"),
+    ],
 )
 def test_verdicts_travel(verdict):
     assert verdict_from_notice(verdict_to_notice(verdict)) == verdict

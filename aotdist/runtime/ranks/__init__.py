@@ -3,7 +3,8 @@
 In the order of a compiled function's life:
 
 - `failing_together` stands around the compilation: a rank that cannot compile says so, and its
-  peers raise at once instead of waiting for it.
+  peers raise at once instead of waiting for it; or, with `Settings(unsupported="eager")`, run what it
+  cannot compile as it was written, as it does itself.
 - `agree` comes before the first run: the ranks of each process group compare the collectives that
   they are about to run. A difference raises `RankDivergence` on every rank, never a hang. What they agreed
   on for an earlier call, a rank may run again by itself. `OtherBackwards` does so for backwards that are

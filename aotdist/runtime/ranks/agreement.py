@@ -69,6 +69,10 @@ _SHOW_TIMEOUT_S = 10.0
 """Seconds for the two witnesses to show their steps; they do so as soon as they read the verdict."""
 
 
+class _OfAnotherCall(Exception):
+    """What was refused at a table is another call than the one that this rank came for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """One meeting of one party: where its notices hang.
@@ -188,26 +192,34 @@ def meet(
 ) -> None:
     """`agree` for a rank whose board, steps and parties are known."""
     report(board, f"agreeing on `{label}`")
-    tables = tuple(_take_seat(board, party) for party in parties)
-    check = check if parties else None
-    meeting = Meeting(board, label, steps, tables, timeout_s, check, undecided)
-    if check is not None:
-        check.announce()
-    try:
-        rounds = _hold(meeting)
-    except BaseException:
-        memory = board.memory
-        memory.failures += 1
-        # This rank came to these tables: at its next, a refusal is meant for it too.
-        for table in tables:
-            memory.failures_at[table.party] = memory.failures
-        raise
+    check, rounds = check if parties else None, None
+    while rounds is None:
+        tables = tuple(_take_seat(board, party) for party in parties)
+        rounds = _held(Meeting(board, label, steps, tables, timeout_s, check, undecided))
     for table, num_rounds in rounds.items():
         _clear_before(board, table, num_rounds)
     if parties:
         meet_again(board)
     met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
     report(board, f"running `{label}`{met}")
+
+
+def _held(meeting: Meeting) -> dict[Table, int] | None:
+    """The number of rounds that each table held; None where another call was refused there."""
+    # Of what may yet run as it was written nothing is announced: a peer may run other programs in it.
+    if meeting.check is not None and meeting.undecided is None:
+        meeting.check.announce()
+    try:
+        return _hold(meeting)
+    except _OfAnotherCall:
+        return None
+    except BaseException:
+        memory = meeting.board.memory
+        memory.failures += 1
+        # This rank came to these tables: at its next, a refusal is meant for it too.
+        for table in meeting.tables:
+            memory.failures_at[table.party] = memory.failures
+        raise
 
 
 def _take_seat(board: Board, party: Party) -> Table:
@@ -276,6 +288,7 @@ def _entry(meeting: Meeting, table: Table) -> Entry:
     return {
         "digests": {party_key(party): digest(view(meeting.steps, party)) for party in inside},
         "reach": len(widest(parties)),
+        "undecided": meeting.undecided,
     }
 
 
@@ -286,8 +299,25 @@ def _look(board: Board, table: Table, round_no: int) -> Verdict | None:
         keys = [table.entry(round_no, rank) for rank in table.party]
         if board.has(keys):
             entries = dict(zip(table.party, board.read_all(keys), strict=True))
-            notice = board.settle(table.verdict(round_no), verdict_to_notice(judge(entries)))
+            verdict = _refused_before(board, table, entries) or judge(entries)
+            notice = board.settle(table.verdict(round_no), verdict_to_notice(verdict))
     return None if notice is None else verdict_from_notice(notice)
+
+
+def _refused_before(board: Board, table: Table, entries: Mapping[int, Entry]) -> Refused | None:
+    """Refuse the call that some have come for when others were refused it, and are at a later one."""
+    kinds = {entry["undecided"] for entry in entries.values()}
+    if len(kinds) == 1:
+        return None
+    refusals = (_unsupported(board, table.party, kind) for kind in sorted(kinds - {None}, key=str))
+    return next((refused for refused in refusals if refused is not None), None)
+
+
+def _unsupported(board: Board, ranks: Sequence[int], kind: str | None) -> Refused | None:
+    """The refusal of a call of this kind by one of the ranks, which runs it as it was written."""
+    reasons = {} if kind is None else refusals_of(board, ranks, kind)
+    fix = "what that rank says has the way out"
+    return Refused("unsupported", next(iter(reasons.values())), fix, kind) if reasons else None
 
 
 def _refused_by_a_peer(meeting: Meeting, table: Table, round_no: int) -> Verdict | None:
@@ -300,10 +330,9 @@ def _refused_by_a_peer(meeting: Meeting, table: Table, round_no: int) -> Verdict
     fault = None if meeting.check is None else meeting.check.fault()
     leads = table.party[0] == meeting.board.rank
     suspects = [*(table.party if leads else table.party[:1]), *([] if fault is None else [fault.peer])]
-    reasons = refusals_of(meeting.board, suspects, meeting.undecided)
-    if not reasons:
+    refused = _unsupported(meeting.board, suspects, meeting.undecided)
+    if refused is None:
         return None
-    refused = Refused("unsupported", next(iter(reasons.values())), "what that rank says has the way out")
     return verdict_from_notice(meeting.board.settle(table.verdict(round_no), verdict_to_notice(refused)))
 
 
@@ -335,7 +364,7 @@ def _break_up(
     found: Mapping[Table, Verdict],
     round_no: int,
     cause: Differ | Refused,
-) -> AotdistError:
+) -> AotdistError | _OfAnotherCall:
     """Tell every other table that this rank does not go on; what it raises.
 
     Each table ends up with this rank's refusal or with a verdict that this rank has read, so no
@@ -355,8 +384,8 @@ def _break_up(
         final[table] = verdict
         _keep_for_later(meeting.board, table, round_no + 1)
     error = _error(meeting, final)
-    if isinstance(error, UnsupportedProgram):
-        return error  # nobody leaves: all go on, as it was written
+    if not isinstance(error, AotdistError) or isinstance(error, UnsupportedProgram):
+        return error  # nobody leaves: all go on, those whose call this was as it was written
     with contextlib.suppress(StoreGone):
         farewell(meeting.board, _to_hear(meeting, error, round_no))
     return error
@@ -379,7 +408,7 @@ def _as_refusal(verdict: Differ | Refused, label: str) -> Refused:
     )
 
 
-def _error(meeting: Meeting, final: Mapping[Table, Verdict | None]) -> AotdistError:
+def _error(meeting: Meeting, final: Mapping[Table, Verdict | None]) -> AotdistError | _OfAnotherCall:
     """What this rank raises: a difference at a table of its own rather than one that it heard of."""
     differing = {table: verdict for table, verdict in final.items() if isinstance(verdict, Differ)}
     for table, verdict in differing.items():
@@ -389,7 +418,10 @@ def _error(meeting: Meeting, final: Mapping[Table, Verdict | None]) -> AotdistEr
     for table, verdict in differing.items():
         return _divergence(meeting, table, verdict)
     refusals = [verdict for verdict in final.values() if isinstance(verdict, Refused)]
-    refused = min(refusals, key=lambda verdict: verdict.kind == "unsupported")  # an error goes first
+    # An error goes first, then what was refused of this call.
+    refused = min(refusals, key=lambda one: (one.kind == "unsupported", one.call != meeting.undecided))
+    if refused.kind == "unsupported" and refused.call != meeting.undecided:
+        return _OfAnotherCall()
     kinds = {"diverged": RankDivergence, "lost": RankLost, "unsupported": UnsupportedProgram}
     return kinds[refused.kind](refused.what, stage="runtime", fix=refused.fix)
 

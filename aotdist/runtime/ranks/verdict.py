@@ -55,11 +55,13 @@ class Refused:
             `unsupported` when one cannot compile its call, and all run theirs as they were written.
         what: the reason in one sentence.
         fix: what the user can do.
+        call: the kind of call that is `unsupported`; who came for another sits down at the next table.
     """
 
     kind: Literal["diverged", "lost", "unsupported"]
     what: str
     fix: str
+    call: str | None = None
 
 
 Verdict = Agreed | Differ | Refused
@@ -71,10 +73,12 @@ class Entry(TypedDict):
     Args:
         digests: for each of its parties within the table's, the fingerprint of the steps, by party key.
         reach: how many of its tables stand in no other.
+        undecided: the kind of call that it came for, if that runs as it was written where a peer refuses it.
     """
 
     digests: dict[str, str]
     reach: int
+    undecided: str | None
 
 
 def judge(entries: Mapping[int, Entry]) -> Agreed | Differ:
@@ -105,8 +109,8 @@ def verdict_to_notice(verdict: Verdict) -> list[Any]:
             return ["agreed", rounds]
         case Differ(party, sides):
             return ["differ", party_key(party), sides]
-        case Refused(kind, what, fix):
-            return ["refused", kind, what, fix]
+        case Refused(kind, what, fix, call):
+            return ["refused", kind, what, fix, call]
         case _:
             assert_never(verdict)
 
@@ -118,7 +122,7 @@ def verdict_from_notice(notice: list[Any]) -> Verdict:
             return Agreed(rounds)
         case ["differ", key, sides]:
             return Differ(party_named(key), tuple(tuple(side) for side in sides))
-        case ["refused", kind, what, fix]:
-            return Refused(kind, what, fix)
+        case ["refused", kind, what, fix, call]:
+            return Refused(kind, what, fix, call)
         case _:
             raise AssertionError(f"not a verdict: {notice!r}")
