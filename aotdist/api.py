@@ -144,31 +144,33 @@ class Compiling:
 
     def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
         """See `Maker`."""
-        kind, kinds = Kind.of(call), artifacts.kinds
-        is_eager = self._else_eager and self._settings.unsupported == "eager"
-        undecided = kind.common if is_eager and not kinds.is_agreed(kind) else None
+        if self._else_eager and self._settings.unsupported == "eager":
+            return self._compiled_unless_refused(call, artifacts)
         try:
-            artifact = self._compiled(call, artifacts, undecided)
+            return self._compiled(call, artifacts)
         except UnsupportedProgram as refusal:
-            if undecided is None:
-                raise self._with_way_out(refusal, is_eager=is_eager)  # noqa: B904  # the same one
+            if self._else_eager:
+                refusal.or_else('`Settings(unsupported="eager")` runs such calls as they were written')
+            raise
+
+    def _compiled_unless_refused(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
+        kind, kinds = Kind.of(call), artifacts.kinds
+        is_agreed = kind.common in kinds.agreed
+        try:
+            artifact = self._compiled(call, artifacts, None if is_agreed else kind.common)
+        except UnsupportedProgram as refusal:
+            if is_agreed:
+                refusal.or_else("`aotdist.reset` it on all ranks, which agreed to run such calls compiled")
+                raise
             if kinds.refuse(kind, refusal):
                 said = f"aotdist: such calls of `{call.name}` run as they were written: {refusal}"
-                warnings.warn(said, stacklevel=5)
+                warnings.warn(said, stacklevel=6)
             return None
         if artifact.agreed and board_of_this_process() is not None:
-            kinds.agree(kind)
+            kinds.agreed.add(kind.common)
         return artifact
 
-    def _with_way_out(self, refusal: UnsupportedProgram, *, is_eager: bool) -> UnsupportedProgram:
-        """A refusal that names the way out which `Settings.unsupported` is."""
-        if is_eager:
-            refusal.or_else("reset it on all ranks: they agreed to run calls of this kind compiled")
-        elif self._else_eager:
-            refusal.or_else('`Settings(unsupported="eager")` runs such calls as they were written')
-        return refusal
-
-    def _compiled(self, call: UserCall, artifacts: Artifacts, undecided: str | None) -> Artifact:
+    def _compiled(self, call: UserCall, artifacts: Artifacts, undecided: str | None = None) -> Artifact:
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
         if self._open_dims is not None:
             call = replace(call, dims=self._open_dims(call))
@@ -242,7 +244,7 @@ class Compiled(Explained):
         """Run the artifact that fits, making one if there is none."""
         if runs_eagerly():
             return self._run(*args, **kwargs)
-        if self.is_refused(args, kwargs):
+        if self.artifacts.kinds.refused and self.is_refused(args, kwargs):
             return self._as_written(args, kwargs)
         result = call_fitting(self.artifacts, args, kwargs)
         if result is not MISS:
@@ -257,7 +259,7 @@ class Compiled(Explained):
     def is_refused(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether calls with such arguments run as they were written."""
         kinds = self.artifacts.kinds
-        return kinds.are_refused() and kinds.is_refused(Kind.of(self._call(args, kwargs)))
+        return bool(kinds.refused) and kinds.is_refused(Kind.of(self._call(args, kwargs)))
 
     def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self._run(*args, **kwargs)

@@ -63,7 +63,7 @@ class Explained(ABC):
 
     def explain(self, *, html: str | Path | None = None) -> Report:
         """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
-        reasons = dict.fromkeys(reason for kinds in self._decided() for reason in kinds.reasons())
+        reasons = dict.fromkeys(reason for kinds in self._decided() for reason in kinds.refused.values())
         return replace(_explained(self._made_so_far(), html), as_written=tuple(reasons))
 
 

@@ -115,7 +115,7 @@ class Artifacts(list[Artifact]):
         """Forget all of them, and what ranks agreed on."""
         with _order:
             super().clear()
-            self.kinds.clear()
+            self.kinds = Kinds()
             self._agreed.clear()
 
 

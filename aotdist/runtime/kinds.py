@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,8 @@ class Kind:
         """The kind of a call."""
         target = call.target
         training = [module.training for module in target.modules()] if isinstance(target, nn.Module) else []
-        modes = ambient()._replace(dtensor=None)  # functions, whose addresses differ from rank to rank
+        # A rank has a device of its own, and functions at addresses of its own.
+        modes = ambient()._replace(device=None, dtensor=None)
         common = hashlib.sha256(repr((call.name, call.number, modes, training)).encode()).hexdigest()[:32]
         arguments = (call.args, dict(sorted(call.kwargs.items())))
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_leaf)
@@ -61,44 +61,27 @@ def _told(leaf: Any) -> Any:
 
 
 class Kinds:
-    """What was decided about the kinds of calls of one function."""
+    """What was decided about the kinds of calls of one function.
+
+    Attributes:
+        refused: those that run as they were written, common or whole, and why.
+        agreed: those, in common, that ranks run compiled, so that none may run one as it was written.
+    """
 
     def __init__(self) -> None:
-        self._refused: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self.agreed = set[str]()
         self._counts = Counter[str]()
-        self._agreed = set[str]()
 
     def refuse(self, kind: Kind, refusal: UnsupportedProgram) -> bool:
         """Let calls of a kind run as they were written; returns whether this is the first for that reason."""
         reason = f"{refusal.what}, at {refusal.where}" if refusal.where else refusal.what
-        is_first = reason not in self._refused.values()
+        is_first = reason not in self.refused.values()
         self._counts[kind.common] += 1
         alike = board_of_this_process() is not None or self._counts[kind.common] >= _MANY
-        self._refused[kind.common if alike else kind.whole] = reason
+        self.refused[kind.common if alike else kind.whole] = reason
         return is_first
-
-    def are_refused(self) -> bool:
-        """Whether there are any that run as they were written."""
-        return bool(self._refused)
 
     def is_refused(self, kind: Kind) -> bool:
         """Whether calls of a kind run as they were written."""
-        return kind.common in self._refused or kind.whole in self._refused
-
-    def reasons(self) -> Iterator[str]:
-        """Why calls run as they were written, each reason once."""
-        return iter(dict.fromkeys(self._refused.values()))
-
-    def agree(self, kind: Kind) -> None:
-        """Note that ranks run calls of a kind compiled."""
-        self._agreed.add(kind.common)
-
-    def is_agreed(self, kind: Kind) -> bool:
-        """Whether ranks run calls of a kind compiled, so that none may run one as it was written."""
-        return kind.common in self._agreed
-
-    def clear(self) -> None:
-        """Forget all of it."""
-        self._refused.clear()
-        self._counts.clear()
-        self._agreed.clear()
+        return kind.common in self.refused or kind.whole in self.refused

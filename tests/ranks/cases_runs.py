@@ -284,7 +284,7 @@ def refused_later() -> Told | None:
     trained.refuses = True
     refused = told(lambda: train(trained, 5))
     assert refused is not None and refused[0] == "UnsupportedProgram"
-    assert "reset it on all ranks: they agreed to run calls of this kind compiled" in refused[1]
+    assert "`aotdist.reset` it on all ranks, which agreed to run such calls compiled" in refused[1]
     aotdist.reset(trained)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
