@@ -21,6 +21,7 @@ from tests.semantics.vocabulary import (
 )
 
 REFUSALS = (
+    "into how many parts depends on data",
     "writes through an expanded tensor",
     "reads a tensor's data",
     "size, strides or storage written in place",
