@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -23,15 +24,17 @@ from aotdist.settings import Settings
 from tests.ranks.cases_agreement import Told, told
 
 SETTINGS = Settings(rank_timeout_s=30.0)
+BACKEND: ContextVar[str] = ContextVar("backend", default="fx")
+"""What the scenarios of a table compile with."""
 
 
 def odd() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def model(width: int = 8, settings: Settings = SETTINGS, backend: str = "fx") -> nn.Module:
+def model(width: int = 8, settings: Settings = SETTINGS, backend: str | None = None) -> nn.Module:
     made = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    return aotdist.compile(fully_shard(made), backend=backend, settings=settings)
+    return aotdist.compile(fully_shard(made), backend=backend or BACKEND.get(), settings=settings)
 
 
 def train(trained: nn.Module, rows: int = 2, *, backward: bool = True) -> None:
@@ -52,7 +55,7 @@ def branching(settings: Settings = SETTINGS) -> Callable[..., torch.Tensor]:
         x = collectives.all_reduce(x, "sum", group)
         return collectives.all_reduce(x.mean(0), "max", group) if sums else x
 
-    return aotdist.compile(run, backend="fx", settings=settings)
+    return aotdist.compile(run, backend=BACKEND.get(), settings=settings)
 
 
 def eval_against_train() -> Told | None:
@@ -97,7 +100,7 @@ def two_heads(*, shared: bool) -> Callable[[int], None]:
     made = TwoHeads(shared=shared)
     for each in (made.first, made.second, made):
         fully_shard(each)
-    aotdist.compile(made, backend="fx", settings=SETTINGS)
+    aotdist.compile(made, backend=BACKEND.get(), settings=SETTINGS)
 
     def step(num_results: int) -> None:
         torch.cat(made(torch.ones(2, 8))[:num_results]).sum().backward()
@@ -323,8 +326,9 @@ GOING_ON: dict[str, Callable[[], Told | None]] = {
 }
 
 
-def all_of(names: str) -> dict[str, Told | None]:
+def all_of(names: str, backend: str = "fx") -> dict[str, Told | None]:
     """What this rank raises in each scenario of a table; after each the ranks can go on together."""
+    BACKEND.set(backend)
     scenarios = DIVERGING if names == "DIVERGING" else GOING_ON
     after = model()
     heard: dict[str, Told | None] = {}

@@ -24,9 +24,10 @@ SAID = {
 """What the error says on either rank."""
 
 
-def test_known_programs_in_another_order_are_a_divergence_on_all_ranks(world2: World):
+@pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.sweep)])
+def test_known_programs_in_another_order_are_a_divergence_on_all_ranks(backend: str, world2: World):
     assert SAID.keys() == cases.DIVERGING.keys()
-    for heard in world2.run(cases.all_of, "DIVERGING"):
+    for heard in world2.run(cases.all_of, "DIVERGING", backend, timeout=240.0):
         for name, words in SAID.items():
             told = heard[name]
             assert told is not None and told[0] == "RankDivergence" and told[2] < SOON_S, (name, told)
@@ -34,10 +35,20 @@ def test_known_programs_in_another_order_are_a_divergence_on_all_ranks(world2: W
             assert all(each in told[1] for each in words), (name, told)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_what_ranks_may_do_by_themselves_alarms_nobody(num_ranks: int, request: pytest.FixtureRequest):
+@pytest.mark.parametrize(
+    ("num_ranks", "backend"),
+    [
+        (2, "fx"),
+        pytest.param(4, "fx", marks=pytest.mark.sweep),
+        pytest.param(2, "inductor", marks=pytest.mark.sweep),
+    ],
+)
+def test_what_ranks_may_do_by_themselves_alarms_nobody(
+    num_ranks: int, backend: str, request: pytest.FixtureRequest
+):
     world: World = request.getfixturevalue(f"world{num_ranks}")
-    assert world.run(cases.all_of, "GOING_ON") == [dict.fromkeys(cases.GOING_ON)] * num_ranks
+    told = world.run(cases.all_of, "GOING_ON", backend, timeout=240.0)
+    assert told == [dict.fromkeys(cases.GOING_ON)] * num_ranks
 
 
 def said(outcome: Outcome) -> tuple[str, str]:

@@ -78,7 +78,6 @@ class OtherBackwards:
     Args:
         label: the program.
         settings: how it is compiled.
-        groups: names of the process groups that it might use.
         state: the paths of its parameters and buffers.
         before: what it has in common with its peers' before the backward runs.
         ahead: the collectives of the backward that was compiled ahead.
@@ -86,7 +85,6 @@ class OtherBackwards:
 
     label: str
     settings: Settings
-    groups: frozenset[str]
     state: tuple[str, ...]
     before: tuple[Sequenced, ...]
     ahead: tuple[Collective, ...]
@@ -99,35 +97,27 @@ class OtherBackwards:
         return cls(
             label=compilation.captured.name,
             settings=compilation.settings,
-            groups=frozenset(process_groups(compilation.traced.facts.recipes)),
             state=state,
             before=tuple(sequence[: len(sequence) - len(ahead)]),
             ahead=tuple(ahead),
         )
 
     def agree_on(self, graph: Graph) -> RunCheck | None:
-        """Agree on a backward; what stands before each run of it.
+        """Agree on a backward with those with whom it communicates; what stands before each run of it.
 
         A peer that runs another backward of the program instead will not come: it waits in a collective.
+        Where this one has none, that shows at this rank's next program that has.
 
         Raises:
             RankDivergence: a peer runs, or is about to run, something else.
             RankLost: a peer failed, died, or did not come within the timeout.
         """
         found = tuple(collectives(graph, self.state))
-        agree(
-            found,
-            label=f"{self.label} backward",
-            settings=self.settings,
-            groups=self.groups,
-            earlier=[self.ahead],
-            check=self._check(found, (*found, *self.ahead)),
-        )
-        return self._check(found, found)
-
-    def _check(self, found: Sequence[Collective], run: Sequence[Collective]) -> RunCheck | None:
-        sequence = (*self.before, *found)
-        return run_check(board_of_this_process(), self.label, "backward", sequence, run, self.settings)
+        sequence, board = (*self.before, *found), board_of_this_process()
+        check = run_check(board, self.label, "backward", sequence, found, self.settings)
+        label = f"{self.label} backward"
+        agree(found, label=label, settings=self.settings, earlier=[self.ahead], check=check)
+        return check
 
 
 _compiled: WeakKeyDictionary[type[nn.Module], Counter[tuple[Party, ...]]] = WeakKeyDictionary()
