@@ -348,8 +348,10 @@ def test_torch_compile_around_ours_keeps_our_program(make: Callable[[], Any], ar
         assert torch.equal(outer(x), expected)
     assert len(compiled_call(inner).artifacts) == 1
     assert counting.compiled == (around(inner) is not inner)
-    with pytest.raises((torch._dynamo.exc.Unsupported, RuntimeError), match="aotdist"):
-        torch.compile(around(inner), backend="eager", fullgraph=True)(x)
+    # Before torch 2.12, Dynamo says nothing where it is left no frame at all.
+    if torch.__version__ >= "2.12" or counting.compiled:
+        with pytest.raises((torch._dynamo.exc.Unsupported, RuntimeError), match="aotdist"):
+            torch.compile(around(inner), backend="eager", fullgraph=True)(x)
 
 
 def test_export_goes_on_through_ours():
