@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from aotdist.codegen.complex_numbers import keep_scatters, refuse_linear_algebra
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.convolution_backwards import keep_sizes_symbolic
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
@@ -137,6 +138,7 @@ class InductorBackend:
         if emission.kind == "inference":
             write_back(gm, graph)
         _refuse_use_of_sparse(gm)
+        refuse_linear_algebra(gm, _USE_FX)
         batches = KernelBatches()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(batches.start):
@@ -144,6 +146,7 @@ class InductorBackend:
             decompose(gm, {**inductor_decompositions(), torch.ops.aten.add.Tensor: _multiplied_first})
             keep_draws_in_order(gm)
             lay_out_what_is_written(gm)
+            keep_scatters(gm)
             products_by_onednn(gm)
             keep_for_backward(gm)
             tell_strides(gm)
