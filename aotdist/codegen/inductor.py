@@ -79,8 +79,13 @@ class InductorBackend:
         _start_on_headers()
 
     def decompositions(self) -> Decompositions:
-        """Inductor's table, and batch norms of our own."""
-        return {**inductor_decompositions(), **batch_statistics.MADE_OF}
+        """Inductor's table, and batch norms of our own.
+
+        Its `add` is of complex numbers alone, and fails for those that lie by columns (torch 2.13).
+        """
+        table = {**inductor_decompositions(), **batch_statistics.MADE_OF}
+        table.pop(torch.ops.aten.add.Tensor, None)
+        return table
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """Run Inductor's rewrites of joint and inference graphs on a copy.

@@ -39,12 +39,13 @@ def decomposed(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_linear_algebra_is_eagers():
-    found: list[list[torch.Tensor]] = []
-    for call in (decomposed, aotdist.compile(decomposed, backend="auto")):
-        (x,) = (one.requires_grad_() for one in matrices(1))
-        out = call(x)
-        found.append([out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))])
-    torch.testing.assert_close(*found)
+    for program in (decomposed, torch.cholesky_inverse):
+        found: list[list[torch.Tensor]] = []
+        for call in (program, aotdist.compile(program, backend="auto")):
+            (x,) = (one.requires_grad_() for one in matrices(1))
+            out = call(x)
+            found.append([out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))])
+        torch.testing.assert_close(*found)
 
 
 def test_linear_algebra_is_refused_by_name():
