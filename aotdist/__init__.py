@@ -112,19 +112,20 @@ _NAMES = {
 """Where each public name is defined. Its module is imported when the name is first used: all of them take as
 long as torch itself, and many programs need one."""
 
-_ROOMS = ("dynamo", "errors", "export", "freezing", "functorch", "launch", "settings", "step", "subclasses")
-"""Packages and modules that people reach by the name of the package: `aotdist.dynamo.regions()`."""
-
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    missing = AttributeError(f"module `aotdist` has no attribute `{name}`")
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in _ROOMS:
-        value = importlib.import_module(f"aotdist.{name}")
-    else:
-        raise AttributeError(f"module `aotdist` has no attribute `{name}`")
+    elif name.startswith("_"):
+        raise missing
+    else:  # a module of the package's: `aotdist.dynamo.regions()`
+        try:
+            value = importlib.import_module(f"aotdist.{name}")
+        except ModuleNotFoundError as error:
+            raise (missing if error.name == f"aotdist.{name}" else error) from None
     globals()[name] = value
     return value
 

@@ -32,7 +32,7 @@ from aotdist.report.progress import showing
 from aotdist.report.stage_times import StageTimes
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting, load
 from aotdist.runtime.backward import Part
-from aotdist.runtime.compilation import Compilation, Inference, Later, Training
+from aotdist.runtime.compilation import BackwardCompilers, Compilation, Inference, Training
 from aotdist.runtime.double_backward_compiler import DoubleBackwardCompiler
 from aotdist.runtime.fit import MISS, fit_of, refuse_overlap
 from aotdist.runtime.on_demand import compiled_ahead
@@ -248,13 +248,13 @@ def _compile_training(
     graphs = TrainingGraphs(cut, joint, by_choice, whole, split)
     plan = plan_double_backward(linked(traced.graph), split.saved, facts.backward.obstacle)
     traces = traced.later_backwards
-    later = Later(
+    compilers = BackwardCompilers(
         double_backward=plan,
         differentiable_parts=_DifferentiableParts(traced.graph, plan, emitter),
         compiler_for=lambda node: _double_backward_compiler(traced, graphs, halves, node, plan, emitter),
         of_kinds=None if traces is None or not traces.meets_other_kinds() else traces.of_kinds,
     )
-    region = Training.assembled(traced, plans, graphs, halves, emitter, later)
+    region = Training.assembled(traced, plans, graphs, halves, emitter, compilers)
     return region, (*records, *records_of_backward)
 
 

@@ -10,11 +10,11 @@ Results of complex linear algebra lie otherwise than it takes for granted, by co
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
 
-from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.operators import OpOverload, operator_name, schema_of
 
 _ATEN = torch.ops.aten
@@ -46,25 +46,16 @@ def keep_scatters(gm: GraphModule) -> None:
     """Let scatters of complex numbers be left as they are, in place."""
     for scatter, own in _OWN.items():
         for node in gm.graph.find_nodes(op="call_function", target=scatter):
-            if node.meta["val"].is_complex():
+            if _is_complex(node):
                 node.target = own
 
 
-def refuse_linear_algebra(gm: GraphModule, fix: str) -> None:
-    """Refuse a graph with linear algebra of complex numbers.
-
-    Raises:
-        UnsupportedProgram: it has some.
-    """
+def linear_algebra(gm: GraphModule) -> Iterator[Node]:
+    """The nodes that are linear algebra of complex numbers."""
     for node in gm.graph.nodes:
         name = operator_name(node.target)
         if name and _LINEAR_ALGEBRA.search(name) and any(map(_is_complex, node.all_input_nodes)):
-            raise UnsupportedProgram(
-                f"Inductor does not compile `{node.target}` of complex numbers",
-                where=node.meta.get("source"),
-                stage="codegen",
-                fix=fix,
-            )
+            yield node
 
 
 def _is_complex(node: Node) -> bool:

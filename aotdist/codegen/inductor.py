@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from aotdist.codegen.complex_numbers import keep_scatters, refuse_linear_algebra
+from aotdist.codegen.complex_numbers import keep_scatters, linear_algebra
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.convolution_backwards import keep_sizes_symbolic
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
@@ -142,8 +142,7 @@ class InductorBackend:
         gm.graph.output_node().meta["user_visible_output_idxs"] = visible
         if emission.kind == "inference":
             write_back(gm, graph)
-        _refuse_use_of_sparse(gm)
-        refuse_linear_algebra(gm, _USE_FX)
+        _refuse_what_goes_wrong(gm)
         batches = KernelBatches()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(batches.start):
@@ -202,14 +201,18 @@ _MAKES_SPARSE = re.compile("_sparse_coo_tensor|embedding_sparse_backward")
 """Operators whose results are sparse. What the graph knew of that, rewrites of the joint graph lose."""
 
 
-def _refuse_use_of_sparse(gm: torch.fx.GraphModule) -> None:
-    """Refuse what computes with sparse tensors, which the code would take for dense; they may be results."""
-    for node in gm.graph.nodes:
-        readers = [user for user in node.users if user.op != "output"]
-        if readers and _MAKES_SPARSE.search(str(node.target)):
+def _refuse_what_goes_wrong(gm: torch.fx.GraphModule) -> None:
+    """Refuse linear algebra of complex numbers, and what computes with sparse tensors.
+
+    The code would take these for dense; they may be results.
+    """
+    made = (node for node in gm.graph.nodes if _MAKES_SPARSE.search(str(node.target)))
+    reads_sparse = (user for node in made for user in node.users if user.op != "output")
+    for nodes, of_what in ((reads_sparse, "a sparse tensor"), (linear_algebra(gm), "complex numbers")):
+        for node in nodes:
             raise UnsupportedProgram(
-                f"Inductor does not compile `{readers[0].target}` of a sparse tensor",
-                where=readers[0].meta.get("source"),
+                f"Inductor does not compile `{node.target}` of {of_what}",
+                where=node.meta.get("source"),
                 stage="codegen",
                 fix=_USE_FX,
             )

@@ -29,7 +29,7 @@ from aotdist.runtime.on_demand import Guard
 from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.print_call import HookPlan, print_call
-from aotdist.runtime.print_node import Forward, Watch, print_inference, print_node
+from aotdist.runtime.print_node import ForwardPrinter, Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
     LossWatch,
@@ -175,8 +175,8 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
 
 def _printing(
     printer: Printer, fit: Fit, compilation: Compilation, emitted: Emitted, watch: Watch
-) -> Forward:
-    return Forward(
+) -> ForwardPrinter:
+    return ForwardPrinter(
         printer,
         fit.primal_variables(),
         fit.symbols(),

@@ -28,8 +28,8 @@ from aotdist.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
-    """The backwards of a program that its joint graph does not show.
+class BackwardCompilers:
+    """What compiles the backwards of a program that its joint graph does not show.
 
     Args:
         double_backward: what is needed to differentiate the backward.
@@ -74,10 +74,10 @@ class Training:
         graphs: TrainingGraphs,
         halves: EmittedHalves,
         emitter: Emitter,
-        later: Later,
+        compilers: BackwardCompilers,
     ) -> Training:
         """A program of compiled halves, with all that runs and compiles its other backwards."""
-        plan = later.double_backward
+        plan = compilers.double_backward
         node = node_plan(traced, plans, graphs.whole, graphs.split, halves.tangent_strides, plan)
         backwards = OnDemand(
             graphs=graphs,
@@ -87,7 +87,7 @@ class Training:
             symbols=traced.symbols,
             emitter=emitter,
             kept=node.kept.slots,
-            traced=later.of_kinds,
+            traced=compilers.of_kinds,
         )
         return cls(
             graphs=graphs,
@@ -95,8 +95,8 @@ class Training:
             node=node,
             backwards=backwards,
             gates=plan_gates(graphs.cut, traced.facts),
-            differentiable_parts=later.differentiable_parts,
-            double_backward=later.compiler_for(node),
+            differentiable_parts=compilers.differentiable_parts,
+            double_backward=compilers.compiler_for(node),
         )
 
 

@@ -76,7 +76,7 @@ def print_results(
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardPrinter:
     """How the forward graph of a region runs, for the code that runs it.
 
     Args:
@@ -138,7 +138,7 @@ class Forward:
 
 
 def print_node(
-    region: Forward,
+    region: ForwardPrinter,
     plan: NodePlan,
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
@@ -169,7 +169,12 @@ def print_node(
 
 
 def print_inference(
-    region: Forward, plans: Plans, sizes: Sequence[Expression], *, views: frozenset[int], recorded: bool
+    region: ForwardPrinter,
+    plans: Plans,
+    sizes: Sequence[Expression],
+    *,
+    views: frozenset[int],
+    recorded: bool,
 ) -> None:
     """Print the function `region`: like the node's forward, without a node.
 
@@ -206,7 +211,7 @@ def _write(printer: Printer, plain: str, value: str, bumps: int) -> str:
     return f"{printer.bind('write_plain', write_plain)}({plain}, {value}, {bumps})"
 
 
-def _print_forward(region: Forward, plan: NodePlan) -> None:
+def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
     printer, names = region.printer, region.names
     printer.line("@staticmethod")
     printer.spread("def forward(", ["ctx", *region.parameters()], "):")

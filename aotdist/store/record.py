@@ -34,7 +34,7 @@ from aotdist.passes.verify import verify_split
 from aotdist.pipeline import drawn_on
 from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split, TrainingGraphs
 from aotdist.runtime.backward import Part
-from aotdist.runtime.compilation import Compilation, Inference, Later, Training
+from aotdist.runtime.compilation import BackwardCompilers, Compilation, Inference, Training
 from aotdist.runtime.other_kinds import Arrived
 from aotdist.settings import Settings
 from aotdist.store.graphs import Graphs, without_folder
@@ -314,14 +314,14 @@ class _Reading:
         joint, whole = linked(cut), without_choices(by_choice, self.facts, ins)
         halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
         meets = require(json["meets_other_kinds"], bool, "a flag")
-        later = Later(
+        compilers = BackwardCompilers(
             double_backward=_NO_DOUBLE_BACKWARD,
             differentiable_parts=_refuse_double_backward,
             compiler_for=lambda _: None,
             of_kinds=_refuse_other_kinds if meets else None,
         )
         held = TrainingGraphs(cut, joint, by_choice, whole, split)
-        return Training.assembled(traced, plans, held, halves, emitter, later)
+        return Training.assembled(traced, plans, held, halves, emitter, compilers)
 
 
 def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:

@@ -81,3 +81,13 @@ def test_every_setting_is_documented():
     doc = inspect.getdoc(aotdist.Settings)
     assert doc is not None
     assert [f.name for f in dataclasses.fields(aotdist.Settings) if f"\n    {f.name}: " not in doc] == []
+
+
+def test_names_are_imported_when_they_are_used():
+    program = """
+import sys, aotdist
+assert [name for name in sys.modules if name.startswith("aotdist")] == ["aotdist"]
+assert aotdist.settings.Settings is aotdist.Settings and aotdist.dynamo.regions
+assert not hasattr(aotdist, "no_such_name") and "compile" in dir(aotdist)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
