@@ -41,6 +41,7 @@ def test_known_programs_in_another_order_are_a_divergence_on_all_ranks(backend: 
         (2, "fx"),
         pytest.param(4, "fx", marks=pytest.mark.sweep),
         pytest.param(2, "inductor", marks=pytest.mark.sweep),
+        pytest.param(4, "inductor", marks=pytest.mark.sweep),
     ],
 )
 def test_what_ranks_may_do_by_themselves_alarms_nobody(
