@@ -34,7 +34,9 @@ ONE_OF: Mapping[str, int] = {
     "semantics/test_storage_writes.py": 12,
 }
 """Of a table of cases, `make test` runs the first and one of so many others, always the same: of those that
-are not named here, one of three. `make test-all` runs all."""
+are not named here, one of `OTHERWISE`. `make test-all` runs all."""
+
+OTHERWISE = 10
 
 TESTS = pytest.StashKey[set[str]]()
 """The tests that have been collected so far."""
@@ -44,7 +46,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks a test as its markers ask; here, because xdist reads the groups before any later hook of ours."""
     name, _, parameters = item.nodeid.partition("[")
     tests = item.session.stash.setdefault(TESTS, set())
-    one_of = ONE_OF.get("/".join(item.path.parts[-2:]), 6)
+    one_of = ONE_OF.get("/".join(item.path.parts[-2:]), OTHERWISE)
     is_of_device = item.get_closest_marker("device") is not None  # minutes of a GPU are there for all of them
     if parameters and name in tests and not is_of_device and zlib.crc32(item.name.encode()) % one_of:
         item.add_marker(pytest.mark.sweep)
