@@ -74,6 +74,7 @@ class Scalars:
         values: nodes whose values are known before a call, with the tensors that hold them now.
         asked: numbers that the program branched on, and whether they were true.
         root: holds the constants of the graph.
+        reads: whether what is read off any tensor is followed, or only numbers that are there already.
 
     Args:
         values: pairs of a stand-in and the tensor that holds its value, which is known before a call.
@@ -92,6 +93,7 @@ class Scalars:
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
         self.root = torch.nn.Module()
+        self.reads = True
 
     @contextlib.contextmanager
     def followed(self) -> Generator[None]:
@@ -117,6 +119,8 @@ class Scalars:
             root: holds the constants of the graph.
         """
         self._create, self.root = create, root
+        if not self.reads:
+            return None
         if tensor.dtype is torch.bool:
             with contextlib.suppress(known.NotKnown):
                 holds = self._result_of(_READ, arguments)

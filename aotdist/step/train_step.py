@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.api import AsWritten, Compiling, compiling, runs_eagerly
 from aotdist.capture.tracebacks import short_tracebacks
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
+from aotdist.compiled import AsWritten, Compiling, compiling, runs_eagerly
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
