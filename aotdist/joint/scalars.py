@@ -248,6 +248,20 @@ def current_scalars() -> Scalars | None:
     return _CURRENT.get()
 
 
+@contextlib.contextmanager
+def numbers_read() -> Generator[None]:
+    """Numbers that are read off any tensor in this context are followed, where a trace follows some."""
+    scalars = _CURRENT.get()
+    before = scalars is not None and scalars.reads
+    if scalars is not None:
+        scalars.reads = True
+    try:
+        yield
+    finally:
+        if scalars is not None:
+            scalars.reads = before
+
+
 class TracedNumber:
     """A number of the trace.
 

@@ -14,6 +14,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
 from aotdist.joint.inputs import current_inputs
 from aotdist.torch_seam.autograd import has_grad_hooks, in_backward, nodes_behind
+from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
 
 _GRAD: Any = torch.Tensor.grad
@@ -183,6 +184,8 @@ def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ends: list[torch.Tensor] = []
     inputs = current_inputs()
     stand_ins = {id(one.leaf): one for one in inputs.behind(roots)}
+    with torch_functions_off():  # which would look at stand-ins in their places
+        hooked = {key for key, one in stand_ins.items() if has_grad_hooks(one.example)}
     for variable in (node.variable for node in nodes_behind(roots) if hasattr(node, "variable")):
         one = stand_ins.get(id(variable))
         if one is not None and not one.example.is_leaf:
@@ -191,7 +194,7 @@ def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 stage="joint",
                 fix="detach it, or compute it inside",
             )
-        if one is not None and has_grad_hooks(one.example):
+        if one is not None and id(variable) in hooked:
             raise UnsupportedProgram(
                 f"`{one.slot}` has hooks of its gradient (`register_hook`)",
                 stage="joint",

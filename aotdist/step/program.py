@@ -19,7 +19,7 @@ from aotdist.step.done import DTYPES, Done
 from aotdist.step.held import HeldState
 from aotdist.step.questions import Questions
 from aotdist.step.turns import Later, MakesState, Turns
-from aotdist.torch_seam.optimizers import note_step
+from aotdist.torch_seam.optimizers import note_step, scaler_rules, scaler_state
 from aotdist.torch_seam.proxies import node_here
 
 
@@ -89,6 +89,7 @@ class StepProgram:
         self._now: Now | None = None
         self._asked: Questions | None = None
         self._questions: list[Questions] = []
+        self._scalers: dict[torch.amp.GradScaler, Any] = {}
         self._traces: list[_Trace] = []
         self.compiled = _StepFunction(
             _reaching(run, optimizers, self._traced),
@@ -103,6 +104,8 @@ class StepProgram:
 
     def fits(self, now: Now) -> bool:
         """Whether the step would choose the same way as when it was traced."""
+        if any(_rules_of(scaler) != rules for scaler, rules in self._scalers.items()):
+            return False
         known = list(now.known_before().values()) if self._questions else []
         return all(questions.hold(known) for questions in self._questions)
 
@@ -152,9 +155,10 @@ class StepProgram:
             if held.has_grown():
                 raise MakesState
             done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
-        if turns.scaled and (done.tensors or done.numbers):
+        if turns.scalers() and (done.tensors or done.numbers):
+            names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in turns.stepped))
             raise UnsupportedProgram(
-                "an optimizer counts in Python, or replaces its tensors, and a scaler may skip its step",
+                f"{names} counts in Python, or replaces its tensors, and a scaler may skip its step",
                 stage="capture",
                 fix="let it count in a tensor, and write its tensors in place",
             )
@@ -162,6 +166,7 @@ class StepProgram:
         done.later = [(later.args, later.kwargs) for later in turns.later]
         self._traces.append(_Trace(turns.stepped, turns.later))
         self._asked = Questions.of(scalars)
+        self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})
         return done
 
     @contextlib.contextmanager
@@ -176,6 +181,11 @@ class StepProgram:
                 refusal = functools.partial(_changes_itself, optimizer)
                 stack.enter_context(unchanged(optimizer, refusal, held.all_containers(), tensors=False))
             yield
+
+
+def _rules_of(scaler: torch.amp.GradScaler) -> Any:
+    """What a program is specialised on: how the scale changes, and which tensors hold it."""
+    return scaler_rules(scaler), tuple(map(id, scaler_state(scaler)))
 
 
 def _written_by(optimizer: torch.optim.Optimizer, held: HeldState) -> list[torch.Tensor]:

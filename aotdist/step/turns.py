@@ -32,8 +32,7 @@ class MakesState(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """What a schedule does when the call has run: what it computes with is Python's, and no part of the
-    graph.
+    """What a schedule does when the call has run: it computes in Python, and is no part of the graph.
 
     Args:
         schedule: the schedule, whose `step` is called.
@@ -56,7 +55,6 @@ class Turns:
 
     Attributes:
         stepped: the optimizers that stepped, in order.
-        scaled: whether a scaler may have skipped steps.
         later: what is left to do when the call has run.
     """
 
@@ -72,7 +70,6 @@ class Turns:
         self._scaling: dict[torch.amp.GradScaler, Scaling] = {}
         self._scheduled: list[lr_scheduler.LRScheduler] = []
         self.stepped: list[torch.optim.Optimizer] = []
-        self.scaled = False
         self.later: list[Later] = []
 
     @contextlib.contextmanager
@@ -93,6 +90,10 @@ class Turns:
             stack.enter_context(replaced_here(lr_scheduler.LRScheduler, "get_last_lr", self._last_rates))
             yield
 
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """The scalers that have a turn."""
+        return list(self._scaling)
+
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is known for known in self._optimizers):
             raise MakesState(optimizer)
@@ -105,7 +106,6 @@ class Turns:
     def _of(self, scaler: torch.amp.GradScaler) -> Scaling:
         if not has_scaled(scaler):
             raise MakesState
-        self.scaled = True
         return self._scaling.setdefault(scaler, Scaling(scaler))
 
     def _scale(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:

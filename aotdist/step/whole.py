@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from aotdist.compiled import AsWritten, Compiling
 from aotdist.errors import UnsupportedProgram
@@ -15,6 +17,8 @@ from aotdist.step.attributes import Attributes
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import Now, StepProgram
 from aotdist.step.turns import MakesState
+from aotdist.torch_seam.dynamo import compiled_as_written
+from aotdist.torch_seam.modules import calls_heard
 from aotdist.torch_seam.optimizers import optimizer_hooks, steps_heard
 
 _VARYING = frozenset({"lr"})
@@ -39,6 +43,8 @@ class WholeStep:
         self._hyperparameters: list[dict[str, Any]] = []
         self._held: HeldState | None = None
         self._attributes: list[Attributes] = []
+        self._names: dict[int, str] = {}
+        self._modules: list[weakref.ref[nn.Module]] = []
         self._has_run = False
         self._programs: dict[Any, list[StepProgram]] = {}
 
@@ -60,7 +66,7 @@ class WholeStep:
 
     def as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do a step eagerly, and note which optimizers have their turn."""
-        with steps_heard(self._know, lambda _: None):
+        with steps_heard(self._know, lambda _: None), calls_heard(self._name), compiled_as_written():
             result = self._run(*args, **kwargs)
         self._has_run = True
         return result
@@ -82,11 +88,19 @@ class WholeStep:
     def _know(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
+            self._hyperparameters += hyperparameters([optimizer])
             self._held = None
+
+    def _name(self, module: nn.Module) -> None:
+        """Note what the parameters of a module are called; it is called before those that it calls."""
+        new = [(id(param), name) for name, param in module.named_parameters() if id(param) not in self._names]
+        if new:
+            self._names.update(new)
+            self._modules.append(weakref.ref(module))
 
     def _held_now(self) -> HeldState:
         held = None if self._held is None else self._held.now(self._optimizers)
-        self._held = held or held_by(self._optimizers, {}, self._varying)
+        self._held = held or held_by(self._optimizers, self._names, self._varying)
         return self._held
 
     def _attributes_now(self, held: HeldState) -> tuple[Any, ...]:
@@ -106,13 +120,24 @@ class WholeStep:
                     stage="capture",
                     fix="call what they do before and after the step",
                 )
-        layout = (tuple(map(id, self._optimizers)), tuple(now.held.layout), self._attributes_now(now.held))
+        layout = (
+            tuple(map(id, self._optimizers)),
+            tuple(now.held.layout),
+            self._attributes_now(now.held),
+            tuple(self._params()),
+        )
         programs = self._programs.setdefault(layout, [])
         for program in programs:
             if program.fits(now):
                 return program
         programs.append(StepProgram(self._run, self._optimizers, self._make))
         return programs[-1]
+
+    def _params(self) -> Iterator[int]:
+        """The parameters of the modules, by identity: an optimizer may have others than a module by now."""
+        for reference in self._modules:
+            module = reference()
+            yield from map(id, () if module is None else module.parameters())
 
     def _notice_what_varies(self) -> None:
         """Hyperparameters that were changed since the last call are inputs from now on."""
