@@ -24,7 +24,6 @@ from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.given import GivenContainers, are_apart
-from aotdist.capture.guise import hand_over_attributes
 from aotdist.capture.hidden import no_results_kept, refuse_carried
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.modules import (
@@ -41,7 +40,7 @@ from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
 from aotdist.capture.reached import Reached
 from aotdist.capture.reassign import Reassignments
-from aotdist.capture.results import Shown, with_attributes
+from aotdist.capture.results import Shown, hand_over_attributes, with_attributes
 from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Source
 from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError, UnsupportedProgram

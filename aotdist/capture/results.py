@@ -1,19 +1,20 @@
-"""Classes and attributes of what a program returns: a tensor is handed back as the program made it."""
+"""Parameters that a program returns, and attributes of tensors: they are handed back as it made them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from aotdist.capture.constants import is_leaf
-from aotdist.capture.guise import appearance
 from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import Source
 from aotdist.subclasses.protocol import is_real, is_wrapper
+from aotdist.torch_seam.classes import attributes_from_users
+from aotdist.torch_seam.functional import FunctionalTensor, given_attributes
 from aotdist.torch_seam.trees import pytree
 
 
@@ -30,7 +31,7 @@ class Shown:
 
     Args:
         out: its position among the outputs.
-        cls: its class.
+        cls: its class: `torch.Tensor`, or `nn.Parameter`.
         attributes: of each its name, the structure of its value, and which output is its first leaf.
     """
 
@@ -71,6 +72,31 @@ def with_attributes(
         if found or cls is not torch.Tensor:
             shown.append(Shown(position, cls, tuple(found)))
     return flat, shown
+
+
+def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
+    """The class of a plain tensor, to the program, and its attributes."""
+    if isinstance(tensor, FunctionalTensor):
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter if is_parameter else torch.Tensor, given_attributes(tensor)
+    return type(tensor), attributes_from_users(tensor)
+
+
+def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[torch.Tensor]) -> None:
+    """Give tensors the attributes of their stand-ins."""
+    for stand_in, example in zip(stand_ins, examples, strict=True):
+        if isinstance(stand_in, FunctionalTensor):
+            given, held = given_attributes(stand_in), vars(example)
+            for name in held.keys() - given.keys():
+                del held[name]
+            held.update(given)
+
+
+def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:
+    """Let a real tensor be of a class, with these attributes."""
+    if type(tensor) is not cls:
+        tensor.__class__ = cls
+    vars(tensor).update(attributes)
 
 
 def _places(reached: Reached) -> Mapping[int, Source]:

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.constants import is_constant
 from aotdist.capture.origins import Origins
+from aotdist.capture.results import appearance
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.naming import with_history_of
 from aotdist.convention.synthetic_base import BasePlan
@@ -46,6 +48,8 @@ from aotdist.torch_seam.functional import (
     FunctionalTensor,
     data_writes,
     functional_value,
+    given_attributes,
+    let_be_of,
     part_of,
     second_shell,
 )
@@ -160,11 +164,9 @@ class Inputs:
     def _add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         refuse_unknown_subclass(example, slot.path)
         _refuse_layout(example, slot)
-        self._refuse_class(example)
         at = PrimalIdx(len(self._stand_ins))
         stand_in = _counted_from_here(self._made(at, slot, example))
         self._note_storages(at, stand_in)
-        self._give_guise(stand_in)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
@@ -202,26 +204,6 @@ class Inputs:
                 self._recorder.lies_in_more(plain)
             if is_own:
                 self._recorder.strided.note_input(plain, stand_in.example, real)
-
-    def _give_guise(self, stand_in: StandIn) -> None:
-        """Let the user's code see the class and the attributes of the example."""
-        guises, tensor, example = self._recorder.guises, stand_in.tensor, stand_in.example
-        if is_of_own_class(example):
-            guises.give(tensor, type(example), vars(example))
-        elif isinstance(tensor, FunctionalTensor):
-            guises.stands_for_plain(tensor, example)
-        else:
-            guises.stands_for_wrapper(tensor, example)
-
-    def _refuse_class(self, example: torch.Tensor) -> None:
-        """Raise for a tensor of the enclosing program that shows a class there."""
-        shown = self._recorder.class_around(example)
-        if shown is not None and shown not in (torch.Tensor, torch.nn.Parameter):
-            raise UnsupportedProgram(
-                f"a {shown.__name__} is handed to an operator that takes functions (`torch.cond`)",
-                stage="joint",
-                fix="pass it on as `x.as_subclass(torch.Tensor)`",
-            )
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):
@@ -277,6 +259,21 @@ class Inputs:
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
 
+    def show_attributes(self) -> None:
+        """Let the user's code see the attributes of the examples, and the methods of their classes.
+
+        Of a tensor that is met later, it holds the example itself.
+        """
+        for stand_in in self._stand_ins:
+            _show_attributes(stand_in)
+
+    def forget_attributes(self) -> None:
+        """Drop the attributes of stand-ins, whose values are the caller's."""
+        for tensor in (one.tensor for one in self._stand_ins):
+            if isinstance(tensor, FunctionalTensor):
+                for name in given_attributes(tensor):
+                    del vars(tensor)[name]
+
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""
         return Row(self._stand_ins)
@@ -317,6 +314,27 @@ class Inputs:
         leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
         known = set(map(id, leaves))
         return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
+
+
+def _show_attributes(stand_in: StandIn) -> None:
+    tensor, example = stand_in.tensor, stand_in.example
+    is_plain = isinstance(tensor, FunctionalTensor)
+    if is_plain and is_of_own_class(example):
+        _be_of(tensor, type(example), stand_in.slot)
+    for name, value in appearance(example)[1].items():
+        if is_plain or is_constant(value):
+            vars(tensor).setdefault(name, value)
+
+
+def _be_of(tensor: FunctionalTensor, cls: type[torch.Tensor], slot: Slot) -> None:
+    try:
+        let_be_of(tensor, cls)
+    except TypeError as error:
+        raise UnsupportedProgram(
+            f"`{slot.path}` is a {cls.__name__}, a class that no other tensor can be given ({error})",
+            stage="capture",
+            fix=f"give {cls.__name__} no `__slots__`, or pass `x.as_subclass(torch.Tensor)`",
+        ) from None
 
 
 def _counted_from_here(stand_in: StandIn) -> StandIn:

@@ -13,11 +13,10 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Numbers
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
-from aotdist.capture.guise import show_as
 from aotdist.capture.in_backward import BackwardChanges, KeptNumber, KeptTensor, expect, forget
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.objects import MadeObject, holds_objects, number_of
-from aotdist.capture.results import Read, Shown
+from aotdist.capture.results import Read, Shown, show_as
 from aotdist.capture.source import Argument, Given, Held, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
