@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from aotdist.capture.arguments import fakes_of
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.constants import is_constant, same_constant
-from aotdist.capture.fakes import fakes_of
 from aotdist.capture.origins import raised_at
 from aotdist.capture.reassign import Reassignments, assign
 from aotdist.capture.source import Source

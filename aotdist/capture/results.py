@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,11 @@ from aotdist.capture.constants import is_leaf
 from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import Source
-from aotdist.subclasses.protocol import is_real, is_wrapper
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import inner_tensors, is_real, is_wrapper
 from aotdist.torch_seam.classes import attributes_from_users
 from aotdist.torch_seam.functional import FunctionalTensor, given_attributes
 from aotdist.torch_seam.trees import pytree
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """An output that is read at a place of the caller's: the same object stands there and in the result."""
-
-    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +39,8 @@ def with_attributes(
     outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached, existing: Collection[int]
 ) -> tuple[list[Any], list[Shown]]:
     """`outs`, followed by what the attributes of tensors among them hold, and how these are shown.
+
+    An object that stands at a place of the caller's, and in the result, is given by that place.
 
     Inputs keep their class; their attributes are assigned by `Reassignments`.
 
@@ -67,7 +64,7 @@ def with_attributes(
         for name, value in attributes.items():
             leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: is_leaf(v) or id(v) in places)
             found.append((name, spec, len(flat)))
-            flat += [Read(places[id(leaf)]) if id(leaf) in places else leaf for leaf in leaves]
+            flat += [places.get(id(leaf), leaf) for leaf in leaves]
             _refuse_hidden(cls, name, leaves, existing)
         if found or cls is not torch.Tensor:
             shown.append(Shown(position, cls, tuple(found)))
@@ -115,3 +112,44 @@ def _refuse_hidden(
                 "which the program computes",
                 "assign the tensors themselves",
             )
+
+
+def inside_wrappers(inputs: Sequence[torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
+    """What is inside the wrappers among a program's inputs, by position of the input and path (`.scale`)."""
+    return {(idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in inner_tensors(tensor)}
+
+
+def replaced_inside(
+    inputs: Sequence[torch.Tensor], inside: Mapping[tuple[int, str], torch.Tensor]
+) -> dict[tuple[int, str], torch.Tensor]:
+    """The tensors inside of wrappers that the program has put in the place of others (`weight.scale = new`).
+
+    The replaced ones are put back: they may have been written, and outside they are in place until the
+    program is over.
+
+    Args:
+        inputs: those of the program.
+        inside: what was inside of them before it ran.
+
+    Raises:
+        UnsupportedProgram: something that is no tensor replaces one.
+    """
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for (idx, path), before in inside.items():
+        if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
+            continue  # the wrapper that it was in has been replaced
+        now = operator.attrgetter(path[1:])(inputs[idx])
+        if now is before:
+            continue
+        if not isinstance(now, torch.Tensor):
+            raise UnsupportedProgram(
+                f"the tensor `{path[1:]}` of a {type(inputs[idx]).__name__} is replaced by a "
+                f"{type(now).__name__}",
+                stage="capture",
+                fix="replace it by a tensor, or outside of the compiled function",
+            )
+        found[idx, path] = now
+    for idx, path in found:
+        around, _, name = path[1:].rpartition(".")
+        setattr(operator.attrgetter(around)(inputs[idx]) if around else inputs[idx], name, inside[idx, path])
+    return found

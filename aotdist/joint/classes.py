@@ -1,4 +1,4 @@
-"""The user's tensor classes in a trace: conversions between them, and `__torch_function__` of wrappers."""
+"""Tensor classes of the user's in a trace: what stand-ins show, conversions, and `__torch_function__`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from aotdist.capture.constants import is_constant
+from aotdist.capture.results import appearance
+from aotdist.errors import UnsupportedProgram
 from aotdist.joint.failures import refusal
-from aotdist.subclasses.protocol import FIX_OF_OWN_CLASS, is_wrapper
+from aotdist.subclasses.protocol import FIX_OF_OWN_CLASS, is_of_own_class, is_wrapper
 from aotdist.torch_seam.classes import dispatches, hearing_of_classes
-from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor
+from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, let_be_of
 from aotdist.torch_seam.modes import class_functions_on, torch_functions_off
 from aotdist.torch_seam.tensors import as_parameter
 from aotdist.torch_seam.trees import pytree
@@ -51,6 +54,28 @@ def _converted(
     with torch_functions_off():
         made = op(swap(tensor))
         return as_parameter(made) if cls is torch.nn.Parameter else made
+
+
+def show_as_example(tensor: torch.Tensor, example: torch.Tensor, path: str) -> None:
+    """Let a stand-in show the attributes of its example, and the methods of a class that the example has.
+
+    Raises:
+        UnsupportedProgram: that class has `__slots__`.
+    """
+    is_plain = isinstance(tensor, FunctionalTensor)
+    if is_plain and is_of_own_class(example):
+        cls = type(example)
+        try:
+            let_be_of(tensor, cls)
+        except TypeError as error:
+            raise UnsupportedProgram(
+                f"`{path}` is a {cls.__name__}, a class that no other tensor can be given ({error})",
+                stage="capture",
+                fix=f"give {cls.__name__} no `__slots__`, or pass `x.as_subclass(torch.Tensor)`",
+            ) from None
+    for name, value in appearance(example)[1].items():
+        if is_plain or is_constant(value):
+            vars(tensor).setdefault(name, value)
 
 
 def ask_classes(

@@ -172,7 +172,9 @@ class Functionalisation(FunctionalTensorMode):
         if getattr(func, "is_view", False) and isinstance(args[0], FunctionalTensor):
             self.strided.note_owner(args[0])
         try:
-            return super().__torch_dispatch__(func, list(map(_recognised, types)), args, kwargs)
+            # PyTorch's mode does not know stand-ins that have a user's class as well.
+            own = [FunctionalTensor if issubclass(cls, FunctionalTensor) else cls for cls in types]
+            return super().__torch_dispatch__(func, own, args, kwargs)
         except AotdistError:
             raise
         except RuntimeError as error:
@@ -282,11 +284,6 @@ class Functionalisation(FunctionalTensorMode):
             ]
             func(tensor.permute(order), *given, **kwargs)
         return tensor
-
-
-def _recognised(cls: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The class by which PyTorch's mode knows a tensor of ours, which may have a user's class as well."""
-    return FunctionalTensor if issubclass(cls, FunctionalTensor) else cls
 
 
 def _refuse_unknown_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

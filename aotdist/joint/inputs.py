@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.constants import is_constant
 from aotdist.capture.origins import Origins
-from aotdist.capture.results import appearance
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.naming import with_history_of
 from aotdist.convention.synthetic_base import BasePlan
 from aotdist.convention.version import version_of
 from aotdist.convention.views import Opened
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.classes import show_as_example
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.symbols import Symbols
 from aotdist.joint.views_again import is_reshaped, view_again
@@ -34,7 +33,6 @@ from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
-    is_of_own_class,
     is_real,
     is_wrapper,
     leaves,
@@ -49,7 +47,6 @@ from aotdist.torch_seam.functional import (
     data_writes,
     functional_value,
     given_attributes,
-    let_be_of,
     part_of,
     second_shell,
 )
@@ -265,7 +262,7 @@ class Inputs:
         Of a tensor that is met later, it holds the example itself.
         """
         for stand_in in self._stand_ins:
-            _show_attributes(stand_in)
+            show_as_example(stand_in.tensor, stand_in.example, stand_in.slot.path)
 
     def forget_attributes(self) -> None:
         """Drop the attributes of stand-ins, whose values are the caller's."""
@@ -314,27 +311,6 @@ class Inputs:
         leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
         known = set(map(id, leaves))
         return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
-
-
-def _show_attributes(stand_in: StandIn) -> None:
-    tensor, example = stand_in.tensor, stand_in.example
-    is_plain = isinstance(tensor, FunctionalTensor)
-    if is_plain and is_of_own_class(example):
-        _be_of(tensor, type(example), stand_in.slot)
-    for name, value in appearance(example)[1].items():
-        if is_plain or is_constant(value):
-            vars(tensor).setdefault(name, value)
-
-
-def _be_of(tensor: FunctionalTensor, cls: type[torch.Tensor], slot: Slot) -> None:
-    try:
-        let_be_of(tensor, cls)
-    except TypeError as error:
-        raise UnsupportedProgram(
-            f"`{slot.path}` is a {cls.__name__}, a class that no other tensor can be given ({error})",
-            stage="capture",
-            fix=f"give {cls.__name__} no `__slots__`, or pass `x.as_subclass(torch.Tensor)`",
-        ) from None
 
 
 def _counted_from_here(stand_in: StandIn) -> StandIn:

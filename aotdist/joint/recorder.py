@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 import torch
 
-from aotdist.capture.annotations import current_module, current_tags
-from aotdist.capture.fakes import NO_FAKES, UserFakes
-from aotdist.capture.origins import Origins, is_asked_by_the_user
+from aotdist.capture.arguments import NO_FAKES, UserFakes
+from aotdist.capture.origins import Origins, current_module, current_tags, is_asked_by_the_user
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import InternalError, UnsupportedProgram
