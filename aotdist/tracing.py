@@ -36,7 +36,7 @@ from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
-from aotdist.report.stage_times import StageTimes
+from aotdist.report.progress import StageTimes
 from aotdist.settings import Settings
 from aotdist.sizes import concrete, numbers_of_data
 from aotdist.subclasses.protocol import is_real

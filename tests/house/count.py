@@ -37,10 +37,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_260, 42_000),
-    "lines of its core": (33_106, 23_500),
+    "lines of aotdist/": (56_247, 42_000),
+    "lines of its core": (33_105, 23_500),
     "classes of its core": (324, 200),
-    "files of aotdist/": (335, 235),
+    "files of aotdist/": (334, 235),
     "import floors": (23, 15),
     "most parameters of a function": (13, 8),
     "most fields of a class": (21, 14),
