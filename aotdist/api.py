@@ -18,11 +18,11 @@ from torch import nn
 from aotdist.cache.backend import caching
 from aotdist.capture.alone import alone, had_to_wait
 from aotdist.capture.ambient import Ambient, ambient
-from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
+from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.modules import refuse_script
+from aotdist.capture.origins import shortened
 from aotdist.capture.prints import made_before
-from aotdist.capture.tracebacks import shortened
 from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, InternalError, UnsupportedProgram

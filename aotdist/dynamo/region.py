@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.api import Compiled, Compiling
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.graph import DynamoGraph
 from aotdist.settings import Settings

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from aotdist.api import CompiledFunction, Compiling, OpenDims
 from aotdist.capture.capture import UserCall
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -14,12 +14,12 @@ from torch import nn
 
 from aotdist.api import AsWritten, CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint import known
 from aotdist.joint.scalars import Scalars
 from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import DTYPES, Done
 from aotdist.step.gradients import Gradients, arguments_with_gradients
 from aotdist.step.held import HeldState
-from aotdist.step.questions import Questions
 from aotdist.step.recipe import Recipe, detached
 from aotdist.step.scaling import Scaling
 from aotdist.torch_seam.proxies import node_here
@@ -93,8 +93,8 @@ class StepProgram:
         self._of_model = list(recipe.model.parameters())
         self._part: Part = part
         self._now: Now | None = None
-        self._asked: Questions | None = None
-        self._questions: list[Questions] = []
+        self._asked: Callable[[Sequence[torch.Tensor]], bool] | None = None
+        self._questions: list[Callable[[Sequence[torch.Tensor]], bool]] = []
         self.compiled = _StepFunction(
             _reaching(recipe, self._traced, part),
             lambda call, artifacts: make(replace(call, differentiates=True), artifacts),
@@ -102,8 +102,8 @@ class StepProgram:
 
     def fits(self, now: Now) -> bool:
         """Whether the step would choose the same way as when it was traced."""
-        known = list(now.known_before().values()) if self._questions else []
-        return all(questions.hold(known) for questions in self._questions)
+        numbers = list(now.known_before().values()) if self._questions else []
+        return all(alike(numbers) for alike in self._questions)
 
     def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Done:
         """Do the step, or its part.
@@ -152,8 +152,8 @@ class StepProgram:
                 self._update(now, given, scaling, done)
                 for param in recipe.params():
                     param.grad = None
-        for name, grad, known in zip(self._params, gradients.now, before, strict=True):
-            if grad is not None and grad is not known:
+        for name, grad, earlier in zip(self._params, gradients.now, before, strict=True):
+            if grad is not None and grad is not earlier:
                 done.grads[name] = grad
         return done
 
@@ -214,7 +214,7 @@ class StepProgram:
                 stage="capture",
                 fix="let it count in a tensor, and write its tensors in place",
             )
-        self._asked = Questions.of(scalars)
+        self._asked = _chooses_alike(scalars)
 
     @contextlib.contextmanager
     def _attributes_unchanged(self, held: HeldState) -> Generator[None]:
@@ -295,3 +295,15 @@ def _clip_changes_itself(clip: Any, path: str) -> UnsupportedProgram:
         stage="capture",
         fix="let it keep what changes in tensors, or change it between steps",
     )
+
+
+def _chooses_alike(scalars: Scalars) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """Whether a call would choose its way as a trace did; None if that asked no number.
+
+    It is told by the tensors of the call whose numbers are there before it.
+    """
+    if not scalars.asked:
+        return None
+    ask = known.as_function(tuple(node for node, _ in scalars.asked), list(scalars.values), scalars.root)
+    answers = tuple(holds for _, holds in scalars.asked)
+    return lambda given: tuple(map(bool, ask(*given))) == answers

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from aotdist.api import AsWritten, Compiling, compiling, runs_eagerly
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
