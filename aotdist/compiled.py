@@ -16,10 +16,10 @@ from torch import nn
 from aotdist.cache.backend import caching
 from aotdist.capture.alone import alone, had_to_wait
 from aotdist.capture.ambient import Ambient, ambient
-from aotdist.capture.attached import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.capture import UserCall
+from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, PrintedSource
+from aotdist.capture.origins import short_tracebacks, shortened
 from aotdist.capture.prints import made_before
-from aotdist.capture.tracebacks import short_tracebacks, shortened
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import InternalError, UnsupportedProgram
@@ -317,15 +317,19 @@ class StepOfFunction(Protocol):
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do a step."""
+        ...
 
     def artifacts(self) -> list[Artifact]:
         """What was made so far."""
+        ...
 
     def decided(self) -> list[Kinds]:
         """What was decided about kinds of calls."""
+        ...
 
     def reset(self) -> None:
         """Forget every artifact."""
+        ...
 
 
 class CompiledFunction(Compiled):

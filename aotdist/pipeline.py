@@ -28,8 +28,7 @@ from aotdist.passes.run import PassRecord, run_passes
 from aotdist.passes.verify import verify_split
 from aotdist.program import GRADIENT_ROLES, Graph, Slot, TrainingGraphs
 from aotdist.report.logs import log_compiled
-from aotdist.report.progress import showing
-from aotdist.report.stage_times import StageTimes
+from aotdist.report.progress import StageTimes, showing
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting, load
 from aotdist.runtime.backward import Part
 from aotdist.runtime.compilation import BackwardCompilers, Compilation, Inference, Training

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from aotdist.capture.arguments import fakes_of
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.constants import is_constant, same_constant
-from aotdist.capture.fakes import fakes_of
 from aotdist.capture.origins import raised_at
 from aotdist.capture.reassign import Reassignments, assign
 from aotdist.capture.source import Source
@@ -36,7 +36,7 @@ from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
-from aotdist.report.stage_times import StageTimes
+from aotdist.report.progress import StageTimes
 from aotdist.settings import Settings
 from aotdist.sizes import concrete, numbers_of_data
 from aotdist.subclasses.protocol import is_real

@@ -23,7 +23,12 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.classes import dispatches, flatten_protocol, is_traceable_wrapper_subclass
+from aotdist.torch_seam.classes import (
+    changes_functions,
+    dispatches,
+    flatten_protocol,
+    is_traceable_wrapper_subclass,
+)
 from aotdist.torch_seam.functional import stands_for_another
 from aotdist.torch_seam.operators import OpOverload
 
@@ -36,6 +41,11 @@ _SPECIALISTS = (
 )
 
 
+FIX_OF_OWN_CLASS = (
+    "compute with `x.as_subclass(torch.Tensor)`, where its values are all that counts, and convert results "
+    "outside"
+)
+"""What to do about a tensor of a class that has a `__torch_function__` alone."""
 _FLATTEN_PROTOCOL = ("__tensor_flatten__", "__tensor_unflatten__")
 
 CONVERSION = "_aotdist_conversion"
@@ -78,10 +88,7 @@ def is_wrapper(tensor: object) -> bool:
 
 
 def is_of_own_class(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a plain tensor, as the graph sees it, of a class that its user sees.
-
-    It may have methods, attributes and a `__torch_function__`.
-    """
+    """Whether `tensor` is a plain tensor, as the graph sees it, of a class with methods and attributes."""
     cls = type(tensor)
     return cls not in (torch.Tensor, nn.Parameter) and not dispatches(cls) and not is_wrapper(tensor)
 
@@ -457,11 +464,11 @@ def process_groups(recipes: Iterable[Recipe]) -> set[str]:
 
 
 def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
-    """Raise for a tensor subclass that has its own say in operators but cannot be taken apart.
+    """Raise for a tensor subclass that has its own say in operators or functions but cannot be taken apart.
 
     Raises:
-        UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol, or its rule
-            refuses the tensor.
+        UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol, or
+            `__torch_function__` alone, or its rule refuses the tensor.
     """
     cls = type(tensor)
     if is_wrapper(tensor):
@@ -475,4 +482,11 @@ def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
             f"`{path}` is a {cls.__name__}, which has no {' and no '.join(missing)}",
             stage="capture",
             fix=f"give {cls.__name__} what is missing, or pass the plain tensor inside it",
+        )
+    if changes_functions(cls):
+        raise UnsupportedProgram(
+            f"`{path}` is a {cls.__name__}, and what its `__torch_function__` (its own, or that of "
+            "`torch.Tensor`) makes of functions is no part of a graph",
+            stage="capture",
+            fix=FIX_OF_OWN_CLASS,
         )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from aotdist.cache.entry import Entry
-from aotdist.cache.folder import Folder
+from aotdist.cache.folder import Folder, Turn
 from aotdist.cache.key import WrittenGraph, about, key_of, key_of_toolchain, with_origins
-from aotdist.cache.place import Place
 from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted, Portable
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.portable import emitted_from
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.store.live import NOTHING_LIVE
@@ -193,3 +192,60 @@ def _portable_in(entry: Entry) -> Portable:
     values = Values(NOTHING_LIVE, {})
     fields = {name: values.read(json) for name, json in entry.content.items()}
     return Portable(**fields, libraries=entry.binaries)
+
+
+T = TypeVar("T")
+
+_UNREADABLE = (AotdistError, OSError, ImportError, LookupError, TypeError, ValueError, AttributeError)
+"""What reading an entry raises whose content is not what this aotdist writes."""
+
+
+class Place:
+    """A key of a folder, and the turn of this process to fill it.
+
+    Args:
+        folder: that it is in.
+        key: see `key.key_of`.
+        about: what is kept there, for people.
+        patience_s: how long to wait for another process that is making it.
+    """
+
+    def __init__(self, folder: Folder, key: str, about: Mapping[str, str], patience_s: float) -> None:
+        self._folder = folder
+        self._key = key
+        self._about = about
+        self._patience_s = patience_s
+        self._turn: Turn | None = None
+
+    def look(self, read: Callable[[Entry], T]) -> T | None:
+        """What is kept there; None if it is to be made, which is then this process's turn.
+
+        Args:
+            read: makes it of the entry.
+        """
+        found = self._read(read)
+        if found is None:
+            self._turn = self._folder.turn(self._key, self._patience_s)
+            found = self._read(read)  # by whoever had the turn before
+        if found is not None:
+            self.leave()
+        return found
+
+    def fill(self, content: Any, binaries: tuple[bytes, ...]) -> None:
+        """Keep what was made."""
+        self._folder.keep(Entry(self._key, self._about, content, binaries))
+
+    def leave(self) -> None:
+        """Let the next one look. Idempotent."""
+        if self._turn is not None:
+            self._turn.release()
+
+    def _read(self, read: Callable[[Entry], T]) -> T | None:
+        entry = self._folder.get(self._key)
+        if entry is None:
+            return None
+        try:
+            return read(entry)
+        except _UNREADABLE as error:
+            self._folder.warn(f"the entry {self._key} is ignored: {type(error).__name__}: {error}")
+            return None

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import stat
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from aotdist.cache.entry import Entry
-from aotdist.cache.turns import Turn, turn
 from aotdist.errors import CacheCorrupt
-from aotdist.files import is_owners_alone, write_whole
+from aotdist.files import OWNER_ONLY, is_owners_alone, write_whole
 
 _SUFFIX = ".entry"
 _NUM_LOCKS = 64
@@ -194,3 +196,57 @@ def _no_link(path: str, flags: int) -> int:
 
 def _what(error: OSError | CacheCorrupt) -> str:
     return error.what if isinstance(error, CacheCorrupt) else str(error)
+
+
+_POLL_S = 0.02
+_held = threading.local()
+
+
+class Turn:
+    """The right to make something, until it is released; one that nobody holds any more is released too.
+
+    Args:
+        descriptor: of the locked file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._close = weakref.finalize(self, _released, descriptor, threading.get_ident())
+        _held.count = getattr(_held, "count", 0) + 1
+
+    def release(self) -> None:
+        """Let the next one have it. Idempotent."""
+        self._close()
+
+
+def _released(descriptor: int, thread: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor as well
+    os.close(descriptor)
+    if thread == threading.get_ident():
+        _held.count -= 1
+
+
+def turn(file: Path, patience_s: float) -> Turn | None:
+    """A turn, after those who came before; None for one who had better not wait.
+
+    Args:
+        file: what to lock; made if it is not there, and never removed.
+        patience_s: how long to wait.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, OWNER_ONLY)
+    except OSError:
+        return None
+    deadline = time.monotonic() + (0 if getattr(_held, "count", 0) else patience_s)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+        except OSError:  # a file system without locks
+            pass
+        else:
+            return Turn(descriptor)
+        os.close(descriptor)
+        return None

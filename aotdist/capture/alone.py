@@ -26,13 +26,8 @@ R = TypeVar("R")
 _compiles = process_lock()
 
 
-class _Thread(threading.local):
-    """Whether this thread had to wait for another when it last compiled."""
-
-    waited = False
-
-
-_thread = _Thread()
+_thread = threading.local()
+"""`waited`: whether this thread had to wait for another when it last compiled."""
 
 
 def alone(compile_it: Callable[P, R]) -> Callable[P, R]:
@@ -69,7 +64,7 @@ def alone(compile_it: Callable[P, R]) -> Callable[P, R]:
 
 def had_to_wait() -> bool:
     """Whether another thread compiled when this one wanted to, so that what it wants may be there by now."""
-    return _thread.waited
+    return getattr(_thread, "waited", False)
 
 
 def _waits(lock: threading.RLock) -> bool:

@@ -83,33 +83,25 @@ def ambient() -> Ambient:
     )
 
 
-class AmbientGuard:
-    """Whether the modes are those of the capture.
+def ambient_guard(at_capture: Ambient) -> Callable[[], bool]:
+    """What tells whether the modes are those of the capture.
 
     It costs 1.1 us once it has held: PyTorch's snapshot of most modes is compared in C++, and what that
     lacks is asked for in one go. The snapshot also has what no artifact depends on (the number of threads),
     so where it differs, everything is compared, and a new one is taken.
-
-    Args:
-        at_capture: the modes of the capture.
     """
+    held: tuple[GlobalStateGuard, tuple[Any, ...]] | None = None
 
-    __slots__ = ("_at_capture", "_held")
-
-    def __init__(self, at_capture: Ambient) -> None:
-        self._at_capture = at_capture
-        self._held: tuple[GlobalStateGuard, tuple[Any, ...]] | None = None
-
-    def __call__(self) -> bool:
-        """Compare."""
-        if self._held is not None:
-            snapshot, others = self._held
-            if snapshot.check() and tuple(map(operator.call, _OTHERS)) == others:
-                return True
-        if ambient() != self._at_capture:
+    def modes_hold() -> bool:
+        nonlocal held
+        if held is not None and held[0].check() and tuple(map(operator.call, _OTHERS)) == held[1]:
+            return True
+        if ambient() != at_capture:
             return False
-        self._held = GlobalStateGuard(), tuple(map(operator.call, _OTHERS))
+        held = GlobalStateGuard(), tuple(map(operator.call, _OTHERS))
         return True
+
+    return modes_hold
 
 
 _OTHERS: tuple[Callable[[], Any], ...] = (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.capture.constants import is_constant, is_leaf, same_constant
+from aotdist.capture.constants import Unreadable, is_constant, is_leaf, same_constant
 from aotdist.capture.instances import (
     fill_instance,
     is_code,
@@ -20,8 +20,8 @@ from aotdist.capture.instances import (
     state_of,
 )
 from aotdist.capture.source import Source
-from aotdist.capture.unreadable import Unreadable
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.functional import FakeTensorMode, mode_of_fake
 from aotdist.torch_seam.trees import pytree, tree_children
 
 
@@ -335,3 +335,53 @@ def _path_in(owner: str, key_path: Sequence[Any]) -> str:
         name, *rest = rest
         owner += f".{name.key}"
     return owner + "".join(pytree.keystr((key,)) for key in rest)
+
+
+@dataclass(frozen=True, slots=True)
+class UserFakes:
+    """The fake tensors of a call.
+
+    Args:
+        mode: to trace in; None where there is none.
+        identities: of fake tensors that the program is given, or may close over.
+    """
+
+    mode: FakeTensorMode | None
+    identities: frozenset[int]
+
+
+NO_FAKES = UserFakes(None, frozenset())
+"""Every tensor of the call is real."""
+
+
+def fakes_of(
+    named: Iterable[tuple[str, torch.Tensor]],
+    closed_over: Callable[[], Collection[int]],
+    around: FakeTensorMode | None = None,
+) -> UserFakes:
+    """The fake tensors of a call.
+
+    Args:
+        named: the tensors that the call is given, with their names.
+        closed_over: gives identities of tensors that it may close over.
+        around: the mode to take if no fake tensor is among them.
+
+    Raises:
+        UnsupportedProgram: they are of several modes.
+    """
+    mode, first, found = around, "", set[int]()
+    for path, tensor in named:
+        other = mode_of_fake(tensor)
+        if other is None:
+            continue
+        if found and other is not mode:
+            raise UnsupportedProgram(
+                f"`{path}` is a fake tensor of another mode than `{first}`",
+                stage="capture",
+                fix="make all fake tensors in one `FakeTensorMode`",
+            )
+        mode, first = other, first or path
+        found.add(id(tensor))
+    if mode is None:
+        return NO_FAKES
+    return UserFakes(mode, frozenset(found.union(closed_over())))

@@ -19,12 +19,10 @@ import torch
 from torch import nn
 
 from aotdist.capture.ambient import Ambient, ambient, modes_left_alone
-from aotdist.capture.annotations import annotate
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.given import GivenContainers, are_apart
-from aotdist.capture.guise import hand_over_attributes
 from aotdist.capture.hidden import no_results_kept, refuse_carried
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.modules import (
@@ -36,14 +34,20 @@ from aotdist.capture.modules import (
     swapped,
 )
 from aotdist.capture.objects import MadeObject, taken_apart
+from aotdist.capture.origins import annotate
 from aotdist.capture.prints import Printed, Prints
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
 from aotdist.capture.reached import Reached
 from aotdist.capture.reassign import Reassignments
-from aotdist.capture.results import Shown, with_attributes
+from aotdist.capture.results import (
+    Shown,
+    hand_over_attributes,
+    inside_wrappers,
+    replaced_inside,
+    with_attributes,
+)
 from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Source
-from aotdist.capture.wrappers import WrapperAttributes
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
@@ -447,7 +451,7 @@ def _call(
                 f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it again",
                 stacklevel=2,
             )
-    for clock in environment.reached.clocks:
+    for clock in environment.reached.times:
         warnings.warn(
             f"aotdist: the program reads the time (`{clock}`), and every call will find that of the capture; "
             "read it outside of the compiled function",
@@ -484,7 +488,7 @@ class _Found:
         assigned: places that were assigned tensors, or containers of tensors, and these.
         constants: places that were assigned constants, or containers of constants, and these.
         deleted: places that were deleted.
-        replaced: tensors that were put inside of wrappers: see `WrapperAttributes.replaced`.
+        replaced: tensors that were put inside of wrappers: see `replaced_inside`.
         printed: what it printed, see `Prints.noted`.
     """
 
@@ -513,7 +517,7 @@ def _run(
         inputs: the stand-ins.
         examples: what they stand for.
     """
-    attributes, prints = WrapperAttributes(inputs), Prints(reassignments.existing)
+    inside, prints = inside_wrappers(inputs), Prints(reassignments.existing)
     try:
         hearing = prints.heard() if changes.prints else contextlib.nullcontext()
         with class_functions_on(), modes_left_alone(), hearing:
@@ -531,7 +535,7 @@ def _run(
             assigned=[*assigned, *changes.given.assigned(made)],
             constants=constants,
             deleted=[*changes.given.deleted(), *gone],
-            replaced=attributes.replaced(),
+            replaced=replaced_inside(inputs, inside),
             printed=prints.noted(),
         )
     except BaseException as error:

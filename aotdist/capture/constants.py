@@ -1,4 +1,4 @@
-"""What counts as a constant: a Python value that an artifact is specialised on."""
+"""What counts as a constant: a Python value that an artifact is specialised on; and what may not be read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from typing import Any
 
 import torch
+
+from aotdist.errors import UnsupportedProgram
 
 _SCALARS = (
     bool,
@@ -62,3 +64,36 @@ def same_constant(a: Any, b: Any) -> bool:
 def is_same(a: Any, b: Any) -> bool:
     """Whether two values are one object, or interchangeable constants."""
     return a is b or (is_constant(a) and is_constant(b) and same_constant(a, b))
+
+
+class Unreadable:
+    """Stands for an iterator, a lock, an array of numpy's.
+
+    Whoever does anything with it, but to ask whether it is None, gets an error.
+
+    Args:
+        path: where it hangs, as the user would write it.
+        kind: its class, by name.
+    """
+
+    def __init__(self, path: str, kind: str) -> None:
+        object.__setattr__(self, "_says", (path, kind))
+
+    def __getattribute__(self, name: str) -> Any:
+        path, kind = object.__getattribute__(self, "_says")
+        raise UnsupportedProgram(
+            f"`{path}` is a {kind}, which is neither a tensor nor a constant, and the program reads it",
+            stage="capture",
+            fix="read it before the call, and pass what it says",
+        )
+
+    def _refuse(self, *_: Any) -> Any:
+        return self.anything
+
+    __bool__ = __len__ = __iter__ = __next__ = __call__ = __getitem__ = __eq__ = _refuse
+    __enter__ = __exit__ = __hash__ = __contains__ = __setattr__ = __add__ = __mul__ = _refuse
+
+
+def is_unreadable(value: Any) -> bool:
+    """Whether `value` is such a stand-in; `isinstance` would ask it for its class."""
+    return type(value) is Unreadable

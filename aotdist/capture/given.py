@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.constants import is_constant, is_leaf, is_same
+from aotdist.capture.constants import is_constant, is_leaf, is_same, is_unreadable
 from aotdist.capture.instances import GivenObject, is_instance, items_of, slots_of
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.source import ABSENT, Given, Source
-from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC, number_kind
 from aotdist.torch_seam.trees import pytree

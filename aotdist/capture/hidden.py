@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.capture.constants import is_constant
+from aotdist.capture.constants import is_constant, is_unreadable
 from aotdist.capture.origins import raised_at
-from aotdist.capture.unreadable import is_unreadable
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.functional import is_fake

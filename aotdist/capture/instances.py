@@ -20,9 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from aotdist.capture.constants import is_constant
+from aotdist.capture.constants import is_constant, is_unreadable
 from aotdist.capture.hidden import attributes_of
-from aotdist.capture.unreadable import is_unreadable
 from aotdist.torch_seam.trees import pytree
 
 _CODE = (

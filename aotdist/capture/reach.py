@@ -21,13 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.capture.clocks import is_clock
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
-from aotdist.capture.found import EnteredCode, Found, spot_of
-from aotdist.capture.functions import cells_of, defaults_of, empty_cells_of, wrapped_by
 from aotdist.capture.hidden import attributes_of
-from aotdist.capture.library_modules import (
+from aotdist.capture.module_attributes import (
     computed_once,
     hooks_of,
     is_watched,
@@ -36,8 +33,16 @@ from aotdist.capture.library_modules import (
 )
 from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.python_random import is_python_generator
-from aotdist.capture.reached import Reached, is_tensor, items_of, keys_of
-from aotdist.capture.readers import is_array, reader_of
+from aotdist.capture.reached import (
+    EnteredCode,
+    Reached,
+    is_clock,
+    is_tensor,
+    items_of,
+    keys_of,
+    spot_of,
+)
+from aotdist.capture.readers import cells_of, defaults_of, empty_cells_of, is_array, reader_of, wrapped_by
 from aotdist.capture.source import Source, keeper_of
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 from aotdist.torch_seam.modules import is_parametrized
@@ -74,7 +79,7 @@ def reach(
     walk.follow_names()
     walk.tie_gradients()
     walk.note_absent()
-    return walk.found.reached(walk.code)
+    return walk.found.after(walk.code)
 
 
 def _display_name(fn: Any) -> str:
@@ -107,7 +112,7 @@ class _Walk:
         of_class: the names that were looked up in each class.
     """
 
-    found: Found = field(default_factory=Found)
+    found: Reached = field(default_factory=Reached)
     code: EnteredCode = field(default_factory=EnteredCode)
     seen: dict[int, Source | None] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
@@ -123,7 +128,7 @@ class _Walk:
             else:
                 pending.append(self._enter(*found))
                 source, value = found
-                self.found.clocks += [(source.path, value)] if is_clock(value) else []
+                self.found.clocks.extend([(source.path, value)] if is_clock(value) else [])
 
     def _enter(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """Note a value, unless it was met before; what is inside of it."""
@@ -145,7 +150,7 @@ class _Walk:
             self.look_at(source, value)
         elif isinstance(value, (torch.Generator, *_BUILT_IN)):
             self._identity(source, value)
-            self.found.generators += [value] if isinstance(value, torch.Generator) else []
+            self.found.generators.extend([value] if isinstance(value, torch.Generator) else [])
             holder = getattr(value, "__self__", None)
             if isinstance(holder, (list, dict)) or is_python_generator(
                 holder
@@ -196,7 +201,7 @@ class _Walk:
         for named in self.named:
             if isinstance(named.value, type) and is_users_class(named.value):
                 absent = sorted(name for name in self.code.stored if not hasattr(named.value, name))
-                self.found.assigned += (named.source.attribute(name) for name in absent)
+                self.found.assigned.extend(named.source.attribute(name) for name in absent)
 
     def tie_gradients(self) -> None:
         """Note tensors that are the gradients of others, if the program may read these as `.grad`, too."""
@@ -405,7 +410,7 @@ class _Walk:
         self.named.append(_Named(itself, fn))
         self.code.enter(names, special=special)
         yield from cells_of(fn)
-        self.found.assigned += empty_cells_of(fn)
+        self.found.assigned.extend(empty_cells_of(fn))
         yield from defaults_of(fn)
         if not names.attributes.isdisjoint(("environ", "getenv")):
             yield Source("os", os).attribute("environ"), os.environ

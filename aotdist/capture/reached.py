@@ -1,21 +1,24 @@
-"""What a callable can reach, as `aotdist.capture.reach` finds it, and the constants that a call checks."""
+"""What a callable can reach, as the walk (`aotdist.capture.reach`) finds it, and what a call checks."""
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from aotdist.capture.source import Applied, Source
+from aotdist.capture.code import Names
+from aotdist.capture.source import Applied, Item, Source, Spot
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What the walk found.
+    """What the walk has found; its lists grow while it goes on.
 
     Args:
         modules: outermost modules, each with its place.
@@ -33,25 +36,73 @@ class Reached:
         generators: random generators.
         python_generators: those of Python's and NumPy's, which the program may not draw from.
         caches: functions that keep what they return (`functools.lru_cache`).
-        clocks: what it may read the time by (`time.time`).
+        clocks: what tells the time, by name.
+        opaque: objects of which only the identity is known, each with its place.
+        times: what it may read the time by (`time.time`), when the walk is over.
         names: attributes that the code reads, of any object; None if it may read any (`getattr`),
-            or ask for any (`hasattr`).
+            or ask for any (`hasattr`), and until the walk is over.
     """
 
-    modules: tuple[tuple[Source, nn.Module], ...]
-    tensors: tuple[tuple[Source, torch.Tensor], ...]
-    constants: tuple[tuple[Source, Any], ...]
-    identities: tuple[tuple[Source, Any], ...]
-    again: tuple[tuple[Source, Source], ...]
-    owners: tuple[tuple[Source, Any], ...]
-    containers: tuple[tuple[Source, list[Any] | dict[Any, Any]], ...]
-    wholes: tuple[tuple[Source, set[Any] | deque[Any]], ...]
-    assigned: tuple[Source, ...]
-    generators: tuple[torch.Generator, ...]
-    python_generators: tuple[tuple[str, Any], ...]
-    caches: tuple[Any, ...]
-    clocks: tuple[str, ...]
-    names: frozenset[str] | None
+    modules: list[tuple[Source, nn.Module]] = field(default_factory=list)
+    tensors: list[tuple[Source, torch.Tensor]] = field(default_factory=list)
+    constants: list[tuple[Source, Any]] = field(default_factory=list)
+    identities: list[tuple[Source, Any]] = field(default_factory=list)
+    again: list[tuple[Source, Source]] = field(default_factory=list)
+    owners: list[tuple[Source, Any]] = field(default_factory=list)
+    containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
+    wholes: list[tuple[Source, set[Any] | deque[Any]]] = field(default_factory=list)
+    assigned: list[Source] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+    python_generators: list[tuple[str, Any]] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+    clocks: list[tuple[str, Any]] = field(default_factory=list)
+    opaque: list[tuple[Source, Any]] = field(default_factory=list)
+    times: tuple[str, ...] = ()
+    names: frozenset[str] | None = None
+
+    def after(self, code: EnteredCode) -> Reached:
+        """The same at the end of the walk, without what cannot matter to the program.
+
+        Args:
+            code: what the entered code names.
+        """
+        logs = list(self._logs(code.only_appended()))
+        return replace(
+            self,
+            constants=[one for one in self.constants if not any(map(one[0].lies_in, logs))],
+            identities=[*self.identities, *self._specialising_objects(code)],
+            again=list(self._ties(logs)),
+            times=tuple({how: None for clock in self.clocks for how in asked_of(*clock, code.loaded)}),
+            names=None if code.any_name or code.asks else frozenset(code.loaded),
+        )
+
+    def _logs(self, names: Container[str]) -> Iterator[Source]:
+        """Lists that are logs to the program at all of their places; `names` are those of `only_appended`."""
+        places: dict[int, list[Source]] = {}
+        for source, first in self.again:
+            places.setdefault(id(first), []).append(source)
+        for source, held in self.containers:
+            its = (source, *places.get(id(source), ()))
+            if isinstance(held, list) and all(name_of(p) in names or name_of_dict(p) in names for p in its):
+                yield source
+
+    def _specialising_objects(self, code: EnteredCode) -> Iterator[tuple[Source, Any]]:
+        """Opaque objects that are part of the signature: not those that the program itself assigns.
+
+        A descriptor is left out if reading its place gives another object.
+        """
+        for source, value in self.opaque:
+            if name_of(source) not in code.stored and source.read_or(None) is value:
+                yield source, value
+
+    def _ties(self, logs: Collection[Source]) -> Iterator[tuple[Source, Source]]:
+        """Pairs of places of the same object, each place once, except those in logs."""
+        known = set[Spot]()
+        for source, first in self.again:
+            is_logged = any(source.lies_in(log) or first.lies_in(log) for log in logs)
+            if not is_logged and (spot := spot_of(source)) not in known:
+                known.add(spot)
+                yield source, first
 
 
 def constants_but(
@@ -93,3 +144,105 @@ def items_of(container: Any) -> tuple[Any, ...]:
 def keys_of(container: Any) -> tuple[Any, ...]:
     """The keys of a dictionary, or the indices of a list or tuple, as a tuple."""
     return tuple(container) if isinstance(container, Mapping) else tuple(range(len(container)))
+
+
+_ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
+
+
+@dataclass(slots=True)
+class EnteredCode:
+    """What the code that was entered names.
+
+    Args:
+        names: names of attributes, of whatever object.
+        stored: attributes that it assigns; as in `aotdist.capture.code.Names`, as are the next three.
+        loaded: attributes that it reads.
+        appended: variables and attributes to whose lists it appends.
+        used: variables and attributes that it reads for something else.
+        asks: whether it may ask for any attribute (`hasattr`).
+        any_name: whether it may read any attribute (`getattr` by a computed name).
+    """
+
+    names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
+    stored: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    appended: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    asks: bool = False
+    any_name: bool = False
+
+    def enter(self, names: Names, *, special: bool) -> None:
+        """Note what one function names.
+
+        Args:
+            names: its names.
+            special: whether it is a special method. If it may read any attribute, all attributes of its
+                object count, but not those of others.
+        """
+        self.names |= names.attributes
+        self.loaded |= names.loaded
+        self.stored |= names.stored
+        self.appended |= names.appended
+        self.used |= names.used
+        if not special:
+            if "hasattr" in names.globals:
+                self.asks = True
+                self.names |= set(filter(str.isidentifier, names.texts))
+            self.any_name |= names.reads_by_computed_name()
+
+    def only_appended(self) -> frozenset[str]:
+        """Names of lists that are logs to it: it appends to them, and does nothing else.
+
+        With `[]` behind the name, names of dictionaries whose lists are.
+        """
+        if self.any_name:
+            return frozenset()
+        return frozenset(name for name in self.appended if name.removesuffix("[]") not in self.used)
+
+
+def spot_of(source: Source) -> Spot:
+    """`Source.spot`; for a root without steps, its identity."""
+    return source.spot() if source.steps else (id(source.root), None)
+
+
+def name_of(source: Source) -> str:
+    """The name of the variable or attribute that a place is, as it stands in code."""
+    return source.path.rpartition(".")[2]
+
+
+def name_of_dict(source: Source) -> str:
+    """Of an item, the name of what it is an item of, with `[]`; empty for another place."""
+    match source.steps[-1:]:
+        case (Item(key=key),):
+            return f"{source.path.removesuffix(f'[{key!r}]').rpartition('.')[2]}[]"
+        case _:
+            return ""
+
+
+_OF_TIME = frozenset(
+    f"{name}{unit}"
+    for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+    for unit in ("", "_ns")
+)
+_OF_DATES = frozenset({"now", "utcnow", "today"})
+_FUNCTIONS = frozenset(id(getattr(time, name)) for name in _OF_TIME)
+
+
+def is_clock(value: Any) -> bool:
+    """Whether it is a module, a class or a function that tells the time."""
+    return any(value is one for one in (time, datetime, datetime.datetime)) or id(value) in _FUNCTIONS
+
+
+def asked_of(path: str, clock: Any, loaded: Collection[str]) -> Iterator[str]:
+    """How a program asks a clock for the time: `time.time`.
+
+    Args:
+        path: how it names the clock.
+        clock: the clock.
+        loaded: the attributes that it reads, of any object.
+    """
+    if id(clock) in _FUNCTIONS:
+        yield path
+        return
+    asking = _OF_TIME if clock is time else _OF_DATES
+    yield from (f"{path}.{name}" for name in sorted(asking.intersection(loaded)))

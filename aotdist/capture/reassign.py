@@ -20,7 +20,7 @@ from torch import nn
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.hidden import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
 from aotdist.capture.instances import GivenObject
-from aotdist.capture.library_modules import OF_EVERY_MODULE
+from aotdist.capture.module_attributes import OF_EVERY_MODULE
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
 from aotdist.errors import UnsupportedProgram

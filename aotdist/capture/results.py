@@ -1,27 +1,23 @@
-"""Classes and attributes of what a program returns: a tensor is handed back as the program made it."""
+"""Parameters that a program returns, and attributes of tensors: they are handed back as it made them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from aotdist.capture.constants import is_leaf
-from aotdist.capture.guise import appearance
 from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import Source
-from aotdist.subclasses.protocol import is_real, is_wrapper
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import inner_tensors, is_real, is_wrapper
+from aotdist.torch_seam.classes import attributes_from_users
+from aotdist.torch_seam.functional import FunctionalTensor, given_attributes
 from aotdist.torch_seam.trees import pytree
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """An output that is read at a place of the caller's: the same object stands there and in the result."""
-
-    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +26,7 @@ class Shown:
 
     Args:
         out: its position among the outputs.
-        cls: its class.
+        cls: its class: `torch.Tensor`, or `nn.Parameter`.
         attributes: of each its name, the structure of its value, and which output is its first leaf.
     """
 
@@ -43,6 +39,8 @@ def with_attributes(
     outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached, existing: Collection[int]
 ) -> tuple[list[Any], list[Shown]]:
     """`outs`, followed by what the attributes of tensors among them hold, and how these are shown.
+
+    An object that stands at a place of the caller's, and in the result, is given by that place.
 
     Inputs keep their class; their attributes are assigned by `Reassignments`.
 
@@ -66,11 +64,36 @@ def with_attributes(
         for name, value in attributes.items():
             leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: is_leaf(v) or id(v) in places)
             found.append((name, spec, len(flat)))
-            flat += [Read(places[id(leaf)]) if id(leaf) in places else leaf for leaf in leaves]
+            flat += [places.get(id(leaf), leaf) for leaf in leaves]
             _refuse_hidden(cls, name, leaves, existing)
         if found or cls is not torch.Tensor:
             shown.append(Shown(position, cls, tuple(found)))
     return flat, shown
+
+
+def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
+    """The class of a plain tensor, to the program, and its attributes."""
+    if isinstance(tensor, FunctionalTensor):
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return torch.nn.Parameter if is_parameter else torch.Tensor, given_attributes(tensor)
+    return type(tensor), attributes_from_users(tensor)
+
+
+def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[torch.Tensor]) -> None:
+    """Give tensors the attributes of their stand-ins."""
+    for stand_in, example in zip(stand_ins, examples, strict=True):
+        if isinstance(stand_in, FunctionalTensor):
+            given, held = given_attributes(stand_in), vars(example)
+            for name in held.keys() - given.keys():
+                del held[name]
+            held.update(given)
+
+
+def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:
+    """Let a real tensor be of a class, with these attributes."""
+    if type(tensor) is not cls:
+        tensor.__class__ = cls
+    vars(tensor).update(attributes)
 
 
 def _places(reached: Reached) -> Mapping[int, Source]:
@@ -89,3 +112,44 @@ def _refuse_hidden(
                 "which the program computes",
                 "assign the tensors themselves",
             )
+
+
+def inside_wrappers(inputs: Sequence[torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
+    """What is inside the wrappers among a program's inputs, by position of the input and path (`.scale`)."""
+    return {(idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in inner_tensors(tensor)}
+
+
+def replaced_inside(
+    inputs: Sequence[torch.Tensor], inside: Mapping[tuple[int, str], torch.Tensor]
+) -> dict[tuple[int, str], torch.Tensor]:
+    """The tensors inside of wrappers that the program has put in the place of others (`weight.scale = new`).
+
+    The replaced ones are put back: they may have been written, and outside they are in place until the
+    program is over.
+
+    Args:
+        inputs: those of the program.
+        inside: what was inside of them before it ran.
+
+    Raises:
+        UnsupportedProgram: something that is no tensor replaces one.
+    """
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for (idx, path), before in inside.items():
+        if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
+            continue  # the wrapper that it was in has been replaced
+        now = operator.attrgetter(path[1:])(inputs[idx])
+        if now is before:
+            continue
+        if not isinstance(now, torch.Tensor):
+            raise UnsupportedProgram(
+                f"the tensor `{path[1:]}` of a {type(inputs[idx]).__name__} is replaced by a "
+                f"{type(now).__name__}",
+                stage="capture",
+                fix="replace it by a tensor, or outside of the compiled function",
+            )
+        found[idx, path] = now
+    for idx, path in found:
+        around, _, name = path[1:].rpartition(".")
+        setattr(operator.attrgetter(around)(inputs[idx]) if around else inputs[idx], name, inside[idx, path])
+    return found

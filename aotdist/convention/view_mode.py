@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.capture.guise import Guises
 from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
 from aotdist.convention.naming import another_name
 from aotdist.convention.outdated_views import make_again
@@ -68,15 +67,13 @@ class ViewMode(TorchDispatchMode):
 
     Args:
         log: the log that it writes.
-        guises: the classes that the user's code sees of tensors, if any.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, log: ViewLog, guises: Guises | None = None) -> None:
+    def __init__(self, log: ViewLog) -> None:
         super().__init__()
         self.log = log
-        self._guises = guises or Guises()
         self._reshaped: list[tuple[torch.Tensor, ViewStep]] = []
         self._reads_data = False
         self._is_off = False
@@ -91,9 +88,7 @@ class ViewMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_off:
             return func(*args, **kwargs)
-        with self._guises.off(self._guises.among((*args, *kwargs.values()))):
-            result = self._dispatch(func, args, kwargs)
-        return self._guises.show(result)
+        return self._dispatch(func, args, kwargs)
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator, and log it if it makes a view, or changes a tensor's metadata in place."""
@@ -242,15 +237,14 @@ class ViewMode(TorchDispatchMode):
                 self._make_again(view, base, views.first_steps(view) or views.steps_from(base, view))
 
     def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
-        with self._guises.off(self._guises.among([view])):
-            if not isinstance(view, FunctionalTensor) or view.is_inference():
-                return  # the history of a wrapper follows from its layout
-            self.log.views.keep_first_steps(view, steps)
-            self._is_off = True
-            try:
-                make_again(view, self._as_at(base, steps[0].serial), steps)
-            finally:
-                self._is_off = False
+        if not isinstance(view, FunctionalTensor) or view.is_inference():
+            return  # the history of a wrapper follows from its layout
+        self.log.views.keep_first_steps(view, steps)
+        self._is_off = True
+        try:
+            make_again(view, self._as_at(base, steps[0].serial), steps)
+        finally:
+            self._is_off = False
 
     def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
         """A tensor as it was at a point of the trace, made by views of what it is now."""

@@ -16,8 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aotdist.capture.constants import is_constant
-from aotdist.dynamo.names import as_written, distinct
-from aotdist.dynamo.replay import Replay
+from aotdist.dynamo.replay import Replay, as_written, distinct
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.dynamo import (
     dynamo_source,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.contract import Backend
 from aotdist.compiled import Compiled, Compiling
 from aotdist.dynamo.graph import DynamoGraph

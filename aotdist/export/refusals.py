@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from aotdist.capture.arguments import UserFakes
 from aotdist.capture.capture import Returned
-from aotdist.capture.fakes import UserFakes
 from aotdist.convention.changes import give_history, spend_history
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.facts import IsInput, MetadataWrite, ViewOfInput

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from aotdist.capture.alone import alone
-from aotdist.capture.arguments import ConstantLeaf
+from aotdist.capture.arguments import ConstantLeaf, fakes_of
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
-from aotdist.capture.fakes import fakes_of
 from aotdist.capture.modules import swapped
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.compiled import running_eagerly
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import (

@@ -13,7 +13,7 @@ from torch import nn
 from aotdist.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.capture.capture import UserCall
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend

@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
-from aotdist.capture.annotations import set_current_line, set_current_module
 from aotdist.capture.constants import is_leaf
+from aotdist.capture.origins import set_current_line, set_current_module
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call, Input, state_of

@@ -24,7 +24,7 @@ instead of running what does not fit; a gradient that is None in eager is None.
 """
 
 from aotdist.functorch.backend import FunctorchBackend as FunctorchBackend
-from aotdist.functorch.compilers import make_boxed_compiler, make_boxed_func, nop, print_compile
+from aotdist.functorch.backend import make_boxed_compiler, make_boxed_func, nop, print_compile
 from aotdist.functorch.entry import AotFunction as AotFunction
 from aotdist.functorch.entry import AotModule as AotModule
 from aotdist.functorch.entry import aot_function, aot_module, aot_module_simplified

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from aotdist.capture.capture import UserCall
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.compiled import CompiledFunction, Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram

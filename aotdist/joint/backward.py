@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -22,6 +22,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import NodeOut, kept_slots
 from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import Arrival
+from aotdist.joint.classes import users_code
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting, Recalling
@@ -91,7 +92,6 @@ class Backward:
         wanted: for each input that may get gradients, where they arrive; its leaf comes first.
         mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
         arrivals: the bases among `ends` whose gradient comes through a view.
-        shown: a context for each run, which sets what the user's code sees of its tensors.
         in_python: watches what each run changes in Python.
         views: results that are made outside as views of an end, where they may get a gradient.
     """
@@ -104,14 +104,13 @@ class Backward:
         wanted: Sequence[Wanted],
         mode: Lifting | Recalling,
         arrivals: Mapping[NodeOutIdx, Arrival],
-        shown: Callable[[], AbstractContextManager[None]],
         in_python: InBackward,
         views: Sequence[torch.Tensor] = (),
     ) -> None:
         recorder.phase = "backward"
         self._recorder = recorder
         self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
-        self.mode, self.shown, self.in_python = mode, shown, in_python
+        self.mode, self.in_python = mode, in_python
         self._autocast, self._views = recorder.backward_autocast, views
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
@@ -195,7 +194,7 @@ class Backward:
             parts = parts_without_gradient(self._views, [start for start, _ in starts])
             starts += [(part, _nothing_for(part)) for part in parts]
             tensors, first = zip(*starts, strict=True)
-            stack.enter_context(self.shown())
+            stack.enter_context(users_code(self.mode.swap))
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
             found = heard_of(run(tensors, wanted, first, retain_graph=retain_graph))
         grads: dict[PrimalIdx, torch.Tensor] = {}

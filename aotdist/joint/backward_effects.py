@@ -15,7 +15,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.changes import Change, resize_storage
 from aotdist.convention.naming import NAMED
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import BackwardFacts, BackwardWrite, Choice, DataWritten
+from aotdist.facts import BackwardFacts, BackwardWrite, Choice
 from aotdist.joint.alike import Computed
 from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
@@ -44,7 +44,6 @@ from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, recipe_of
 from aotdist.torch_seam.autograd import (
     custom_functions,
-    history_of,
     saves_tensors,
     sequence_nr,
     tensors_by_node,
@@ -147,7 +146,6 @@ class BackwardTrace:
 
     def _backward_of(self, forward: ForwardEffects, *, fits: bool) -> Backward:
         """What runs autograd from the differentiable results."""
-        asked = self._context.classes.are_asked_in_backward(self._starts())
         return Backward(
             recorder=self._recorder,
             node_outs=forward.node_outs,
@@ -155,22 +153,9 @@ class BackwardTrace:
             wanted=forward.metadata.gradient_ends(self._inputs.row()),
             mode=forward.lifting,
             arrivals=find_arrivals(forward.outs, forward.outputs.facts, self._ends) if fits else {},
-            shown=functools.partial(self._context.classes.shown, asked=asked),
             in_python=self._in_python,
             views=forward.views_of_ends(),
         )
-
-    def _starts(self) -> list[torch.Tensor]:
-        """Results, and written inputs, at which the caller may start a backward of the program."""
-        row = self._inputs.row()
-        tensors = [out for out in self._forward.outs if isinstance(out, torch.Tensor)]
-        starts = [
-            out for out in tensors if history_of(out) is not None and self._inputs.index_of(out) is None
-        ]
-        for idx, fact in self._forward.writes.enumerate():
-            if isinstance(fact, DataWritten) and fact.differentiable:
-                starts.append(row[idx].tensor)
-        return starts
 
     def _written_of_nobody(self, writers: Writers) -> list[torch.fx.Node]:
         """What the forward computed, that is in nobody's hands, and that the backward writes over."""

@@ -1,81 +1,81 @@
-"""Tensors of the user's classes in a trace: conversions between classes, and `__torch_function__`."""
+"""Tensor classes of the user's in a trace: what stand-ins show, conversions, and `__torch_function__`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from aotdist.capture.guise import Guises
-from aotdist.joint.recorder import Recorder
-from aotdist.subclasses.protocol import is_wrapper
-from aotdist.torch_seam.classes import dispatches, hearing_of_classes, hears_of_functions
-from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor
-from aotdist.torch_seam.modes import class_functions_off, class_functions_on, torch_functions_off
+from aotdist.capture.constants import is_constant
+from aotdist.capture.results import appearance
+from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import refusal
+from aotdist.subclasses.protocol import FIX_OF_OWN_CLASS, is_of_own_class, is_wrapper
+from aotdist.torch_seam.classes import dispatches, hearing_of_classes
+from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, let_be_of
+from aotdist.torch_seam.modes import class_functions_on, torch_functions_off
+from aotdist.torch_seam.tensors import as_parameter
 from aotdist.torch_seam.trees import pytree
 
 
-class Classes:
-    """Lets the user's code of one trace see its classes.
+@contextmanager
+def users_code(swap: Callable[[torch.Tensor], torch.Tensor]) -> Generator[None]:
+    """For while the user's code runs: a forward, or hooks and autograd functions in a backward.
 
     Args:
-        recorder: records the trace.
-        stand_in: the stand-in of a tensor that the program closes over.
+        swap: gives the stand-in of a tensor that has one, or gets one; any other as it is.
     """
+    with hearing_of_classes(functools.partial(_converted, swap)), class_functions_on():
+        yield
 
-    def __init__(self, recorder: Recorder, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._recorder = recorder
-        self._stand_in: Callable[[torch.Tensor], torch.Tensor] | None = stand_in
 
-    def forget_inputs(self) -> None:
-        """Drop the caller's tensors and attributes: no new input is met from now on."""
-        self._stand_in = None
-        self.guises.forget_attributes()
+def _converted(
+    swap: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor | None,
+    cls: type[torch.Tensor],
+    op: Callable[..., torch.Tensor],
+) -> torch.Tensor | None:
+    """`tensor` as a plain tensor or a parameter; None if PyTorch is to make one: a wrapper makes itself.
 
-    @property
-    def guises(self) -> Guises:
-        """The classes and attributes that the trace's tensors show."""
-        return self._recorder.guises
+    Raises:
+        UnsupportedProgram: it is to be of a class of the user's.
+    """
+    if cls is FunctionalTensor:  # the class of a stand-in, which the program may ask for
+        cls = torch.Tensor
+    if dispatches(cls) or isinstance(tensor, FakeTensor) or is_wrapper(tensor):
+        return None
+    if cls not in (torch.Tensor, torch.nn.Parameter):
+        raise refusal(f"the program makes a tensor of the class {cls.__name__}", FIX_OF_OWN_CLASS)
+    if tensor is None:
+        return None
+    with torch_functions_off():
+        made = op(swap(tensor))
+        return as_parameter(made) if cls is torch.nn.Parameter else made
 
-    @contextmanager
-    def shown(self, *, asked: bool = True) -> Generator[None]:
-        """For while the user's code runs: a forward, or hooks and autograd functions in a backward.
 
-        Args:
-            asked: whether `__torch_function__` of classes is called.
-        """
-        with self.guises.worn(), hearing_of_classes(self._remake):
-            with class_functions_on() if asked else class_functions_off():
-                yield
+def show_as_example(tensor: torch.Tensor, example: torch.Tensor, path: str) -> None:
+    """Let a stand-in show the attributes of its example, and the methods of a class that the example has.
 
-    def are_asked_in_backward(self, outs: Sequence[Any]) -> bool:
-        """Whether `__torch_function__` is called in the backward of a program that returns `outs`.
-
-        That depends on the caller. `backward` of a tensor of such a class is a torch function, and the
-        default `__torch_function__` runs it with those of classes switched off.
-        """
-        shown = (self.guises.class_of(out) for out in outs)
-        return not any(hears_of_functions(cls) for cls in shown if cls is not None)
-
-    def _remake(
-        self, tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]
-    ) -> torch.Tensor | None:
-        """`tensor` as a tensor of another class, if it is the trace's, or has or gets a stand-in there."""
-        if cls is FunctionalTensor:  # of a plain tensor, where nothing is shown as another class
-            cls = torch.Tensor
-        if not self.guises.are_worn or dispatches(cls):
-            return None
-        if is_wrapper(tensor) or isinstance(tensor, FakeTensor):
-            return None
-        with torch_functions_off():
-            if self._recorder.is_foreign(tensor):
-                if self._stand_in is None:
-                    return None
-                tensor = self._stand_in(tensor)
-            made = op(tensor)
-            return made if cls is torch.Tensor else self.guises.give(made, cls, {})
+    Raises:
+        UnsupportedProgram: that class has `__slots__`.
+    """
+    is_plain = isinstance(tensor, FunctionalTensor)
+    if is_plain and is_of_own_class(example):
+        cls = type(example)
+        try:
+            let_be_of(tensor, cls)
+        except TypeError as error:
+            raise UnsupportedProgram(
+                f"`{path}` is a {cls.__name__}, a class that no other tensor can be given ({error})",
+                stage="capture",
+                fix=f"give {cls.__name__} no `__slots__`, or pass `x.as_subclass(torch.Tensor)`",
+            ) from None
+    for name, value in appearance(example)[1].items():
+        if is_plain or is_constant(value):
+            vars(tensor).setdefault(name, value)
 
 
 def ask_classes(

@@ -12,7 +12,6 @@ from aotdist.capture.source import Source
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_mode import ViewMode
-from aotdist.joint.classes import Classes
 from aotdist.joint.failures import accumulates_inside
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.recorder import Recorder
@@ -56,7 +55,6 @@ class TraceContext:
         stand_in: that of a tensor which the program closes over.
         view_mode: follows the program's views, and its writes to metadata.
         storages: what it knows of storages.
-        classes: what the user's code sees of the tensors.
     """
 
     options: TraceOptions
@@ -65,7 +63,6 @@ class TraceContext:
     stand_in: Callable[[torch.Tensor], torch.Tensor]
     view_mode: ViewMode
     storages: Storages
-    classes: Classes
 
     @property
     def log(self) -> ViewLog:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.guise import Guises
 from aotdist.convention.memory import by_stride, extent
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.joint import batch_statistics, checked, collectives, linear_algebra, unknown_sizes
@@ -71,17 +70,12 @@ _BERNOULLI = frozenset({torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoull
 
 
 class Functionalisation(FunctionalTensorMode):
-    """Turns writes into new values, of the layout of what is written.
-
-    Args:
-        guises: what the user's code sees of its tensors.
-    """
+    """Turns writes into new values, of the layout of what is written."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, guises: Guises) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._guises = guises
         self._laid_out: dict[int, FunctionalTensor] = {}
         self.strided = Strided(self)
         self.rebinding = Rebinding(self.strided)
@@ -99,7 +93,7 @@ class Functionalisation(FunctionalTensorMode):
         return tensor
 
     def _keep_layout(self, tensor: FunctionalTensor) -> None:
-        """Remember another shell of it: the program's own may show a class, or be given other memory."""
+        """Remember another shell of it: the program's own may be given other memory."""
         with self:
             self._laid_out[functional_storage_id(tensor)] = second_shell(tensor)
 
@@ -112,9 +106,6 @@ class Functionalisation(FunctionalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if disguised := self._guises.among((*args, *kwargs.values())):
-            with self._guises.off(disguised), self:
-                return func(*args, **kwargs)
         try:
             return self._dispatch(func, types, args, kwargs)
         except Exception as error:
@@ -181,7 +172,9 @@ class Functionalisation(FunctionalTensorMode):
         if getattr(func, "is_view", False) and isinstance(args[0], FunctionalTensor):
             self.strided.note_owner(args[0])
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            # PyTorch's mode does not know stand-ins that have a user's class as well.
+            own = [FunctionalTensor if issubclass(cls, FunctionalTensor) else cls for cls in types]
+            return super().__torch_dispatch__(func, own, args, kwargs)
         except AotdistError:
             raise
         except RuntimeError as error:

@@ -24,6 +24,7 @@ from aotdist.convention.synthetic_base import BasePlan
 from aotdist.convention.version import version_of
 from aotdist.convention.views import Opened
 from aotdist.errors import UnsupportedProgram
+from aotdist.joint.classes import show_as_example
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.symbols import Symbols
 from aotdist.joint.views_again import is_reshaped, view_again
@@ -32,7 +33,6 @@ from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
     Recipe,
-    is_of_own_class,
     is_real,
     is_wrapper,
     leaves,
@@ -46,6 +46,7 @@ from aotdist.torch_seam.functional import (
     FunctionalTensor,
     data_writes,
     functional_value,
+    given_attributes,
     part_of,
     second_shell,
 )
@@ -160,11 +161,9 @@ class Inputs:
     def _add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         refuse_unknown_subclass(example, slot.path)
         _refuse_layout(example, slot)
-        self._refuse_class(example)
         at = PrimalIdx(len(self._stand_ins))
         stand_in = _counted_from_here(self._made(at, slot, example))
         self._note_storages(at, stand_in)
-        self._give_guise(stand_in)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
@@ -202,26 +201,6 @@ class Inputs:
                 self._recorder.lies_in_more(plain)
             if is_own:
                 self._recorder.strided.note_input(plain, stand_in.example, real)
-
-    def _give_guise(self, stand_in: StandIn) -> None:
-        """Let the user's code see the class and the attributes of the example."""
-        guises, tensor, example = self._recorder.guises, stand_in.tensor, stand_in.example
-        if is_of_own_class(example):
-            guises.give(tensor, type(example), vars(example))
-        elif isinstance(tensor, FunctionalTensor):
-            guises.stands_for_plain(tensor, example)
-        else:
-            guises.stands_for_wrapper(tensor, example)
-
-    def _refuse_class(self, example: torch.Tensor) -> None:
-        """Raise for a tensor of the enclosing program that shows a class there."""
-        shown = self._recorder.class_around(example)
-        if shown is not None and shown not in (torch.Tensor, torch.nn.Parameter):
-            raise UnsupportedProgram(
-                f"a {shown.__name__} is handed to an operator that takes functions (`torch.cond`)",
-                stage="joint",
-                fix="pass it on as `x.as_subclass(torch.Tensor)`",
-            )
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):
@@ -276,6 +255,21 @@ class Inputs:
         set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
+
+    def show_attributes(self) -> None:
+        """Let the user's code see the attributes of the examples, and the methods of their classes.
+
+        Of a tensor that is met later, it holds the example itself.
+        """
+        for stand_in in self._stand_ins:
+            show_as_example(stand_in.tensor, stand_in.example, stand_in.slot.path)
+
+    def forget_attributes(self) -> None:
+        """Drop the attributes of stand-ins, whose values are the caller's."""
+        for tensor in (one.tensor for one in self._stand_ins):
+            if isinstance(tensor, FunctionalTensor):
+                for name in given_attributes(tensor):
+                    del vars(tensor)[name]
 
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""

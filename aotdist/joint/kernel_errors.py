@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.annotations import current_module
-from aotdist.capture.tracebacks import note_kernels
+from aotdist.capture.origins import current_module, note_kernels
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.operators import OpOverload, is_operator
 from aotdist.torch_seam.symbols import SYMBOLIC, hint

@@ -241,7 +241,6 @@ class LaterBackwards:
             wanted=self._wanted_of_double_backward(given),
             mode=self._recalling,
             arrivals={},
-            shown=self._backward.shown,
             in_python=self._backward.in_python.beyond(),
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])

@@ -56,7 +56,7 @@ class Lifting(TorchFunctionMode):
     """Puts stand-ins in the place of real tensors that the function closes over.
 
     Args:
-        recorder: knows which tensors need a stand-in, and what the program sees of their classes.
+        recorder: knows which tensors need a stand-in.
         inputs: the stand-ins.
         stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
         view_mode: is told of writes of storage and history, and of views that only this mode sees.
@@ -83,7 +83,7 @@ class Lifting(TorchFunctionMode):
         written_views: WrittenViews,
     ) -> None:
         super().__init__()
-        self._recorder, self._guises = recorder, recorder.guises
+        self._recorder = recorder
         self._inputs = inputs
         self._stand_in = stand_in
         self._higher_order = higher_order
@@ -144,9 +144,7 @@ class Lifting(TorchFunctionMode):
         if func in _CHANGE_GRAD:
             self._refuse_change_of_gradient(func, swapped_args[0])
         if isinstance(func, HigherOrderOperator):
-            with self._guises.hidden():
-                result = self._higher_order(func, swapped_args, swapped_kwargs, self)
-            return self._guises.show(result)
+            return self._higher_order(func, swapped_args, swapped_kwargs, self)
         instead = self._instead.get(func)
         if instead is None and swapped_kwargs.get("requires_grad"):
             made = func(*swapped_args, **{**swapped_kwargs, "requires_grad": False})
@@ -154,9 +152,7 @@ class Lifting(TorchFunctionMode):
         if instead is None:
             result = func(*swapped_args, **swapped_kwargs)
             return heard_of(result) if func in _RUN_BACKWARD else result
-        with self._guises.off(self._guises.among(swapped_args)):
-            result = instead(*swapped_args, **swapped_kwargs)
-        return self._guises.show(result)
+        return instead(*swapped_args, **swapped_kwargs)
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the program works on in the place of `tensor`."""

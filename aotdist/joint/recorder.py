@@ -20,10 +20,8 @@ from typing import Any, Literal
 
 import torch
 
-from aotdist.capture.annotations import current_module, current_tags
-from aotdist.capture.fakes import NO_FAKES, UserFakes
-from aotdist.capture.guise import Guises
-from aotdist.capture.origins import Origins, is_asked_by_the_user
+from aotdist.capture.arguments import NO_FAKES, UserFakes
+from aotdist.capture.origins import Origins, current_module, current_tags, is_asked_by_the_user
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import InternalError, UnsupportedProgram
@@ -148,8 +146,7 @@ class Recorder:
         self.draws = Draws()
         self.answers = Answers()
         self._finds_out = finds_out
-        self.guises = Guises()
-        self._functionalisation = Functionalisation(self.guises)
+        self._functionalisation = Functionalisation()
         self.strided = self._functionalisation.strided
         self.backward_autocast = backward_autocast
         self._stream = stream = Stream(self._rng_state) if functional_rng else None
@@ -236,12 +233,6 @@ class Recorder:
     def is_given(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` comes from outside of the trace: it is real, or a fake of the user's."""
         return is_real(tensor) or id(tensor) in self._fakes.identities
-
-    def class_around(self, tensor: torch.Tensor) -> type[torch.Tensor] | None:
-        """The class that a tensor of an enclosing program shows to the user's code there, if any."""
-        if self._within is None:
-            return None
-        return self._within.guises.class_of(tensor) or self._within.class_around(tensor)
 
     def fake(self, example: torch.Tensor) -> torch.Tensor:
         """A fake of a plain tensor, real or another recorder's; its storage is not touched."""

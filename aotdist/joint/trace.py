@@ -20,7 +20,7 @@ from aotdist.facts import Facts, Untouched
 from aotdist.joint import python_numbers
 from aotdist.joint.backward_effects import BackwardEffects, BackwardTrace
 from aotdist.joint.body import Enclosing
-from aotdist.joint.classes import Classes
+from aotdist.joint.classes import users_code
 from aotdist.joint.context import TraceContext, TraceOptions
 from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.failures import naming_failures, naming_outdated_views, refusal
@@ -104,9 +104,8 @@ def trace(
         recorder=recorder,
         inputs=inputs,
         stand_in=stand_in,
-        view_mode=ViewMode(log, recorder.guises),
+        view_mode=ViewMode(log),
         storages=Storages(inputs, log, recorder.strided),
-        classes=Classes(recorder, stand_in),
     )
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
@@ -147,7 +146,7 @@ def _later_backwards(
     if writes or not (options.cuts and options.may_run_later):
         return None
     recorder.strided.forget_inputs()
-    context.classes.forget_inputs()
+    context.inputs.forget_attributes()
     return LaterBackwards(
         recorder=recorder,
         backward=backward.runs,
@@ -187,6 +186,7 @@ def _run_forward(
     recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
     control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
     written_views = WrittenViews(inputs, context.log)
+    inputs.show_attributes()
     lifting = Lifting(
         recorder,
         inputs,
@@ -199,7 +199,7 @@ def _run_forward(
     with (
         swapped_where_unheard(lifting.swap),
         saved_tensor_hooks_heard_by(lifting),
-        context.classes.shown(),
+        users_code(lifting.swap),
         lifting,
         inputs.current(),
         naming_failures(),

@@ -17,6 +17,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from aotdist.report.logs import log_stage
 from aotdist.torch_seam.undo import to_undo
 
 _PATIENCE_S = 2.0
@@ -108,3 +109,35 @@ def _standard_error() -> TextIO | None:
         return None
     is_replaced = sys.stderr is not sys.__stderr__
     return None if is_replaced and sys.__stderr__ is not None and sys.__stderr__.isatty() else sys.stderr
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """Seconds of each stage, in the order in which they ran.
+
+    Args:
+        seconds: how long each stage took, by its name.
+        progress: told which stage runs, for somebody who waits for it.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    progress: Progress | None = None
+
+    def counting(self, num_nodes: Callable[[], int]) -> None:
+        """Let the progress line count nodes by `num_nodes`."""
+        if self.progress is not None:
+            self.progress.num_nodes = num_nodes
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Add the time spent inside to stage `name`."""
+        if self.progress is not None:
+            self.progress.stage = name
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            if self.progress is not None:
+                log_stage(self.progress.name, name, seconds, self.progress.num_nodes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,12 +18,10 @@ from aotdist.convention.layer import Call
 from aotdist.facts import Facts
 from aotdist.program import Graph, PrimalIdx
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.fit import MISS, Fit
-from aotdist.runtime.forgetting import fit_without_tensors, without_tensors
 from aotdist.runtime.gate import Gates, schedule
-from aotdist.runtime.heap import keep_freed_memory
 from aotdist.runtime.hooks import detaching, shielding, taking_turns
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
@@ -169,7 +169,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     call = printer.load("call", compilation.captured.name)
     for graph in compilation.every_graph():
         graph.pack()
-    kept = without_tensors(compilation), fit_without_tensors(fit)
+    kept = without_tensors(compilation), fit.without_tensors()
     return Artifact(call, printer.source(), *kept, agreed, checks["forward"])
 
 
@@ -350,3 +350,29 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     call = taking_turns(call, hooks.turns)
     call = detaching(call, hooks.detached)
     return plans.lift_outside(call, enables_grad=_enables_grad(compilation))
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MOST_KEPT = (1 << 31) - 1
+_MOST_ON_HEAP = 32 << 20
+"""The most that `mallopt` takes, and the largest block that glibc puts on its heap."""
+_TOLD_OTHERWISE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let glibc keep what lies free at the end of its heap, up to 2 GiB, for the rest of the process.
+
+    A compiled step frees its intermediates one after the other, up to the end of the heap. By itself glibc
+    gives back to the system what is more than 62 MiB of it, and all blocks of over 32 MiB; in the next step
+    they are zeroed and mapped page by page, for a sixth of the time of a small one (20,000 pages of 93 ms),
+    in some processes and not in others, as blocks happen to lie. Other allocators do not mind, and one that
+    the environment tells otherwise is left alone.
+    """
+    if any(name in os.environ for name in _TOLD_OTHERWISE):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # Either setting ends glibc's own adjustments of both, so both are set.
+        mallopt(_MMAP_THRESHOLD, _MOST_ON_HEAP)
+        mallopt(_TRIM_THRESHOLD, _MOST_KEPT)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from aotdist.capture.in_backward import NOTHING, BackwardChanges, InBackward
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+import torch
 
 from aotdist.capture.capture import Captured, Returned
+from aotdist.capture.source import Argument
 from aotdist.codegen.contract import Emitted
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan
+from aotdist.errors import InternalError
 from aotdist.joint.later_backwards import OtherJoint
 from aotdist.joint.trace import Traced
 from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
-from aotdist.program import Graph, PrimalIdx, TrainingGraphs
+from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs
 from aotdist.runtime.backward import Parts
 from aotdist.runtime.double_backward import DoubleBackwards
 from aotdist.runtime.on_demand import OnDemand
 from aotdist.runtime.other_kinds import Arrived
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.settings import Settings
+from aotdist.subclasses.protocol import Recipe, leaves, rebuild, recipe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +200,50 @@ class Compilation:
         return tuple(
             collective for graph in self.run_graphs().values() for collective in collectives(graph, state)
         )
+
+
+def without_tensors(compilation: Compilation) -> Compilation:
+    """`compilation` with shells for the tensors of the call, and without the values of module state.
+
+    The first batch, or the parameters of before a checkpoint was loaded, would otherwise stay in memory for
+    as long as the artifact does.
+    """
+    captured, traced = compilation.captured, compilation.traced
+    environment = captured.environment
+    for source in (*(source for source, _ in environment.reached.owners), *captured.closed_over.values()):
+        if isinstance(source.root, Argument):
+            source.root.example = None
+    reached = replace(environment.reached, tensors=[], owners=[])
+    return replace(
+        compilation,
+        captured=replace(
+            captured,
+            program=_without_tensors(captured.program),
+            places=(),
+            environment=replace(environment, state=(), reached=reached),
+        ),
+        traced=replace(traced, program=_without_tensors(traced.program), later_backwards=None),
+    )
+
+
+def shell(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the metadata of another and no data."""
+    made = shell_of(recipe_of(tensor))
+    return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
+
+
+def shell_of(recipe: Recipe) -> torch.Tensor:
+    """A tensor that `recipe` puts together, with no data."""
+    plains = [
+        torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device="meta")
+        for _, plain in leaves(recipe)
+    ]
+    return rebuild(recipe, plains)
+
+
+def _without_tensors(program: Program[I]) -> Program[I]:
+    return Program(_run_again, program.ins, Row[I, torch.Tensor](map(shell, program.examples)))
+
+
+def _run_again(*args: Any) -> NoReturn:
+    raise InternalError("a program is traced again after it was compiled", stage="runtime")

@@ -18,9 +18,8 @@ from aotdist.partition.double_backward import no_double_backward
 from aotdist.partition.from_saved import from_saved
 from aotdist.program import GRADIENT_ROLES, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.runtime.artifact import backward_of
-from aotdist.runtime.compilation import Training
+from aotdist.runtime.compilation import Training, shell_of
 from aotdist.runtime.double_backward import CompiledDoubleBackward
-from aotdist.runtime.forgetting import shell_of
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.other_kinds import Arrived
 from aotdist.runtime.plan import NodePlan

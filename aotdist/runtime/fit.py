@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,18 +20,20 @@ from aotdist.capture.modules import ModuleGuard
 from aotdist.capture.reached import constants_but
 from aotdist.capture.source import Source, held_in
 from aotdist.convention.dedupe import DedupePlan
+from aotdist.convention.memory import share_memory
 from aotdist.convention.mutation import differentiable_writes
 from aotdist.convention.synthetic_base import BasePlan, ViewBase
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Answer, Facts
 from aotdist.joint.symbols import Count
 from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
-from aotdist.runtime.compilation import Compilation
-from aotdist.runtime.guard import no_overlap, place_in_storage
+from aotdist.runtime.compilation import Compilation, shell
 from aotdist.runtime.printer import Told, variable_names
-from aotdist.sizes import SCOPE, NumberStep, Sizes
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
+from aotdist.sizes import SCOPE, NumberStep, Sizes, is_symbolic
+from aotdist.subclasses.protocol import Constant, Recipe, leaves, plain_tensors
 from aotdist.torch_seam.classes import hears_of_functions
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.tensors import TensorGuards, storage_id
 
 T = TypeVar("T")
 
@@ -120,6 +123,10 @@ class Fit:
         """Whether tensors of the call have a `__torch_function__`, which must not be called."""
         return any(hears_of_functions(type(example)) for example in self.examples)
 
+    def without_tensors(self) -> Fit:
+        """The same with shells for the tensors of the call."""
+        return replace(self, examples=self.examples.map(shell))
+
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""
         places = self.sources or self.around.constants or self.counts
@@ -198,7 +205,7 @@ def fit_of(compilation: Compilation) -> Fit:
                 (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
             ),
             identities=(*environment.reached.identities, *_written_in_backward(captured)),
-            again=environment.reached.again,
+            again=tuple(environment.reached.again),
         ),
         prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
         leaves=captured.leaves,
@@ -248,3 +255,63 @@ def refuse_overlap(fit: Fit) -> None:
                     stage="convention",
                     fix=f"pass `{fit.slots[other]}` as a view made inside the function, or clone one of them",
                 )
+
+
+def tensor_check(examples: Sequence[torch.Tensor], recipes: Sequence[Recipe]) -> TensorGuards:
+    """A check of many tensors at once, in C++ (5.5 us for 100).
+
+    `check(*tensors)` is true when each has the type, dtype, device, dispatch keys, sizes, strides and
+    `requires_grad` of its example, and all are different objects. Symbolic sizes and strides are left open.
+    """
+    if not is_symbolic(tuple(recipes)):
+        return TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    sizes: Any
+    strides: Any
+    sizes, strides = ([_known(numbers) for numbers in of] for of in zip(*map(_numbers, recipes), strict=True))
+    return TensorGuards(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def _numbers(recipe: Recipe) -> tuple[Sequence[Any], Sequence[Any]]:
+    assert not isinstance(recipe, Constant), "a tensor's recipe"
+    return recipe.size, recipe.stride
+
+
+def _known(numbers: Sequence[Any]) -> list[int | None]:
+    return [None if isinstance(number, SYMBOLIC) else number for number in numbers]
+
+
+def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its storage (in elements), and how large the storage is (in bytes)."""
+    return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+
+
+def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether no tensor of `written` shares memory with another of `written` or one of `others`.
+
+    Tensors on different storages never do (0.1 us each); each is compared with those on its own.
+    """
+    everything = [*written, *others]
+    storages = [storage_id(tensor) for tensor in everything]
+    count = Counter(storages)
+    if len(count) == len(storages):
+        return True
+    together: dict[int, list[int]] = {}
+    for position, storage in enumerate(storages):
+        if count[storage] > 1:
+            together.setdefault(storage, []).append(position)
+    return not any(
+        share_memory(everything[a], everything[b])
+        for positions in together.values()
+        for a, b in itertools.combinations(positions, 2)
+        if a < len(written)
+    )
+
+
+def are_outside(others: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> bool:
+    """Whether none of `others` shares memory with the tensors that lie in a span.
+
+    The span itself is on a storage of its own, which `no_overlap` takes for other memory.
+    """
+    storage = storage_id(members[0])
+    near = [other for other in others if storage_id(other) == storage]
+    return not any(share_memory(member, other) for member in members for other in near)

@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 import torch
 
-from aotdist.capture.ambient import AmbientGuard
+from aotdist.capture.ambient import ambient_guard
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
@@ -26,9 +26,8 @@ from aotdist.convention.synthetic_base import Span, ViewBase, base_of, span_over
 from aotdist.convention.version import bump, rewind
 from aotdist.facts import Action
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
-from aotdist.runtime.fit import MISS, Fit
+from aotdist.runtime.fit import MISS, Fit, are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.guard import are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import heard_in_turn, shield
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
@@ -348,7 +347,7 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
 
 def _conditions(printer: Printer, fit: Fit) -> list[str]:
     """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
-    conditions = [f"{printer.bind('modes_hold', AmbientGuard(fit.around.ambient))}()"]
+    conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.around.ambient))}()"]
     if fit.changes_given:
         conditions.append(f"{printer.bind('are_apart', are_apart)}(args, kwargs)")
     bind = binder(printer, fit.variables)

@@ -13,11 +13,10 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Numbers
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
-from aotdist.capture.guise import show_as
 from aotdist.capture.in_backward import BackwardChanges, KeptNumber, KeptTensor, expect, forget
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.objects import MadeObject, holds_objects, number_of
-from aotdist.capture.results import Read, Shown
+from aotdist.capture.results import Shown, show_as
 from aotdist.capture.source import Argument, Given, Held, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
 from aotdist.convention.function_view import function_view
@@ -112,8 +111,8 @@ def action_printer(
         ):
             return
         printed.add(idx)
-        if isinstance(fact, NotATensor) and isinstance(fact.value, Read):
-            shown = fact.value.source.expression(bind)
+        if isinstance(fact, NotATensor) and isinstance(fact.value, Source):
+            shown = fact.value.expression(bind)
         else:
             shown = _literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
         printer.line(f"o{idx} = {shown}")

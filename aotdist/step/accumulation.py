@@ -154,7 +154,9 @@ class Accumulation(TorchFunctionMode):
             )
         wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
         ends = _leaves_behind(roots) if wanted is None else list(wanted)
-        found = torch.autograd.grad(roots, ends, seeds, retain_graph=retain_graph, allow_unused=True)
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            roots, ends, seeds, retain_graph=retain_graph, allow_unused=True
+        )
         with torch.no_grad():
             for end, grad in zip(ends, found, strict=True):
                 if grad is not None:

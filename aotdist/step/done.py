@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,9 +102,13 @@ def _flatten(done: Done) -> tuple[list[Any], Any]:
     return parts, (done.read, done.trace)
 
 
-pytree.register_pytree_node(
-    Done, _flatten, lambda parts, rest: Done(parts[0], rest[0], *parts[1:], trace=rest[1])
-)
+def _unflatten(parts: Iterable[Any], rest: Any) -> Done:
+    result, *others = parts
+    read, trace = rest
+    return Done(result, read, *others, trace=trace)
+
+
+pytree.register_pytree_node(Done, _flatten, _unflatten)
 
 
 def _parts(value: Any) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.capture.tracebacks import short_tracebacks
+from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
 from aotdist.compiled import Compiling, compiling, runs_eagerly

@@ -19,7 +19,7 @@ from aotdist.capture.modules import ModuleGuard
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.errors import SignatureMismatch
 from aotdist.program import PrimalIdx, Program
-from aotdist.runtime.guard import place_in_storage
+from aotdist.runtime.fit import place_in_storage
 from aotdist.store.archive import version_of
 from aotdist.store.values import Values
 from aotdist.subclasses.protocol import Wrapper, plain_tensors, recipe_of

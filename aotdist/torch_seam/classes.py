@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.patches import Patch
 
-Remake: TypeAlias = Callable[[torch.Tensor, type[torch.Tensor], Callable[..., torch.Tensor]], Any]
+Remake: TypeAlias = Callable[[torch.Tensor | None, type[torch.Tensor], Callable[..., torch.Tensor]], Any]
 """Called when a tensor is converted to a class, with the operator that autograd sees: `alias` or `detach`.
 
-It returns the tensor of that class, or None to let PyTorch make it.
+It returns the tensor of that class, or None to let PyTorch make it. There is no tensor if sizes are given.
 """
 
-
-_make_subclass = torch.Tensor._make_subclass
+_ALIAS, _DETACH = torch.ops.aten.alias.default, torch.ops.aten.detach.default
+_make_subclass, _make_parameter = torch.Tensor._make_subclass, torch.nn.Parameter.__new__
 
 CACHED_SIZES = frozenset(
     f"_{numbers}_capsule{end}"
@@ -33,38 +33,43 @@ CACHED_SIZES = frozenset(
 def hearing_of_classes(hear: Remake) -> AbstractContextManager[None]:
     """In this context and thread, `hear` is called where a tensor is converted to another class.
 
-    By `as_subclass`, `_make_subclass` (`nn.Parameter` calls it) or the class itself, called with a tensor.
-    None of these is a torch function, so no mode hears of them.
+    By `as_subclass`, `_make_subclass`, `nn.Parameter` or the class itself, called with a tensor. None of
+    these is a torch function, so no mode hears of them.
     """
     return _CLASSES.applied(hear)
 
 
-def _heard(tensor: torch.Tensor, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
+def _heard(tensor: torch.Tensor | None, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
     hear = _CLASSES.value
     return None if hear is None else hear(tensor, cls, op)
 
 
 def _as_subclass(tensor: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    made = _heard(tensor, cls, torch.ops.aten.alias.default)
+    made = _heard(tensor, cls, _ALIAS)
     return torch._C.TensorBase.as_subclass(tensor, cls) if made is None else made
 
 
 def _subclass_of_data(
     cls: type[torch.Tensor], data: torch.Tensor, require_grad: bool = False, **options: Any
 ) -> torch.Tensor:
-    made = None if options else _heard(data, cls, torch.ops.aten.detach.default)
-    if made is None:
-        return _make_subclass(cls, data, require_grad, **options)
+    made = None if options else _heard(data, cls, _DETACH)
+    return _make_subclass(cls, data, require_grad, **options) if made is None else _leaf(made, require_grad)
+
+
+def _parameter(cls: type[torch.Tensor], data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
+    made = None if data is None else _heard(data, cls, _DETACH)
+    return _make_parameter(cls, data, requires_grad) if made is None else _leaf(made, requires_grad)
+
+
+def _leaf(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     with class_functions_off():  # a mode hears of it, and notes it
-        return made.requires_grad_() if require_grad else made
+        return made.requires_grad_() if requires_grad else made
 
 
 def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        made = _heard(args[0], cls, torch.ops.aten.alias.default)
-        if made is not None:
-            return made
-    return torch._C.TensorBase.__new__(cls, *args, **kwargs)
+    is_given = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+    made = _heard(args[0] if is_given else None, cls, _ALIAS)
+    return torch._C.TensorBase.__new__(cls, *args, **kwargs) if made is None else made
 
 
 _CLASSES = Patch[Remake](
@@ -73,6 +78,7 @@ _CLASSES = Patch[Remake](
         (torch.Tensor, "as_subclass", _as_subclass),
         (torch.Tensor, "__new__", staticmethod(_of_class)),
         (torch.Tensor, "_make_subclass", staticmethod(_subclass_of_data)),
+        (torch.nn.Parameter, "__new__", staticmethod(_parameter)),
     ],
 )
 
@@ -90,6 +96,19 @@ def flatten_protocol(tensor: Any) -> tuple[list[str], Any]:
 def hears_of_functions(cls: type[torch.Tensor]) -> bool:
     """Whether torch functions on tensors of a class call its `__torch_function__`, own or default."""
     return cls is not torch.Tensor and cls.__torch_function__ is not torch._C._disabled_torch_function_impl
+
+
+def changes_functions(cls: type[torch.Tensor]) -> bool:
+    """The same, but for a parameter's class that hands all functions on to `nn.Parameter`, as vLLM's do."""
+    own = (vars(base)["__torch_function__"] for base in cls.__mro__ if "__torch_function__" in vars(base))
+    first = next((one for one in own if not _hands_on(one)), None)
+    return cls is not torch.Tensor and first is not torch._C._disabled_torch_function_impl
+
+
+def _hands_on(torch_function: Any) -> bool:
+    """Whether a `__torch_function__` names nothing but that of `super()`."""
+    code = getattr(getattr(torch_function, "__func__", None), "__code__", None)
+    return code is not None and set(code.co_names) == {"super", "__torch_function__"}
 
 
 def dispatches(cls: Any) -> bool:

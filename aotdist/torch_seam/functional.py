@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode as Function
 from torch._subclasses.functional_tensor import _detect_infra_mode
 from torch.utils._mode_utils import no_dispatch
 
-from aotdist.torch_seam.classes import CACHED_SIZES, dispatches
+from aotdist.torch_seam.classes import CACHED_SIZES
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.patches import replaced, replaced_here
 from aotdist.torch_seam.tensors import storage_id, unwrapped
@@ -160,9 +160,7 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
     Where `torch.func` transforms have wrapped it, the tensor inside of the wrappers decides.
     """
     tensor = unwrapped(tensor)
-    if isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor):
-        return True
-    return is_disguised(tensor)
+    return isinstance(tensor, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(tensor)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -175,12 +173,9 @@ def mode_of_fake(tensor: torch.Tensor) -> FakeTensorMode | None:
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
-def is_disguised(tensor: torch.Tensor) -> bool:
-    """Whether a functional tensor shows the class of another (`aotdist.capture.guise`).
-
-    Then operators on it are dispatched in Python, although its class has no `__torch_dispatch__`.
-    """
-    return not dispatches(type(tensor)) and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+def let_be_of(tensor: FunctionalTensor, cls: type[torch.Tensor]) -> None:
+    """Let a functional tensor be an instance of a user's class as well, with its methods and properties."""
+    tensor.__class__ = type(cls.__name__, (FunctionalTensor, cls), {})
 
 
 _OWN_ATTRIBUTES = CACHED_SIZES | {"elem", "_inference_mode_base", "_is_param"}

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from aotdist.cache.entry import Entry
-from aotdist.cache.folder import Folder
-from aotdist.cache.turns import turn
+from aotdist.cache.folder import Folder, turn
 from aotdist.errors import CacheCorrupt
 
 KEY = "k" * 64

@@ -1,7 +1,6 @@
 """Random programs over the tensor classes that aotdist knows, see `test_generated.py`."""
 
 import pytest
-import torch
 from hypothesis import given
 
 from tests.semantics.meshes import mesh
@@ -9,19 +8,14 @@ from tests.semantics.programs import programs
 from tests.semantics.searching import compare, search_of_classes, timeout, words
 from tests.semantics.vocabulary import (
     ARITHMETIC,
-    ATTRIBUTE_WRITES,
-    CLASSES,
     EIGHT_BITS,
-    FUNCTION_CALLS,
     NARROW_VIEWS,
     NARROW_WRITES,
     NESTED,
     PLACEMENTS,
     PRODUCTS_OF_8_BITS,
     PRODUCTS_OF_SPARSE,
-    RECLASSINGS,
     SPARSE,
-    SQUARE_CLASSES,
     SQUARE_NESTED,
     VIEWS,
     WRITES,
@@ -29,25 +23,6 @@ from tests.semantics.vocabulary import (
 
 pytestmark = [timeout, pytest.mark.usefixtures("mesh")]
 __all__ = ["mesh"]
-
-OF_CLASSES = words(
-    inputs=CLASSES,
-    squares=SQUARE_CLASSES,
-    values=(ARITHMETIC, VIEWS, FUNCTION_CALLS, RECLASSINGS),
-    writes=(*WRITES, *ATTRIBUTE_WRITES),
-)
-
-
-@search_of_classes
-@given(programs(OF_CLASSES))
-def test_classes_that_hear_of_functions(program):
-    compare(program)
-
-
-@search_of_classes
-@given(programs(OF_CLASSES))
-def test_classes_that_hear_of_functions_under_no_grad(program):
-    compare(program, torch.no_grad)
 
 
 @search_of_classes

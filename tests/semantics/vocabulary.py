@@ -9,7 +9,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.semantics.functions import FUNCTIONS
 from tests.semantics.wrapped import WRAPPED
 from tests.subclasses import dtensors
-from tests.subclasses.function_classes import Greedy, Methods, Silent, Traveller, WithScale, tagged
 
 INPUTS = {
     "leaf": "torch.randn(3, 4, requires_grad=True)",
@@ -63,42 +62,6 @@ SQUARE_WRAPPERS = (
     "torch.randn(4, 4, requires_grad=True) * 1.5",
     "torch.randn(4, 4)",
 )
-
-CLASSES = (
-    "torch.Tensor._make_subclass(Methods, torch.randn(3, 4), True)",
-    "torch.randn(3, 4).as_subclass(Methods)",
-    "(torch.randn(3, 4, requires_grad=True) * 1.5).as_subclass(Traveller)",
-    "tagged(torch.Tensor._make_subclass(Traveller, torch.randn(3, 4), True))",
-    "torch.Tensor._make_subclass(Silent, torch.randn(3, 4), True)",
-    "torch.randn(3, 4, requires_grad=True).as_subclass(Greedy)",
-    "WithScale(torch.randn(3, 4), torch.randn((), requires_grad=True))",
-    "torch.randn(3, 4, requires_grad=True)",
-    "torch.randn(3, 4)",
-)
-"""Classes that hear of torch functions, and have attributes."""
-SQUARE_CLASSES = (
-    "torch.Tensor._make_subclass(Methods, torch.randn(4, 4), True)",
-    "torch.randn(4, 4).t().as_subclass(Methods)",
-    "(torch.randn(4, 4, requires_grad=True) * 1.5).as_subclass(Traveller)",
-    "(torch.randn(4, 4, requires_grad=True) * 1.5).t().as_subclass(Silent)",
-    "(torch.randn(4, 4, requires_grad=True) * 1.5).as_subclass(Greedy)",
-    "WithScale(torch.randn(4, 4), torch.randn((), requires_grad=True))",
-    "torch.randn(4, 4, requires_grad=True)",
-    "torch.randn(4, 4)",
-)
-
-RECLASSINGS = (
-    "{a}.as_subclass(torch.Tensor)",
-    "{a}.as_subclass(Traveller)",
-    "{a}.as_subclass(type({b}))",
-    "Methods({a})",
-    "torch.Tensor._make_subclass(Greedy, {a})",
-    "WithScale({a}, {b}.sum())",
-    "{a}.note * 2",
-    "{a}.note",
-    "{a}.doubled()",
-)
-ATTRIBUTE_WRITES = ("{a}.note = {b}", "{a}.note.mul_(2)", "{a}.label = 'x'")
 
 EIGHT_BITS = (
     "in_8_bits(torch.randn(16, 16))",
@@ -414,8 +377,6 @@ SCOPE = {
     "F": torch.nn.functional,
     "checkpoint": torch.utils.checkpoint.checkpoint,
     "TwoTensor": TwoTensor,
-    **{cls.__name__: cls for cls in (Greedy, Methods, WithScale, Silent, Traveller)},
-    "tagged": tagged,
     **WRAPPED,
     **{function.__name__: function for function in FUNCTIONS},
     "DTensor": DTensor,

@@ -1,21 +1,61 @@
-"""Attributes of modules whose code is a library's: the walk does not enter that code, so they all count."""
+"""Attributes of modules: what `compile` hangs on one for its user, and the settings of libraries.
+
+What `compile` hangs on a module (`module.source`, `module.graphs`, `module.explain()`) survives `deepcopy`
+and pickling as an empty shell, since a copy of a module is not compiled. Code of libraries is not entered by
+the walk, so all attributes of their modules count.
+"""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from aotdist.capture.attached import ATTACHED
 from aotdist.capture.code import is_users_class, is_users_code
 from aotdist.capture.constants import is_constant
 from aotdist.capture.source import Source
 from aotdist.torch_seam.fsdp import is_fsdp_hook
 from aotdist.torch_seam.modules import PARAMETRIZATIONS
+
+
+class PrintedSource(str):
+    """The printed Python of a module's artifacts; not a constant of the program."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PrintedSource, ("",))
+
+
+class GraphList(list[Mapping[str, torch.fx.GraphModule]]):
+    """The graphs of a module's artifacts."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (GraphList, ())
+
+
+class Explain:
+    """Calls the report of a module's compiled call."""
+
+    def __init__(self, report: Callable[..., Any] | None = None) -> None:
+        self._report = report
+
+    def __call__(self, **options: Any) -> Any:
+        """The module's report, see `aotdist.explain`."""
+        if self._report is None:
+            return "not compiled: this module is a copy of one that was"
+        return self._report(**options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Explain, ())
+
+
+ATTACHED = (PrintedSource, GraphList, Explain)
+
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes that modules have by being modules."""
